@@ -1,0 +1,75 @@
+"""The exceptions that lightning_par raises.
+
+Each one also is the built-in exception that a caller would expect, so ``except ValueError`` keeps working::
+
+    LightningParError
+    |-- PlanError         (ValueError)    a ParallelPlan does not fit the model or the mesh
+    |-- MeshError         (ValueError)    sizes do not fit the devices
+    |-- ScheduleError     (ValueError)    a pipeline schedule cannot run
+    |-- ConfigurationError(ValueError)    an option, or a combination with the Trainer, is not supported
+    |-- PipelineError     (RuntimeError)  a pipeline stage failed while it ran
+    |-- NonFiniteError    (RuntimeError)  the loss or the gradient is NaN or infinite
+    `-- CheckpointError   (RuntimeError)  a checkpoint does not fit the model
+"""
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CheckpointError",
+    "ConfigurationError",
+    "LightningParError",
+    "MeshError",
+    "NonFiniteError",
+    "PipelineError",
+    "PlanError",
+    "ScheduleError",
+    "raise_problems",
+]
+
+
+class LightningParError(Exception):
+    """Base class of every exception that lightning_par raises on purpose."""
+
+
+class PlanError(LightningParError, ValueError):
+    """A `ParallelPlan` does not fit the model, or cannot be applied at the requested sizes."""
+
+
+class MeshError(LightningParError, ValueError):
+    """The parallel sizes do not fit each other or the number of devices."""
+
+
+class ScheduleError(LightningParError, ValueError):
+    """A pipeline schedule is not valid: it would deadlock, or leaves work undone."""
+
+
+class ConfigurationError(LightningParError, ValueError):
+    """An option is not supported, alone or together with the Trainer's settings."""
+
+
+class PipelineError(LightningParError, RuntimeError):
+    """A pipeline stage failed while it ran; the text names the stage and the action."""
+
+
+class NonFiniteError(LightningParError, RuntimeError):
+    """The loss is NaN or infinite although it counts valid entries."""
+
+
+class CheckpointError(LightningParError, RuntimeError):
+    """A checkpoint does not fit the model or the optimizer."""
+
+
+def raise_problems(error: type[LightningParError], problems: Sequence[str]) -> None:
+    """Raise `error` with every problem in one message; do nothing if there is none.
+
+    Args:
+        error: The class to raise.
+        problems: One sentence each, complete in itself.
+
+    Raises:
+        LightningParError: `error`, if `problems` is not empty.
+    """
+    if len(problems) == 1:
+        raise error(problems[0])
+    if problems:
+        raise error(f"{len(problems)} problems:\n" + "\n".join(f"  - {p}" for p in problems))
