@@ -1,0 +1,300 @@
+"""Sizes of the parallel axes, and the device mesh: the only place that makes process groups.
+
+Axes, outermost first: ``pp`` (pipeline), ``dp_replicate``, ``dp_shard`` (data), ``cp`` (context), ``tp`` (tensor).
+Neighbouring ranks differ in ``tp`` first, so that the axis that talks most stays inside a node.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_par.errors import MeshError, raise_problems
+
+__all__ = ["AXES", "ParallelMesh", "ParallelSizes", "Size", "build_mesh", "fit_sizes"]
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+Size = int | Literal["auto"]
+AutoRule = Literal["tensor", "pipeline", "balanced", "data"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """The size of every axis; their product is the number of ranks.
+
+    Attributes:
+        pipeline: Number of pipeline stages.
+        data_replicate: Groups of ranks that hold a whole copy of the sharded state.
+        data_shard: Ranks over which parameters, gradients or optimizer states are sharded.
+        context: Ranks over which the sequence is sharded inside attention.
+        tensor: Ranks over which a layer's weights are sharded.
+    """
+
+    pipeline: int = 1
+    data_replicate: int = 1
+    data_shard: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        bad = [f"{n}={s} must be 1 or more." for n, s in vars(self).items() if s < 1]
+        raise_problems(MeshError, bad)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in the order of `AXES`."""
+        return (self.pipeline, self.data_replicate, self.data_shard, self.context, self.tensor)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.shape)
+
+    @property
+    def data(self) -> int:
+        """Number of replicas that see different samples."""
+        return self.data_replicate * self.data_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the place of a global rank on every axis; needs no process group.
+
+        Args:
+            rank: Global rank, 0 .. world_size - 1.
+        """
+        place = {}
+        for axis, size in reversed(list(zip(AXES, self.shape, strict=True))):
+            rank, place[axis] = divmod(rank, size)
+        return {axis: place[axis] for axis in AXES}
+
+    def data_rank(self, rank: int) -> int:
+        """Return which replica, 0 .. data - 1, a global rank belongs to."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.data_shard + place["dp_shard"]
+
+    def groups(self, axes: Iterable[str]) -> list[list[int]]:
+        """Return the lists of global ranks that differ only in `axes`, each in rank order.
+
+        Args:
+            axes: Names out of `AXES`.
+        """
+        chosen = set(axes)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            key = tuple(place[a] for a in AXES if a not in chosen)
+            found.setdefault(key, []).append(rank)
+        return list(found.values())
+
+    def __str__(self) -> str:
+        named = zip(AXES, self.shape, strict=True)
+        return " x ".join(f"{axis} {size}" for axis, size in named if size > 1) or "1 device"
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def fit_sizes(
+    *,
+    num_devices: int,
+    devices_per_node: int,
+    tensor: Size = "auto",
+    pipeline: Size = "auto",
+    data: Size = "auto",
+    data_replicate: Size = "auto",
+    context: int = 1,
+    zero_stage: int = 1,
+    auto: AutoRule = "balanced",
+) -> ParallelSizes:
+    """Fill in every ``"auto"`` and check that the sizes fit the devices.
+
+    The rules for sizes left to ``"auto"``, of the devices that the given sizes leave over: ``tensor`` takes all of
+    a node for `tensor`; ``pipeline`` takes all for `pipeline`; ``balanced`` takes 2 for `tensor`, then 2 for
+    `pipeline`, where they divide; ``data`` takes none. What is still left goes to `data`.
+
+    Args:
+        num_devices: Ranks in the world.
+        devices_per_node: Ranks on one node; `tensor` has to divide it.
+        tensor: Size of ``tp``.
+        pipeline: Size of ``pp``.
+        data: Number of data-parallel replicas, ``dp_replicate * dp_shard``.
+        data_replicate: Of those, the size of ``dp_replicate``. "auto": all at ZeRO stage 0, else 1.
+        context: Size of ``cp``.
+        zero_stage: 0 keeps every replica whole, 1 to 3 shard.
+        auto: The rule above.
+
+    Raises:
+        MeshError: With every problem, and sizes that would work.
+    """
+    given: Mapping[str, Size] = {
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+        "data_parallel_size": data,
+        "context_parallel_size": context,
+    }
+    problems = [
+        f"{name}={value!r} must be a whole number of 1 or more, or 'auto'."
+        for name, value in {**given, "data_parallel_replicate_size": data_replicate}.items()
+        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+    ]
+    if zero_stage not in (0, 1, 2, 3):
+        problems.append(f"zero_stage={zero_stage!r} must be 0, 1, 2 or 3.")
+    raise_problems(MeshError, problems)
+    fixed = math.prod(int(v) for v in given.values() if v != "auto")
+    if num_devices % fixed:
+        raise MeshError(_misfit(given, fixed, num_devices))
+    left = num_devices // fixed
+    tp, left = _take(tensor, left, auto, "tensor", devices_per_node)
+    pp, left = _take(pipeline, left, auto, "pipeline", left)
+    dp, left = (left, 1) if data == "auto" else (data, left)
+    if left != 1:
+        raise MeshError(_misfit(given, fixed, num_devices))
+    if tp > 1 and devices_per_node % tp and tp % devices_per_node:
+        problems.append(
+            f"tensor_parallel_size={tp} does not divide the {devices_per_node} devices of a node; "
+            f"use one of {_divisors(devices_per_node)}."
+        )
+    replicate = (dp if zero_stage == 0 else 1) if data_replicate == "auto" else data_replicate
+    if dp % replicate:
+        problems.append(
+            f"data_parallel_replicate_size={replicate} does not divide data_parallel_size={dp}; "
+            f"use one of {_divisors(dp)}."
+        )
+    elif zero_stage == 0 and replicate != dp:
+        problems.append(
+            f"data_parallel_replicate_size={replicate} with zero_stage=0: stage 0 shards nothing over the "
+            f"{dp} replicas; leave it out, or use zero_stage=1, 2 or 3."
+        )
+    raise_problems(MeshError, problems)
+    return ParallelSizes(
+        pipeline=pp, data_replicate=replicate, data_shard=dp // replicate, context=context, tensor=tp
+    )
+
+
+def _take(size: Size, left: int, auto: AutoRule, axis: str, most: int) -> tuple[int, int]:
+    if size != "auto":
+        return size, left
+    if auto == axis:
+        chosen = math.gcd(left, most)
+    else:
+        chosen = 2 if auto == "balanced" and left % 2 == 0 and most % 2 == 0 else 1
+    return chosen, left // chosen
+
+
+def _misfit(given: Mapping[str, Size], fixed: int, num_devices: int) -> str:
+    asked = " x ".join(f"{name}={value}" for name, value in given.items() if value not in ("auto", 1))
+    advice = f"pass devices={fixed}" if fixed > num_devices else f"use a multiple of {fixed} devices"
+    return (
+        f"{asked or 'the sizes'} need {fixed} devices (or a multiple), but the Trainer has {num_devices}: {advice}, or "
+        f"sizes whose product divides {num_devices} (each one of {_divisors(num_devices)}). "
+        "On the CPU, devices='auto' means 1 device."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParallelMesh:
+    """The device mesh of a run and the place of this rank in it.
+
+    Attributes:
+        sizes: The size of every axis.
+        device_mesh: Axes as in `AXES`; also those of size 1.
+        rank: Global rank of this process.
+        data_group: Ranks that hold the same part of the model and see other samples.
+        replica_group: Ranks that hold the parts of one copy of the model and see the same samples.
+    """
+
+    sizes: ParallelSizes
+    device_mesh: DeviceMesh
+    rank: int
+    data_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        """Coordinate of this rank on every axis."""
+        return self.sizes.coordinates(self.rank)
+
+    @property
+    def data_rank(self) -> int:
+        """Which replica, 0 .. data - 1, this rank belongs to."""
+        return self.sizes.data_rank(self.rank)
+
+    @property
+    def device_type(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return self.device_mesh.device_type
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the process group of this rank along one of `AXES`."""
+        return self.device_mesh.get_group(axis)
+
+    def neighbour(self, axis: str, coordinate: int) -> int:
+        """Return the global rank at `coordinate` of `axis` and this rank's place on the others."""
+        place = {**self.place, axis: coordinate}
+        rank = 0
+        for name, size in zip(AXES, self.sizes.shape, strict=True):
+            rank = rank * size + place[name]
+        return rank
+
+    def describe(self) -> str:
+        """Return ``rank 5 (pp 1, tp 1)``, naming the axes that are larger than 1."""
+        sizes = zip(AXES, self.sizes.shape, strict=True)
+        parts = ", ".join(f"{axis} {self.place[axis]}" for axis, size in sizes if size > 1)
+        return f"rank {self.rank} ({parts})" if parts else f"rank {self.rank}"
+
+    def subgroup(self, axes: Sequence[str], keep: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Make a group of those ranks along `axes` whose coordinates are listed; every rank must call this.
+
+        Args:
+            axes: Axes along which members differ.
+            keep: For each of `axes`, the coordinates that take part.
+
+        Returns:
+            The group of this rank, or None if this rank is not in one.
+        """
+        wanted = set(itertools.product(*keep))
+        groups = []
+        for members in self.sizes.groups(axes):
+            places = [self.sizes.coordinates(rank) for rank in members]
+            inside = [p for p in zip(members, places, strict=True)]
+            groups.append([r for r, p in inside if tuple(p[a] for a in axes) in wanted])
+        return _make_groups(groups)
+
+
+def _make_groups(groups: Sequence[list[int]]) -> dist.ProcessGroup | None:
+    mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in groups])
+    return mine if isinstance(mine, dist.ProcessGroup) else None
+
+
+def build_mesh(sizes: ParallelSizes, device_type: str) -> ParallelMesh:
+    """Make the device mesh and the groups of a run; every rank must call this.
+
+    Args:
+        sizes: Their product is the world size.
+        device_type: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        MeshError: The world has another size.
+
+    **Communicates**: makes process groups over all ranks.
+    """
+    world = dist.get_world_size()
+    if sizes.world_size != world:
+        raise MeshError(f"{sizes} needs {sizes.world_size} ranks, but the world has {world}.")
+    mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
+    data_group = _make_groups(sizes.groups(("dp_replicate", "dp_shard")))
+    replica_group = _make_groups(sizes.groups(("pp", "cp", "tp")))
+    assert data_group is not None and replica_group is not None
+    return ParallelMesh(
+        sizes=sizes,
+        device_mesh=mesh,
+        rank=dist.get_rank(),
+        data_group=data_group,
+        replica_group=replica_group,
+    )

@@ -1,0 +1,211 @@
+"""What a model declares so that every strategy can place it: the `ParallelPlan`.
+
+A plan is a value. It names parts of a model by their fully qualified names (FQN, as in `named_modules`) and
+is complete for all mesh axes; the mesh decides which parts of it apply. In a pattern, ``*`` stands for exactly
+one component: ``blocks.*.attention`` matches ``blocks.0.attention`` and nothing below it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, get_args, Literal
+
+from torch import nn
+
+from lightning_par.errors import PlanError
+
+__all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "find_plan", "match_pattern"]
+
+TensorStyle = Literal[
+    "colwise",
+    "colwise_gather_output",
+    "gather_sequence",
+    "replicated",
+    "replicated_with_grad_allreduce",
+    "rowwise",
+    "sequence_parallel",
+    "split_sequence",
+    "vocab_embedding",
+    "vocab_head",
+]
+"""How a module takes part in tensor parallelism (tp ranks). Weights are [out, in], activations [B, T, D].
+
+- ``colwise``: weight and bias sharded over the output features; the input is whole, the output is a shard.
+- ``rowwise``: weight sharded over the input features, bias whole; partial outputs are summed.
+- ``colwise_gather_output``: like ``colwise``, the output gathered again.
+- ``vocab_embedding``: embedding table sharded over the vocabulary; partial outputs are summed.
+- ``vocab_head``: like ``colwise``, but the logits stay sharded over the vocabulary, and so does the loss.
+- ``gather_sequence``: a container of colwise and rowwise modules; its first input is made whole along T.
+- ``sequence_parallel``: computed on each rank's T/tp tokens; parameters whole, their gradients summed.
+- ``split_sequence``: computed whole; the output is cut along T (learned positions).
+- ``replicated``: the same computation on every rank.
+- ``replicated_with_grad_allreduce``: parameters whole, used on sharded heads; gradients summed.
+"""
+
+
+def match_pattern(pattern: str, fqn: str) -> bool:
+    """Tell whether `fqn` has the form of `pattern`, component by component.
+
+    Args:
+        pattern: Components separated by dots; each may hold the wildcards of `fnmatch`.
+        fqn: A fully qualified name.
+    """
+    wanted, given = pattern.split("."), fqn.split(".")
+    return len(wanted) == len(given) and all(map(fnmatchcase, given, wanted))
+
+
+def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(mapping))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLayout:
+    """Where the labels and the sequence dims of a batch are.
+
+    Attributes:
+        sequence_dims: Batch entry -> the dim that holds its T tokens. An entry is a key of a mapping or the
+            index of a tuple as text (``"0"``); nested entries are joined by dots.
+        labels: The entry that holds the labels, or None: then every sample counts the same.
+        ignore_index: Labels of this value do not count.
+        label_shift: How many labels at the start of T the model drops (1 where it shifts by itself).
+    """
+
+    sequence_dims: Mapping[str, int] = field(default_factory=dict)
+    labels: str | None = None
+    ignore_index: int = -100
+    label_shift: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sequence_dims", _frozen(self.sequence_dims))
+        if self.label_shift < 0:
+            raise PlanError(f"label_shift={self.label_shift} must be 0 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """How a model may be cut, declared once, for every mesh axis.
+
+    Attributes:
+        blocks: FQN of the container (`nn.ModuleList`) of repeated blocks: pipeline cuts, units of sharding and
+            of compilation. None: the model cannot be cut into pipeline stages.
+        first: FQNs used only before the blocks. What stands before the container is "first" by itself.
+        last: FQNs used only after the blocks. What stands after the container is "last" by itself.
+        replicated: FQNs that every pipeline stage holds; their gradients are summed over the stages.
+        tied: Groups of parameter FQNs that are one parameter. Ties are also found by identity.
+        carried: Attributes (tensors) that a block stores on itself and that code after the blocks reads.
+        tensor: FQN pattern -> `TensorStyle`.
+        divided: FQN pattern -> attributes that count heads or features, lowered to the local count.
+        batch: Where labels and sequence dims are.
+        experts: FQN patterns of expert modules.
+        checkpointable: FQN patterns of parts whose activations may be recomputed.
+    """
+
+    blocks: str | None = None
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    carried: tuple[str, ...] = ()
+    tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    batch: BatchLayout = field(default_factory=BatchLayout)
+    experts: tuple[str, ...] = ()
+    checkpointable: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = {k: s for k, s in self.tensor.items() if s not in get_args(TensorStyle)}
+        if unknown:
+            styles = ", ".join(get_args(TensorStyle))
+            raise PlanError(f"unknown tensor style {unknown}: use one of {styles}.")
+        object.__setattr__(self, "tensor", _frozen(self.tensor))
+        divided = {k: tuple(v) for k, v in self.divided.items()}
+        object.__setattr__(self, "divided", _frozen(divided))
+        object.__setattr__(self, "tied", tuple(tuple(group) for group in self.tied))
+        for name in ("first", "last", "replicated", "carried", "experts", "checkpointable"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def under(self, prefix: str) -> "ParallelPlan":
+        """Return the same plan as seen from a parent, in which the model stands at `prefix`.
+
+        Args:
+            prefix: FQN of the model inside the parent; the empty string changes nothing.
+        """
+        if not prefix:
+            return self
+        dot = prefix + "."
+        return replace(
+            self,
+            blocks=None if self.blocks is None else dot + self.blocks,
+            first=tuple(dot + f for f in self.first),
+            last=tuple(dot + f for f in self.last),
+            replicated=tuple(dot + f for f in self.replicated),
+            tied=tuple(tuple(dot + f for f in group) for group in self.tied),
+            tensor={dot + k: v for k, v in self.tensor.items()},
+            divided={dot + k: v for k, v in self.divided.items()},
+            experts=tuple(dot + f for f in self.experts),
+            checkpointable=tuple(dot + f for f in self.checkpointable),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain dicts, lists and strings, ready for JSON or YAML."""
+        shallow = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        shallow["batch"] = {n: getattr(self.batch, n) for n in self.batch.__dataclass_fields__}
+        plain: dict[str, Any] = json.loads(json.dumps(shallow, default=dict))
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ParallelPlan":
+        """Return the plan that `to_dict` wrote.
+
+        Args:
+            values: Field name -> value; `batch` may be a mapping.
+
+        Raises:
+            PlanError: A key is not a field of the plan.
+        """
+        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
+        if unknown:
+            fields = ", ".join(cls.__dataclass_fields__)
+            raise PlanError(f"unknown entries {unknown} in a ParallelPlan: it has {fields}.")
+        batch = values.get("batch", {})
+        layout = batch if isinstance(batch, BatchLayout) else BatchLayout(**batch)
+        return cls(**{**values, "batch": layout})
+
+    def __str__(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_dict(), sort_keys=True))
+
+
+def find_plan(module: nn.Module) -> ParallelPlan | None:
+    """Return the plan that `module` or one of its submodules offers through `parallel_plan()`.
+
+    The outermost offer wins; its FQNs are given as seen from `module`.
+
+    Args:
+        module: A LightningModule or any other module.
+
+    Returns:
+        The plan, or None if nobody offers one.
+
+    Raises:
+        PlanError: Two submodules, neither inside the other, each offer a plan.
+    """
+    found: dict[str, ParallelPlan] = {}
+    for name, child in module.named_modules():
+        inside = any(name.startswith(outer + ".") or outer == "" for outer in found)
+        if not inside and callable(getattr(child, "parallel_plan", None)):
+            found[name] = child.parallel_plan().under(name)
+    if len(found) > 1:
+        raise PlanError(
+            f"{len(found)} submodules offer a parallel_plan(): {_listed(found)}. Define parallel_plan() on the "
+            f"{type(module).__name__}, or pass plan= to the strategy."
+        )
+    return next(iter(found.values()), None)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
