@@ -1,0 +1,370 @@
+"""A `ParallelPlan` resolved against a model: which module is cut, sharded or replicated, and where.
+
+Everything here reads shapes and names only, so it works on a model whose parameters are on the meta device.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, TypeVar
+
+from torch import nn
+
+from lightning_par.errors import PlanError, raise_problems
+from lightning_par.mesh import ParallelSizes
+from lightning_par.plan import match_pattern, ParallelPlan, TensorStyle
+
+__all__ = ["ModelLayout", "balance_blocks", "check_plan", "resolve_plan"]
+
+_T = TypeVar("_T")
+Place = Literal["first", "last", "every"]
+
+_SHARDED_DIM: Mapping[str, int] = {
+    "colwise": 0,
+    "colwise_gather_output": 0,
+    "rowwise": 1,
+    "vocab_embedding": 0,
+    "vocab_head": 0,
+}
+_MAY_BE_UNEVEN = ("vocab_embedding", "vocab_head")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelLayout:
+    """Where every part of one model belongs.
+
+    Attributes:
+        plan: The plan that was resolved, FQNs as seen from the model.
+        block_names: FQN of every block in order; empty if the model cannot be cut.
+        block_weights: Number of parameters of every block.
+        edge_weights: Number of parameters that compute before the blocks and after them; embedding tables, which
+            are looked up and not multiplied, count as nothing.
+        units: FQN of a module or direct parameter outside the blocks -> the stages that hold it.
+        canonical: FQN of every parameter -> the first FQN under which the same parameter appears.
+        styles: FQN of a module -> its tensor-parallel style.
+        divided: FQN of a module -> attributes to divide by the tensor-parallel degree.
+    """
+
+    plan: ParallelPlan
+    block_names: tuple[str, ...]
+    block_weights: tuple[int, ...]
+    edge_weights: tuple[int, int]
+    units: Mapping[str, Place]
+    canonical: Mapping[str, str]
+    styles: Mapping[str, TensorStyle]
+    divided: Mapping[str, tuple[str, ...]]
+
+    @cached_property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of parameter FQNs that are one parameter; the canonical name comes first."""
+        groups: dict[str, list[str]] = {}
+        for name, canonical in self.canonical.items():
+            groups.setdefault(canonical, []).append(name)
+        return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+    def stages_of(self, fqn: str, bounds: Sequence[tuple[int, int]]) -> frozenset[int]:
+        """Return the pipeline stages that hold the parameter or module `fqn`.
+
+        Args:
+            fqn: As seen from the model.
+            bounds: First and one-past-last block of every stage.
+        """
+        for index, block in enumerate(self.block_names):
+            if fqn == block or fqn.startswith(block + "."):
+                return frozenset(s for s, (lo, hi) in enumerate(bounds) if lo <= index < hi)
+        for unit, place in self.units.items():
+            if fqn == unit or fqn.startswith(unit + "."):
+                last = len(bounds) - 1
+                return frozenset({"first": {0}, "last": {last}}.get(place, range(last + 1)))
+        return frozenset(range(len(bounds)))
+
+
+def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ModelLayout:
+    """Match every name and pattern of `plan` against `model`.
+
+    Args:
+        model: Its parameters may be on the meta device.
+        plan: FQNs as seen from `model`.
+
+    Raises:
+        PlanError: With every name that does not exist, pattern that matches nothing or twice, attribute that is
+            missing and tie that is none, each with the nearest real name.
+    """
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    problems: list[str] = []
+    blocks = _find_blocks(plan, modules, problems)
+    for role in ("first", "last", "replicated"):
+        for fqn in getattr(plan, role):
+            if fqn not in modules and fqn not in parameters:
+                problems.append(_missing(f"{role} names {fqn!r}", fqn, [*modules, *parameters]))
+    styles = _match_patterns(plan.tensor, list(modules), "tensor", problems)
+    divided = _match_patterns(plan.divided, list(modules), "divided", problems)
+    for kind, patterns in (("experts", plan.experts), ("checkpointable", plan.checkpointable)):
+        _match_patterns(dict.fromkeys(patterns, kind), list(modules), kind, problems)
+    for fqn, names in divided.items():
+        for name in names:
+            if not isinstance(getattr(modules[fqn], name, None), int):
+                problems.append(f"divided: {fqn} has no whole number attribute {name!r}.")
+    canonical = _canonical_names(model)
+    for group in plan.tied:
+        unknown = [fqn for fqn in group if fqn not in parameters]
+        problems += [_missing(f"tied names {fqn!r}", fqn, list(parameters)) for fqn in unknown]
+        if not unknown and len({canonical[fqn] for fqn in group}) > 1:
+            problems.append(f"tied: {' and '.join(group)} are different parameters in this model.")
+    raise_problems(PlanError, problems)
+    units = _classify_units(model, plan)
+    return ModelLayout(
+        plan=plan,
+        block_names=tuple(blocks),
+        block_weights=tuple(_num_parameters(modules[name]) for name in blocks),
+        edge_weights=_edge_weights(model, units),
+        units=units,
+        canonical=canonical,
+        styles=styles,
+        divided=divided,
+    )
+
+
+def check_plan(
+    model: nn.Module,
+    plan: ParallelPlan,
+    sizes: ParallelSizes | None = None,
+    *,
+    sequence_parallel: bool = True,
+    stage_blocks: Sequence[int] | None = None,
+) -> ModelLayout:
+    """Check that `plan` fits `model` and, where given, that both fit the sizes.
+
+    Args:
+        model: Its parameters may be on the meta device; nothing is changed.
+        plan: FQNs as seen from `model`.
+        sizes: The parallel sizes to check; None checks names only.
+        sequence_parallel: Whether activations between the blocks are sharded along T.
+        stage_blocks: Number of blocks per stage; None balances them.
+
+    Returns:
+        The plan resolved against the model.
+
+    Raises:
+        PlanError: With every problem in one message.
+    """
+    layout = resolve_plan(model, plan)
+    if sizes is not None:
+        problems = _check_pipeline(model, layout, sizes.pipeline, stage_blocks)
+        problems += _check_tensor(model, layout, sizes.tensor, sequence_parallel)
+        raise_problems(PlanError, problems)
+    return layout
+
+
+def balance_blocks(
+    layout: ModelLayout, num_stages: int, stage_blocks: Sequence[int] | None = None
+) -> tuple[tuple[int, int], ...]:
+    """Return first and one-past-last block of every stage.
+
+    Without `stage_blocks`, the stages are contiguous, none is empty, and the largest number of parameters of a
+    stage is as small as it can be (what runs before and after the blocks counts for the first and last stage).
+
+    Args:
+        layout: The resolved plan.
+        num_stages: 1 .. number of blocks.
+        stage_blocks: Number of blocks of every stage, by hand.
+    """
+    if stage_blocks is None:
+        stage_blocks = _partition(layout.block_weights, layout.edge_weights, num_stages)
+    ends = list(accumulate(stage_blocks))
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _partition(weights: Sequence[int], edges: tuple[int, int], parts: int) -> list[int]:
+    """Split into contiguous parts with the smallest maximum; ties prefer even counts."""
+    total = [0, *accumulate(weights)]
+    count = len(weights)
+
+    def cost(lo: int, hi: int, part: int) -> tuple[int, int]:
+        extra = (edges[0] if part == 0 else 0) + (edges[1] if part == parts - 1 else 0)
+        return total[hi] - total[lo] + extra, (hi - lo) ** 2
+
+    best = {hi: (*cost(0, hi, 0), [hi]) for hi in range(1, count + 1)}
+    for part in range(1, parts):
+        grown: dict[int, tuple[int, int, list[int]]] = {}
+        for hi in range(part + 1, count + 1):
+            options = []
+            for lo in range(part, hi):
+                load, square = cost(lo, hi, part)
+                worst, squares, counts = best[lo]
+                options.append((max(worst, load), squares + square, [*counts, hi - lo]))
+            grown[hi] = min(options)
+        best = grown
+    return best[count][2]
+
+
+def _find_blocks(
+    plan: ParallelPlan, modules: Mapping[str, nn.Module], problems: list[str]
+) -> list[str]:
+    if plan.blocks is None:
+        return []
+    container = modules.get(plan.blocks)
+    if container is None:
+        problems.append(_missing(f"blocks names {plan.blocks!r}", plan.blocks, list(modules)))
+        return []
+    if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        problems.append(
+            f"blocks: {plan.blocks} is a {type(container).__name__}; name the ModuleList that holds the blocks."
+        )
+    return [f"{plan.blocks}.{name}" for name, _ in container.named_children()]
+
+
+def _match_patterns(
+    patterns: Mapping[str, _T], names: Sequence[str], kind: str, problems: list[str]
+) -> dict[str, _T]:
+    found: dict[str, _T] = {}
+    source: dict[str, str] = {}
+    for pattern, value in patterns.items():
+        hits = [name for name in names if match_pattern(pattern, name)]
+        if not hits:
+            problems.append(_missing(f"{kind}: {pattern!r} matches no module", pattern, names))
+        for name in hits:
+            if name in found:
+                problems.append(f"{kind}: {name} is matched by both {source[name]!r} and {pattern!r}.")
+            found[name], source[name] = value, pattern
+    return found
+
+
+def _missing(what: str, name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, [n for n in names if n], n=1, cutoff=0.3)
+    return f"{what}, but the model has no such name" + (f"; did you mean {near[0]!r}?" if near else ".")
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def _classify_units(model: nn.Module, plan: ParallelPlan) -> dict[str, Place]:
+    """Say which stages hold what stands outside the blocks, from the order of definition around them."""
+    units: dict[str, Place] = {}
+    module, prefix = model, ""
+    for step in plan.blocks.split(".") if plan.blocks else ():
+        passed = False
+        for name, _ in module.named_parameters(recurse=False):
+            units[prefix + name] = _declared(plan, prefix + name) or "first"
+        for name, child in module.named_children():
+            passed = passed or name == step
+            if name != step:
+                free = next(child.parameters(), None) is None
+                place: Place = "every" if free else "last" if passed else "first"
+                units[prefix + name] = _declared(plan, prefix + name) or place
+        module, prefix = getattr(module, step), f"{prefix}{step}."
+    return units
+
+
+def _declared(plan: ParallelPlan, fqn: str) -> Place | None:
+    lists: dict[Place, tuple[str, ...]] = {
+        "first": plan.first,
+        "last": plan.last,
+        "every": plan.replicated,
+    }
+    return next((place for place, names in lists.items() if fqn in names), None)
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _edge_weights(model: nn.Module, units: Mapping[str, Place]) -> tuple[int, int]:
+    weights = {"first": 0, "last": 0}
+    modules = dict(model.named_modules())
+    for fqn, place in units.items():
+        if fqn in modules and place in weights:
+            tables = (m for m in modules[fqn].modules() if isinstance(m, nn.Embedding))
+            looked_up = {id(p) for table in tables for p in table.parameters()}
+            counted = (p for p in modules[fqn].parameters() if id(p) not in looked_up)
+            weights[place] += sum(p.numel() for p in counted)
+    return weights["first"], weights["last"]
+
+
+def _check_pipeline(
+    model: nn.Module, layout: ModelLayout, num_stages: int, stage_blocks: Sequence[int] | None
+) -> list[str]:
+    count = len(layout.block_names)
+    if num_stages == 1:
+        return []
+    if not count:
+        lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+        near = f'ParallelPlan(blocks="{lists[0]}")' if lists else "ParallelPlan(blocks=...)"
+        return [
+            f"pipeline_parallel_size={num_stages}: the plan of {type(model).__name__} names no blocks; return "
+            f"{near} from its parallel_plan(), or pass plan= to the strategy."
+        ]
+    problems = []
+    if num_stages > count:
+        problems.append(
+            f"pipeline_parallel_size={num_stages}: {layout.plan.blocks} has {count} blocks, and every stage needs "
+            f"one. Use at most {count}."
+        )
+    if stage_blocks is not None:
+        fits = len(stage_blocks) == num_stages and sum(stage_blocks) == count
+        if not fits or min(stage_blocks) < 1:
+            problems.append(
+                f"stage_blocks={list(stage_blocks)} must give {num_stages} numbers of 1 or more that sum to the "
+                f"{count} blocks of {layout.plan.blocks}."
+            )
+    return problems
+
+
+def _check_tensor(
+    model: nn.Module, layout: ModelLayout, degree: int, sequence_parallel: bool
+) -> list[str]:
+    if degree == 1:
+        return []
+    if not layout.styles:
+        return [
+            f"tensor_parallel_size={degree}: the plan of {type(model).__name__} has no tensor styles; return "
+            'ParallelPlan(tensor={"blocks.*.query": "colwise", ...}) from its parallel_plan(), or use '
+            "tensor_parallel_size=1."
+        ]
+    problems = []
+    modules = dict(model.named_modules())
+    for fqn, names in layout.divided.items():
+        for name in names:
+            count = getattr(modules[fqn], name)
+            if count % degree:
+                fit = [n for n in range(1, count + 1) if count % n == 0]
+                problems.append(
+                    f"tensor_parallel_size={degree}: {fqn} has {name}={count}, not divisible by {degree}. "
+                    f"Use one of {fit}."
+                )
+    for fqn, style in layout.styles.items():
+        problems += _check_shapes(fqn, modules[fqn], style, degree)
+    if sequence_parallel:
+        covered = [*layout.styles]
+        for name, _ in model.named_parameters():
+            owner = name.rpartition(".")[0]
+            if owner not in covered:
+                problems.append(
+                    f"tensor_parallel_size={degree} with sequence_parallel=True: no tensor style says how {name} is "
+                    f"used; give {owner or 'its owner'} one ('sequence_parallel' or 'replicated' keep it whole)."
+                )
+    return problems
+
+
+def _check_shapes(fqn: str, module: nn.Module, style: str, degree: int) -> list[str]:
+    dim = _SHARDED_DIM.get(style)
+    if dim is None:
+        return []
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+        return [f"tensor: {fqn} is a {type(module).__name__}; {style!r} needs a weight of 2 dims."]
+    size = weight.shape[dim]
+    if size < degree:
+        return [f"tensor_parallel_size={degree}: {fqn}.weight has size {size} in dim {dim}."]
+    if size % degree and style not in _MAY_BE_UNEVEN:
+        return [
+            f"tensor_parallel_size={degree}: {fqn}.weight has size {size} in dim {dim} ({style}), not divisible by "
+            f"{degree}."
+        ]
+    return []
