@@ -1,0 +1,338 @@
+"""Runs a schedule on paper: validity, deadlocks, times, bubble, activations in flight, and a grid.
+
+Note [Buffered messages]: an action starts when its rank is free and its inputs are there. Results
+travel without holding up the rank that sends them, as asynchronous sends do, and wait at the
+receiver. A deadlock is therefore a circle of inputs, never a full channel.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from lightning_par.engine.schedule import Action, ActionKind, Schedule, TimedAction
+from lightning_par.errors import ScheduleError, raise_problems
+
+__all__ = [
+    "Simulation",
+    "bubble_fraction",
+    "format_schedule",
+    "simulate",
+    "validate_schedule",
+]
+
+_F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
+_I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What a schedule costs.
+
+    Args:
+        events: The actions of each rank with their times, in the order in which it ran them.
+        makespan: Time from the first start to the last end, in the unit of the costs.
+        bubble: The idle fraction, 1 - busy / (ranks * makespan); see `bubble_fraction`.
+        peak_in_flight: For each stage, the most micro-batches whose activations it held at once. A
+            stage that has no backward holds one: the one it works on.
+    """
+
+    events: tuple[tuple[TimedAction, ...], ...]
+    makespan: float
+    bubble: float
+    peak_in_flight: tuple[int, ...]
+
+
+def bubble_fraction(events: Sequence[Sequence[TimedAction]]) -> float:
+    """Gives the idle fraction of a step: 1 - busy / (ranks * makespan).
+
+    The makespan runs from the first start to the last end over ALL ranks. Idle time inside each
+    rank's own span, the other definition in use, is lower by 0.03 to 0.1.
+
+    Args:
+        events: The timed actions of each rank, on one clock; a rank runs one at a time.
+
+    Returns:
+        A fraction from 0 to 1; 0.0 if nothing ran.
+    """
+    everything = [event for row in events for event in row]
+    makespan = _makespan(everything)
+    if makespan == 0:
+        return 0.0
+    busy = sum(event.end - event.start for event in everything)
+    return 1 - busy / (len(events) * makespan)
+
+
+def simulate(
+    schedule: Schedule,
+    *,
+    forward: float | Sequence[float] = 1.0,
+    backward: float | Sequence[float] = 2.0,
+    p2p: float = 0.0,
+) -> Simulation:
+    """Runs `schedule` on paper; see Note [Buffered messages].
+
+    >>> from lightning_par.engine.schedule import one_f_one_b
+    >>> simulation = simulate(one_f_one_b(4, 8))
+    >>> simulation.makespan, round(simulation.bubble, 4), simulation.peak_in_flight
+    (33.0, 0.2727, (4, 3, 2, 1))
+
+    Args:
+        schedule: What to run.
+        forward: Cost of one forward, in any unit of time: one number, or one per stage.
+        backward: Cost of one whole backward. `BACKWARD_INPUT` and `BACKWARD_WEIGHT` take half each.
+        p2p: Time a result takes to another rank; nothing within a rank.
+
+    Returns:
+        Times, bubble and activations in flight.
+
+    Raises:
+        ScheduleError: The schedule deadlocks (each rank's blocked action is named) or has an action
+            of another pipeline or rank, a cost is negative, or there is not one cost per stage.
+    """
+    forwards = _per_stage("forward", forward, schedule.num_stages)
+    backwards = _per_stage("backward", backward, schedule.num_stages)
+    if p2p < 0:
+        raise ScheduleError(f"p2p={p2p}: a time cannot be negative. Use 0 or more.")
+    raise_problems(ScheduleError, list(_foreign(schedule, training=True)))
+    walk = _Walk(schedule, forwards, backwards, p2p)
+    raise_problems(ScheduleError, walk.run())
+    events = tuple(tuple(row) for row in walk.events)
+    return Simulation(
+        events=events,
+        makespan=_makespan([event for row in events for event in row]),
+        bubble=bubble_fraction(events),
+        peak_in_flight=_peak_in_flight(schedule),
+    )
+
+
+def validate_schedule(schedule: Schedule, *, training: bool = True) -> None:
+    """Checks that every rank can run its actions to the end and that nothing is left undone.
+
+    Each micro-batch must pass each stage once: a forward and, if `training`, either a whole
+    backward or its two halves, on the rank that holds the stage, each after what it needs there.
+    Only a schedule that has all this is searched for deadlocks; see Note [Buffered messages].
+
+    Args:
+        schedule: What to check.
+        training: Whether backwards must be there; else they must not be.
+
+    Raises:
+        ScheduleError: Every missing, repeated, misplaced, unknown or too early action; or, in a
+            deadlock, the blocked action of each rank and what it waits for.
+    """
+    problems = [
+        *_foreign(schedule, training),
+        *_incomplete(schedule, training),
+        *_too_early(schedule),
+    ]
+    if not problems:
+        costs = [1.0] * schedule.num_stages
+        problems = _Walk(schedule, costs, costs, 0.0).run()
+    raise_problems(ScheduleError, problems)
+
+
+def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
+    """Prints the time grid: one row per rank, one column per unit of time.
+
+    An action that takes several units is continued by dashes, a dot is an idle unit.
+
+    >>> from lightning_par.engine.schedule import gpipe
+    >>> print(format_schedule(gpipe(2, 2)))
+    gpipe: 2 stages, 2 micro-batches, bubble 33.3 %
+    rank 0 | 0F0 0F1  .   .   .  0B0 --- 0B1 ---
+    rank 1 |  .  1F0 1F1 1B0 --- 1B1 ---  .   .
+
+    Args:
+        schedule: What to print.
+        forward: Units that one forward takes, at least 1.
+        backward: Units that one whole backward takes, at least 1; even if it comes in halves.
+
+    Returns:
+        Lines without a final line break.
+
+    Raises:
+        ScheduleError: The schedule deadlocks, or a cost is less than 1.
+    """
+    if min(forward, backward) < 1:
+        raise ScheduleError(f"forward={forward}, backward={backward}: use 1 unit or more for each.")
+    simulation = simulate(schedule, forward=forward, backward=backward)
+    width = max((len(str(event.action)) for row in simulation.events for event in row), default=1)
+    lines = [
+        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} "
+        f"micro-batches, bubble {simulation.bubble:.1%}".replace("%", " %")
+    ]
+    label = len(f"rank {schedule.num_ranks - 1}")
+    for rank, row in enumerate(simulation.events):
+        cells = [".".center(width)] * round(simulation.makespan)
+        for event in row:
+            start, end = round(event.start), round(event.end)
+            cells[start:end] = ["-" * width] * (end - start)
+            cells[start] = str(event.action).center(width)
+        lines.append(f"{f'rank {rank}':<{label}} | {' '.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+class _Walk:
+    """The state of one run: what is done, when, and how far each rank has come."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        p2p: float,
+    ) -> None:
+        half = [cost / 2 for cost in backward]
+        self._costs: Mapping[ActionKind, Sequence[float]] = {
+            _F: forward,
+            _B: backward,
+            _I: half,
+            _W: half,
+        }
+        self._schedule = schedule
+        self._p2p = p2p
+        self._done: dict[Action, float] = {}
+        self.events: list[list[TimedAction]] = [[] for _ in schedule.actions]
+
+    def run(self) -> list[str]:
+        """Runs all that can run; gives the problem if that is not everything."""
+        progress = True
+        while progress:
+            progress = False
+            for rank, actions in enumerate(self._schedule.actions):
+                while len(self.events[rank]) < len(actions) and self._step(rank):
+                    progress = True
+        blocked = [
+            f"rank {rank} is blocked at {actions[len(done)]}, which waits for "
+            f"{self._missing_input(actions[len(done)])}"
+            for rank, (actions, done) in enumerate(
+                zip(self._schedule.actions, self.events, strict=True)
+            )
+            if len(done) < len(actions)
+        ]
+        if not blocked:
+            return []
+        circle = "; ".join(blocked)
+        return [f"{self._schedule.name}: deadlock, {circle}. Put what is waited for earlier."]
+
+    def _step(self, rank: int) -> bool:
+        """Runs the next action of `rank`; gives whether it could."""
+        action = self._schedule.actions[rank][len(self.events[rank])]
+        start = self.events[rank][-1].end if self.events[rank] else 0.0
+        for choices in _inputs(action, self._schedule.num_stages):
+            source = next((choice for choice in choices if choice in self._done), None)
+            if source is None:
+                return False
+            owners = self._schedule.rank_of_stage
+            travels = owners[source.stage] != owners[action.stage]
+            start = max(start, self._done[source] + (self._p2p if travels else 0.0))
+        end = start + self._costs[action.kind][action.stage]
+        self._done[action] = end
+        self.events[rank].append(TimedAction(action, start, end))
+        return True
+
+    def _missing_input(self, action: Action) -> str:
+        planned = {other for row in self._schedule.actions for other in row}
+        for choices in _inputs(action, self._schedule.num_stages):
+            if not any(choice in self._done for choice in choices):
+                known = [choice for choice in choices if choice in planned]
+                return str(known[0]) if known else f"{choices[0]}, which no rank runs"
+        raise AssertionError(f"{action} has all its inputs")
+
+
+def _inputs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
+    """What `action` needs: one of each tuple (an input gradient comes from B or from I)."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is _F:
+        return [(Action(stage - 1, _F, microbatch),)] if stage > 0 else []
+    if action.kind is _W:
+        return [(Action(stage, _I, microbatch),)]
+    needs: list[tuple[Action, ...]] = [(Action(stage, _F, microbatch),)]
+    if stage < num_stages - 1:
+        needs.append(tuple(Action(stage + 1, kind, microbatch) for kind in (_B, _I)))
+    return needs
+
+
+def _foreign(schedule: Schedule, training: bool) -> Iterator[str]:
+    """Actions that do not exist in this pipeline, or are not of the rank that runs them."""
+    name, stages, microbatches = schedule.name, schedule.num_stages, schedule.num_microbatches
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            inside = 0 <= action.stage < stages and 0 <= action.microbatch < microbatches
+            if not inside:
+                yield (
+                    f"{name}: rank {rank} runs {action}, but there are {stages} stages and "
+                    f"{microbatches} micro-batches."
+                )
+            elif (owner := schedule.rank_of_stage[action.stage]) != rank:
+                yield f"{name}: rank {rank} runs {action}, but rank {owner} holds its stage."
+            elif not training and action.kind is not _F:
+                yield f"{name}: rank {rank} runs {action}, but only forwards run without training."
+
+
+def _incomplete(schedule: Schedule, training: bool) -> Iterator[str]:
+    """Actions that are missing, repeated, or both a whole backward and its halves."""
+    name = schedule.name
+    counts = Counter(action for actions in schedule.actions for action in actions)
+    for action, count in counts.items():
+        if count > 1:
+            yield f"{name}: {action} comes {count} times. Run it once."
+    for stage, microbatch in product(range(schedule.num_stages), range(schedule.num_microbatches)):
+        if Action(stage, _F, microbatch) not in counts:
+            yield f"{name}: {Action(stage, _F, microbatch)} is missing."
+        whole = Action(stage, _B, microbatch)
+        halves = [Action(stage, kind, microbatch) for kind in (_I, _W)]
+        there = [half for half in halves if half in counts]
+        if whole in counts and there:
+            yield f"{name}: {whole} and {there[0]} compute the same gradient. Keep one of the two."
+        elif training and whole not in counts and not there:
+            yield f"{name}: {whole} is missing."
+        elif len(there) == 1:
+            missing = next(half for half in halves if half not in counts)
+            yield f"{name}: {missing} is missing, while {there[0]} is there."
+
+
+def _too_early(schedule: Schedule) -> Iterator[str]:
+    """Actions that come before one of the same stage that they need."""
+    for rank, actions in enumerate(schedule.actions):
+        position = {action: index for index, action in reversed(list(enumerate(actions)))}
+        for action, index in position.items():
+            for choices in _inputs(action, schedule.num_stages):
+                needed = choices[0]
+                if needed.stage == action.stage and position.get(needed, -1) > index:
+                    yield f"{schedule.name}: rank {rank} runs {action} before {needed}. Swap them."
+
+
+def _peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    peaks = [0] * schedule.num_stages
+    for actions in schedule.actions:
+        ended = {(a.stage, a.microbatch) for a in actions if a.kind.ends_microbatch}
+        held: Counter[int] = Counter()
+        for action in actions:
+            if action.kind is _F:
+                kept = (action.stage, action.microbatch) in ended
+                peaks[action.stage] = max(peaks[action.stage], held[action.stage] + 1)
+                held[action.stage] += kept
+            elif action.kind.ends_microbatch:
+                held[action.stage] -= 1
+    return tuple(peaks)
+
+
+def _per_stage(name: str, cost: float | Sequence[float], num_stages: int) -> list[float]:
+    costs = [float(c) for c in cost] if isinstance(cost, Sequence) else [float(cost)] * num_stages
+    if len(costs) != num_stages:
+        raise ScheduleError(
+            f"{name} has {len(costs)} costs for {num_stages} stages. Give one number, or one per "
+            "stage."
+        )
+    negative = [c for c in costs if c < 0]
+    if negative:
+        raise ScheduleError(f"{name}={negative[0]}: a time cannot be negative. Use 0 or more.")
+    return costs
+
+
+def _makespan(events: Sequence[TimedAction]) -> float:
+    if not events:
+        return 0.0
+    return max(event.end for event in events) - min(event.start for event in events)
