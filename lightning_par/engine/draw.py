@@ -1,0 +1,192 @@
+"""Draws the timeline of a pipeline, simulated or measured, as one picture."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from lightning_par.engine.schedule import ActionKind, TimedAction
+from lightning_par.engine.simulate import bubble_fraction
+from lightning_par.errors import ConfigurationError, ScheduleError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw_timeline"]
+
+_BOX_HEIGHT = 0.78
+_INCHES_PER_ROW = 0.5
+_LARGEST_FONT, _SMALLEST_FONT = 8.0, 4.0
+_DIGIT_WIDTH = 0.64
+"""Of a digit, as a fraction of the font size."""
+_SUFFIXES = (".pdf", ".png", ".svg")
+_LABELS: Mapping[ActionKind, str] = MappingProxyType(
+    {
+        ActionKind.FORWARD: "forward",
+        ActionKind.BACKWARD: "backward",
+        ActionKind.BACKWARD_INPUT: "backward, input",
+        ActionKind.BACKWARD_WEIGHT: "backward, weights",
+    }
+)
+_COLOURS: Mapping[ActionKind, str] = MappingProxyType(
+    {
+        ActionKind.FORWARD: "#3b76af",
+        ActionKind.BACKWARD: "#e08a2e",
+        ActionKind.BACKWARD_INPUT: "#e08a2e",
+        ActionKind.BACKWARD_WEIGHT: "#5b9b57",
+    }
+)
+_IDLE = "#e9ebee"
+_INK = "#2b2f36"
+
+
+def draw_timeline(
+    events_per_rank: Sequence[Sequence[TimedAction]],
+    path: str | Path,
+    *,
+    title: str,
+    unit: Literal["ms", "slots"] = "ms",
+    width: float = 11.0,
+    labels: Sequence[str] | None = None,
+) -> Path:
+    """Draws one row per rank and one box per action, with its micro-batch; what is grey is idle.
+
+    Args:
+        events_per_rank: The timed actions of each rank, on one clock: `Simulation.events`, or what
+            the ranks measured, in seconds.
+        path: Where to write; the suffix (.png, .svg or .pdf) says the format.
+        title: The first words of the title; the bubble, as `bubble_fraction` defines it, follows.
+        unit: "ms" if the times are seconds, "slots" if they are units of the simulator.
+        width: Inches.
+        labels: A name per rank; by default the stages that it ran.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or the suffix is not one of the three.
+        ScheduleError: There is no event to draw, or there is not one label per rank.
+    """
+    path = Path(path)
+    _check(events_per_rank, path, labels)
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            'Drawing needs matplotlib. Install it with: pip install "lightning-par[plot]"'
+        ) from error
+
+    origin = min(event.start for row in events_per_rank for event in row)
+    span = max(event.end for row in events_per_rank for event in row) - origin
+    scale = 1e3 if unit == "ms" else 1.0
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-par", "font.size": 9}):
+        figure = Figure(figsize=(width, 1.35 + _INCHES_PER_ROW * len(events_per_rank)), dpi=150)
+        figure.set_layout_engine("constrained")
+        axes = figure.add_subplot()
+        _draw_boxes(axes, events_per_rank, origin, scale, width * 72 * 0.92 / (span * scale or 1))
+        _draw_frame(axes, labels or _stage_labels(events_per_rank), span * scale, unit)
+        bubble = f"{bubble_fraction(events_per_rank):.1%}".replace("%", " %")
+        axes.set_title(f"{title}, bubble {bubble}", loc="left", fontsize=11, color=_INK)
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, metadata=metadata)
+    return path
+
+
+def _check(
+    events_per_rank: Sequence[Sequence[TimedAction]], path: Path, labels: Sequence[str] | None
+) -> None:
+    if path.suffix not in _SUFFIXES:
+        valid = ", ".join(_SUFFIXES)
+        raise ConfigurationError(f"path={str(path)!r}: the suffix must be one of {valid}.")
+    if not any(events_per_rank):
+        raise ScheduleError("There is no event to draw. Run or simulate at least one action.")
+    if labels is not None and len(labels) != len(events_per_rank):
+        raise ScheduleError(
+            f"{len(labels)} labels for {len(events_per_rank)} ranks. Give one label per rank."
+        )
+
+
+def _stage_labels(events_per_rank: Sequence[Sequence[TimedAction]]) -> list[str]:
+    labels = []
+    for rank, row in enumerate(events_per_rank):
+        stages = sorted({event.action.stage for event in row})
+        word = "stage" if len(stages) == 1 else "stages"
+        labels.append(f"{word} {', '.join(map(str, stages))}" if stages else f"rank {rank}")
+    return labels
+
+
+def _draw_boxes(
+    axes: "Axes",
+    events_per_rank: Sequence[Sequence[TimedAction]],
+    origin: float,
+    scale: float,
+    points_per_unit: float,
+) -> None:
+    """One box per action, with the number of its micro-batch where it fits."""
+    fonts = _font_sizes(events_per_rank, scale * points_per_unit)
+    seen: set[ActionKind] = set()
+    for rank, row in enumerate(events_per_rank):
+        for event in row:
+            kind, number = event.action.kind, str(event.action.microbatch)
+            start, length = (event.start - origin) * scale, (event.end - event.start) * scale
+            axes.barh(
+                rank,
+                length,
+                left=start,
+                height=_BOX_HEIGHT,
+                color=_COLOURS[kind],
+                edgecolor="white",
+                linewidth=min(0.8, 0.1 * length * points_per_unit),
+                label=None if kind in seen else _LABELS[kind],
+            )
+            seen.add(kind)
+            font = fonts.get(kind, 0.0)
+            if font and length * points_per_unit >= _DIGIT_WIDTH * font * len(number):
+                axes.text(
+                    start + length / 2,
+                    rank,
+                    number,
+                    ha="center",
+                    va="center_baseline",
+                    color="white",
+                    fontsize=font,
+                )
+
+
+def _font_sizes(
+    events_per_rank: Sequence[Sequence[TimedAction]], points_per_time: float
+) -> dict[ActionKind, float]:
+    """The size at which all numbers of a kind fit its median box; no entry if too small to read."""
+    sizes = {}
+    for kind in ActionKind:
+        events = [event for row in events_per_rank for event in row if event.action.kind is kind]
+        if events:
+            digits = max(len(str(event.action.microbatch)) for event in events)
+            box = median(event.end - event.start for event in events) * points_per_time
+            size = min(_LARGEST_FONT, box / (1.25 * _DIGIT_WIDTH * digits))
+            if size >= _SMALLEST_FONT:
+                sizes[kind] = size
+    return sizes
+
+
+def _draw_frame(axes: "Axes", labels: Sequence[str], span: float, unit: str) -> None:
+    """The idle background, the axes and the legend."""
+    axes.barh(range(len(labels)), span, height=_BOX_HEIGHT, color=_IDLE, zorder=0, label="idle")
+    axes.set_xlim(0, span or 1)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlabel("time (ms)" if unit == "ms" else "time (slots)", color=_INK)
+    axes.tick_params(length=0, colors=_INK)
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=5,
+        frameon=False,
+        fontsize=8,
+        handlelength=1.2,
+        handleheight=0.9,
+        borderaxespad=0.3,
+    )
