@@ -1,0 +1,133 @@
+"""Splitting a batch into micro-batches and counting what the loss averages over.
+
+A batch is any nest of mappings, tuples and lists of tensors and other values. B is the number of samples.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.errors import ConfigurationError, PlanError
+from lightning_par.plan import BatchLayout
+
+__all__ = [
+    "batch_entry",
+    "batch_size",
+    "count_valid",
+    "map_tensors",
+    "signature",
+    "split_batch",
+    "tensors_of",
+]
+
+
+def map_tensors(batch: Any, function: Any) -> Any:
+    """Apply `function` to every tensor; containers keep their type, other values stay.
+
+    Args:
+        batch: Mappings of any class are rebuilt from a dict of their items.
+        function: Tensor -> anything.
+    """
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return type(batch)({k: map_tensors(v, function) for k, v in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(v, function) for v in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_tensors(v, function) for v in batch)
+    return batch
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Give every tensor of a batch in a fixed order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_of(value)
+
+
+def batch_size(batch: Any) -> int:
+    """Return B: the size of dim 0 of the first tensor that has dims.
+
+    Raises:
+        ConfigurationError: No tensor has a batch dim.
+    """
+    for tensor in tensors_of(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise ConfigurationError(
+        "the batch holds no tensor with a batch dim, so it cannot be split into micro-batches or weighted."
+    )
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
+    """Cut a batch along dim 0 into micro-batches of nearly equal size; the first ones are larger.
+
+    Tensors whose dim 0 is not B, and values that are not tensors, go to every micro-batch.
+
+    Args:
+        batch: B samples.
+        num_microbatches: At most so many; fewer if B is smaller.
+    """
+    size = batch_size(batch)
+    count = min(num_microbatches, size)
+    sizes = [size // count + (i < size % count) for i in range(count)]
+    starts = [sum(sizes[:i]) for i in range(count)]
+
+    def part(tensor: Tensor, start: int, length: int) -> Tensor:
+        split = tensor.ndim > 0 and tensor.shape[0] == size
+        return tensor.narrow(0, start, length) if split else tensor
+
+    return [
+        map_tensors(batch, lambda t, s=start, n=length: part(t, s, n))
+        for start, length in zip(starts, sizes, strict=True)
+    ]
+
+
+def batch_entry(batch: Any, path: str) -> Any:
+    """Return an entry of a batch by its path, such as ``"labels"``, ``"1"`` or ``"text.labels"``.
+
+    Raises:
+        PlanError: There is no such entry.
+    """
+    value = batch
+    for step in path.split("."):
+        if isinstance(value, Mapping) and step in value:
+            value = value[step]
+        elif isinstance(value, list | tuple) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            has = (
+                sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+            )
+            raise PlanError(f"the plan names the batch entry {path!r}, but the batch has {has}.")
+    return value
+
+
+def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
+    """Return how many entries the loss of `batch` averages over, as a float64 scalar on the batch's device.
+
+    Args:
+        batch: A batch or a micro-batch.
+        layout: With `labels`: the labels that are not `ignore_index`, after `label_shift`. Without: B samples.
+    """
+    if layout.labels is None:
+        device = next(iter(tensors_of(batch))).device
+        return torch.tensor(float(batch_size(batch)), dtype=torch.float64, device=device)
+    labels = batch_entry(batch, layout.labels)
+    if layout.label_shift:
+        dim = layout.sequence_dims.get(layout.labels, 1)
+        labels = labels.narrow(dim, layout.label_shift, labels.shape[dim] - layout.label_shift)
+    return (labels != layout.ignore_index).sum(dtype=torch.float64)
+
+
+def signature(batch: Any, *extra: Hashable) -> Hashable:
+    """Return a value that two ranks with the same batch agree on and that tells its shapes."""
+    return (tuple((tuple(t.shape), t.dtype) for t in tensors_of(batch)), *extra)

@@ -1,0 +1,213 @@
+"""Collectives with a gradient, in conjugate pairs over one process group.
+
+Shapes: B batch, T tokens, D model dim; n is the size of the group, "shard" is the part of this rank.
+
+=====================  ====================  =====================
+forward                backward              used where
+=====================  ====================  =====================
+copy (identity)        all-reduce            whole input of sharded weights
+all-reduce             identity              partial output, made whole
+all-gather             reduce-scatter        shard -> whole, used by sharded weights
+reduce-scatter         all-gather            partial output -> shard
+slice                  all-gather            whole -> shard, computed alike on every rank
+all-gather             slice                 shard -> whole, used alike on every rank
+=====================  ====================  =====================
+
+**Source**: Shoeybi et al. 1909.08053, section 3 (f and g); Korthikanti et al. 2205.05198, section 4.2.2.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "copy_to_group",
+    "gather_from_shards",
+    "gather_partial",
+    "reduce_scatter",
+    "reduce_to_shards",
+    "reduce_to_whole",
+    "slice_to_shard",
+    "split_sizes",
+]
+
+_ops = torch.ops._c10d_functional
+
+
+def split_sizes(size: int, parts: int) -> list[int]:
+    """Return the sizes that `torch.chunk` and DTensor give to `parts` ranks; later ones may be smaller or 0.
+
+    Args:
+        size: Size of the dim that is sharded.
+        parts: Number of ranks.
+    """
+    step = -(-size // parts)
+    return [max(0, min(step, size - step * i)) for i in range(parts)]
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
+    """Return the reduction of `x` over the group; `x` is left alone.
+
+    **Communicates**: one all-reduce of `x`.
+    """
+    out: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
+    return out
+
+
+def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None = None) -> Tensor:
+    """Return the shards of all ranks joined along `dim`.
+
+    Args:
+        x: The shard of this rank.
+        dim: Where to join.
+        group: The ranks, in order.
+        size: Whole size of `dim`, if it does not divide by the group (shards as `split_sizes` gives them).
+
+    **Communicates**: one all-gather whose result has `size` (or n * shard) entries in `dim`.
+    """
+    ranks = group.size()
+    step = x.shape[dim] if size is None else -(-size // ranks)
+    if x.shape[dim] < step:
+        missing = step - x.shape[dim]
+        x = torch.cat([x, x.new_zeros(x.shape[:dim] + (missing,) + x.shape[dim + 1 :])], dim)
+    out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
+    joined: Tensor = out if dim == 0 else torch.cat(out.chunk(ranks), dim)
+    return joined if size is None else joined.narrow(dim, 0, size)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shard, along `dim`, of the sum of `x` over the group.
+
+    Args:
+        x: The size of `dim` divides by the size of the group.
+        dim: Where to cut.
+        group: The ranks, in order.
+
+    **Communicates**: one reduce-scatter of `x`.
+    """
+    ranks = group.size()
+    if dim != 0:
+        x = torch.cat(x.chunk(ranks, dim))
+    out = _ops.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group.group_name)
+    shard: Tensor = _ops.wait_tensor(out)
+    return shard
+
+
+def _shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _ReduceToWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceToShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _SliceToShard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.shape, ctx.group = dim, x.shape, group
+        return _shard(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        whole = grad.new_zeros(ctx.shape)
+        whole.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].copy_(grad)
+        return whole, None, None
+
+
+class _GatherFromShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, size: int) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes = dim, group, split_sizes(size, group.size())
+        return all_gather(x, dim, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.split(ctx.sizes, ctx.dim)[ctx.group.rank()].contiguous(), None, None, None
+
+
+def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return `x`; its gradient is summed over the group."""
+    return _apply(_CopyToGroup, x, group)
+
+
+def reduce_to_whole(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the partial `x` over the group; every rank uses it alike."""
+    return _apply(_ReduceToWhole, x, group)
+
+
+def gather_partial(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the whole of the shards `x`; the gradients of the ranks are partial and are summed."""
+    return _apply(_GatherPartial, x, dim, group)
+
+
+def reduce_to_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shard of the sum of the partial `x` over the group."""
+    return _apply(_ReduceToShards, x, dim, group)
+
+
+def slice_to_shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shard of the whole `x`; the gradient holds this rank's part only, 0 elsewhere.
+
+    Parameters that made `x` therefore have partial gradients, to be summed over the group.
+    """
+    return _apply(_SliceToShard, x, dim, group)
+
+
+def gather_from_shards(x: Tensor, dim: int, group: dist.ProcessGroup, size: int) -> Tensor:
+    """Return the whole of the shards `x`, which every rank then uses alike.
+
+    Args:
+        x: The shard of this rank.
+        dim: Where the shards join.
+        group: The ranks, in order.
+        size: Whole size of `dim`; it may be uneven.
+    """
+    return _apply(_GatherFromShards, x, dim, group, size)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,344 @@
+"""Cutting a model into pipeline stages without changing it or the step that calls it.
+
+Note [Leave at the boundary]: every stage runs the user's own step on the whole micro-batch. Blocks of earlier stages
+are stubs; the one just before the local blocks answers with what was received. The stub after the last local
+block raises `Leave`, which unwinds the step. So user code between two blocks runs where its result is needed, the
+loss is computed on the last stage, and nothing runs twice on one stage.
+
+Note [Poison]: what belongs to another stage answers with NaN, never with zeros, so that a step which uses it
+shows a NaN loss instead of a plausible number.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_par.errors import PipelineError
+from lightning_par.layout import ModelLayout
+
+__all__ = ["Leave", "Message", "MicroBatchState", "Stage", "StageStub", "cut_stage"]
+
+Message = dict[str, Any]
+"""What crosses a boundary: ``"3"`` -> output tree of block 3, ``"3.name"`` -> attribute it stored."""
+
+
+class Leave(BaseException):  # noqa: N818 - not an error: it unwinds a step that has done its part
+    """Unwinds the user's step at the end of a stage; user code must let it pass, as any BaseException."""
+
+
+class _Elided:
+    """Stands for hidden states that nobody needs any more in an output tree that is carried on."""
+
+
+pytree.register_pytree_node(
+    _Elided, lambda _: ([], None), lambda *_: _Elided(), serialized_type_name="lightning_par.Elided"
+)
+
+
+@dataclass(eq=False)
+class MicroBatchState:
+    """What one stage knows about one micro-batch in flight.
+
+    Attributes:
+        received: What came from the previous stage; empty on the first.
+        recorded: What the local blocks produced.
+        called: Blocks whose forward ran.
+        left: Whether the step was unwound at the end of the stage.
+    """
+
+    received: Message = field(default_factory=dict)
+    recorded: Message = field(default_factory=dict)
+    called: set[int] = field(default_factory=set)
+    left: bool = False
+
+
+class StageStub(nn.Module):
+    """Base of the modules that stand for what another stage holds; it has no parameters."""
+
+
+class Stage:
+    """One pipeline stage of a model that `cut_stage` has cut.
+
+    Attributes:
+        index: Which stage, 0 .. count - 1.
+        count: Number of stages.
+        bounds: First and one-past-last block of every stage.
+        current: The micro-batch in hand, None outside of a step.
+        in_backward: True while gradients are computed; then blocks only run to recompute.
+    """
+
+    def __init__(self, index: int, bounds: Sequence[tuple[int, int]], carried: Sequence[str]) -> None:
+        self.index, self.count, self.bounds = index, len(bounds), tuple(bounds)
+        self.first_block, self.end_block = bounds[index]
+        self.carried = tuple(carried)
+        self.current: MicroBatchState | None = None
+        self.in_backward = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage holds what comes before the blocks."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage holds what comes after the blocks, and computes the loss."""
+        return self.index == self.count - 1
+
+    @contextmanager
+    def hold(self, state: MicroBatchState, *, in_backward: bool = False) -> Iterator[None]:
+        """Let the stubs answer for `state`."""
+        previous = self.current, self.in_backward
+        self.current, self.in_backward = state, in_backward
+        try:
+            yield
+        finally:
+            self.current, self.in_backward = previous
+
+    def run(self, state: MicroBatchState, step: Callable[[], Any]) -> Any:
+        """Run the user's step for one micro-batch up to the end of this stage.
+
+        Args:
+            state: Holds what was received; gets what is recorded.
+            step: Calls the model once.
+
+        Returns:
+            The step's own result on the last stage, None elsewhere.
+
+        Raises:
+            PipelineError: The step ended without reaching the end of the stage.
+        """
+        with self.hold(state):
+            result = None
+            try:
+                result = step()
+            except Leave:
+                state.left = True
+        if not self.is_last and not state.left:
+            raise PipelineError(
+                f"the step returned before block {self.end_block}: it skipped blocks, returned early, or caught the "
+                "BaseException that ends a stage (a bare `except:` around the model call)."
+            )
+        if self.is_last and self.end_block - 1 not in state.called:
+            raise PipelineError("the step returned a result without calling the last block.")
+        return result
+
+    def outgoing(self, state: MicroBatchState) -> Message:
+        """Return what the next stage needs: everything carried so far and the last block's output."""
+        message = dict(state.received)
+        if not self.is_first:
+            key = str(self.first_block - 1)
+            message[key] = _elide_hidden(message[key])
+        return {**message, **state.recorded}
+
+    def record(self, block: int, module: nn.Module, output: Any) -> None:
+        """Keep what later stages need of a local block's output."""
+        state = self.current
+        if state is None or self.in_backward:
+            return
+        if block in state.called:
+            raise PipelineError(
+                f"block {block} was called twice in one step; a pipeline passes through the blocks once."
+            )
+        state.called.add(block)
+        if self.is_last:
+            return
+        last = block == self.end_block - 1
+        state.recorded[str(block)] = output if last else _elide_hidden(output)
+        for name in self.carried:
+            value = getattr(module, name, None)
+            if isinstance(value, Tensor):
+                state.recorded[f"{block}.{name}"] = value
+
+
+def cut_stage(
+    model: nn.Module, layout: ModelLayout, index: int, bounds: Sequence[tuple[int, int]]
+) -> Stage:
+    """Remove from `model` what other stages hold and put stubs in its place.
+
+    Args:
+        model: Parameters may be on meta; changed in place.
+        layout: The resolved plan.
+        index: Which stage to keep.
+        bounds: First and one-past-last block of every stage.
+
+    Returns:
+        The stage, to be given to the executor.
+    """
+    stage = Stage(index, bounds, layout.plan.carried)
+    for number, fqn in enumerate(layout.block_names):
+        block = model.get_submodule(fqn)
+        if number < stage.first_block:
+            _replace(model, fqn, _earlier_block(block, stage, number))
+        elif number >= stage.end_block:
+            _replace(model, fqn, _LaterBlock(number))
+        else:
+            block.register_forward_hook(_recorder(stage, number))
+    for fqn in layout.units:
+        if index in layout.stages_of(fqn, bounds):
+            continue
+        owner_name, _, name = fqn.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if name in owner._parameters:
+            _poison_parameter(owner, name)
+        elif layout.units[fqn] == "first":
+            _replace(model, fqn, _Ghost(getattr(owner, name), fqn))
+        else:
+            _replace(model, fqn, _Absent(fqn))
+    return stage
+
+
+def _replace(model: nn.Module, fqn: str, module: nn.Module) -> None:
+    owner, _, name = fqn.rpartition(".")
+    model.get_submodule(owner)._modules[name] = module
+
+
+def _recorder(stage: Stage, block: int) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        stage.record(block, module, output)
+
+    return hook
+
+
+def _elide_hidden(tree: Any) -> Any:
+    """Drop the hidden states, the first tensor, from a block's output tree; side values stay."""
+    leaves, spec = pytree.tree_flatten(tree)
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[position] = _Elided()
+            break
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _fill_hidden(tree: Any, hidden: Any) -> Any:
+    is_elided = lambda leaf: isinstance(leaf, _Elided)  # noqa: E731
+    return pytree.tree_map(lambda t: hidden if is_elided(t) else t, tree, is_leaf=is_elided)
+
+
+def _poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full(tuple(shape), value, dtype=dtype, device=device)
+
+
+def _poison_parameter(owner: nn.Module, name: str) -> None:
+    parameter = owner._parameters.pop(name)
+    assert parameter is not None
+    nan = _poison(parameter.shape, parameter.dtype, torch.device("cpu"))
+    owner.register_buffer(name, nan, persistent=False)
+
+
+class _EarlierBlock(StageStub):
+    """Answers for a block of an earlier stage; mixed with the block's class, which models may look for."""
+
+    _stage: Stage
+    _number: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._stage.current
+        if state is None:
+            raise PipelineError(f"block {self._number} lives on an earlier pipeline stage.")
+        for name in self._stage.carried:
+            value = state.received.get(f"{self._number}.{name}")
+            if value is not None:
+                object.__setattr__(self, name, value)
+        answer = state.received[str(self._number)]
+        if self._number == self._stage.first_block - 1:
+            return answer
+        leaves = pytree.tree_leaves((args, kwargs))
+        return _fill_hidden(answer, next(t for t in leaves if isinstance(t, Tensor)))
+
+
+@lru_cache(maxsize=None)
+def _stub_class(block: type[nn.Module]) -> type[_EarlierBlock]:
+    members = {"forward": torch._dynamo.disable(_EarlierBlock.forward)}
+    return type(f"Earlier{block.__name__}", (_EarlierBlock, block), members)
+
+
+def _earlier_block(block: nn.Module, stage: Stage, number: int) -> nn.Module:
+    kind = _stub_class(type(block))
+    stub = kind.__new__(kind)
+    nn.Module.__init__(stub)
+    stub.__dict__["_stage"], stub.__dict__["_number"] = stage, number
+    return stub
+
+
+class _LaterBlock(StageStub):
+    """Stands for a block of a later stage: reaching it ends this stage's part of the step."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise Leave
+
+
+class _Absent(StageStub):
+    """Stands for a module that only the last stage holds."""
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__()
+        self.fqn = fqn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PipelineError(
+            f"{self.fqn} belongs to the last pipeline stage but was called before the blocks; name it in "
+            "ParallelPlan(first=...) or ParallelPlan(replicated=...)."
+        )
+
+
+class _Ghost(StageStub):
+    """Stands for a module of the first stage: runs on meta for its shapes and answers with poison.
+
+    It shares no parameter with the model, so that ties stay between real parameters.
+    """
+
+    def __init__(self, module: nn.Module, fqn: str) -> None:
+        super().__init__()
+        memo = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in module.parameters()}
+        self.__dict__["_shape_only"] = copy.deepcopy(module, memo).to("meta")
+        self.__dict__["_fqn"] = fqn
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer with plain attributes of the module it stands for; its tensors are not here."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(self.__dict__["_shape_only"], name)
+        fqn = f"{self.__dict__['_fqn']}.{name}"
+        if isinstance(value, Tensor):
+            raise PipelineError(
+                f"{fqn} lives on the first pipeline stage but is used after it; name its module in "
+                "ParallelPlan(replicated=...)."
+            )
+        if isinstance(value, nn.Module):
+            value = self.__dict__[name] = _Ghost(value, fqn)
+        return value
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_Ghost":
+        """Follow changes of dtype, never of device."""
+        shape_only = self.__dict__["_shape_only"]
+        for dtype in {p.dtype for p in shape_only.parameters() if p.is_floating_point()}:
+            wanted = fn(torch.empty(0, dtype=dtype)).dtype
+            if wanted != dtype:
+                shape_only.to(wanted)
+        return self
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        device = next((t.device for t in given if isinstance(t, Tensor)), torch.device("cpu"))
+        to_meta = lambda t: t.to("meta") if isinstance(t, Tensor) else t  # noqa: E731
+        args, kwargs = pytree.tree_map(to_meta, (args, kwargs))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            out = self.__dict__["_shape_only"](*args, **kwargs)
+        return pytree.tree_map(
+            lambda t: _poison(t.shape, t.dtype, device) if isinstance(t, Tensor) else t, out
+        )

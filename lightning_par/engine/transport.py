@@ -1,0 +1,200 @@
+"""Point-to-point messages between neighbouring pipeline stages.
+
+A message is a tree of tensors and other values. Shapes, dtypes and everything that is not a tensor travel in a header,
+once for every signature of the batch that both ends know; after that only tensors are sent, and a receive can be
+posted before it is needed.
+
+Note [Two groups]: activations and gradients use separate process groups. On NCCL the messages between two ranks of
+one group are executed in the order they were issued, so a stage that sends an activation while its neighbour
+sends a gradient would wait forever.
+"""
+
+import pickle
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_par.errors import PipelineError
+
+__all__ = ["Channel", "PendingMessage", "TensorSpec", "unpack"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and differentiability of a tensor that travels."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """Describe `tensor`."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Place of a tensor in a message; a tensor that appears twice is sent once."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Header:
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(eq=False)
+class PendingMessage:
+    """A receive that was posted.
+
+    Attributes:
+        buffers: Where the tensors arrive, in order.
+        works: What to wait for.
+        header: How to put the tensors together; None for bare tensors.
+    """
+
+    buffers: list[Tensor]
+    works: list[dist.Work]
+    header: _Header | None = None
+
+    def wait(self) -> list[Tensor]:
+        """Wait for all tensors and return them."""
+        for work in self.works:
+            work.wait()
+        return self.buffers
+
+
+class Channel:
+    """One direction of traffic between this rank and its neighbours.
+
+    Args:
+        group: Used for nothing but this direction.
+        source: Global rank that this rank receives from, None at the end of the pipeline.
+        target: Global rank that this rank sends to, None at the end of the pipeline.
+        device: Where tensors arrive.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int | None,
+        target: int | None,
+        device: torch.device,
+    ) -> None:
+        self._group, self._source, self._target, self._device = group, source, target, device
+        self._sending: list[tuple[dist.Work | None, Tensor]] = []
+        self._sent: dict[Hashable, _Header] = {}
+        self._seen: dict[Hashable, _Header] = {}
+
+    def knows(self, signature: Hashable) -> bool:
+        """Whether the header of this signature arrived, so that a receive can be posted."""
+        return signature in self._seen
+
+    def send_message(self, message: Any, signature: Hashable) -> list[Tensor]:
+        """Send a tree to the target.
+
+        Args:
+            message: Pytree; tensors may appear more than once.
+            signature: Known to both ends; one header is sent for each.
+
+        Returns:
+            The distinct tensors in the order in which their gradients will come back.
+
+        Raises:
+            PipelineError: The tree differs from the one first sent under this signature.
+
+        **Communicates**: every distinct tensor once to the target; the header at the first use.
+        """
+        header, tensors = _pack(message)
+        known = self._sent.get(signature)
+        if known is None:
+            text = pickle.dumps(header)
+            self._isend(torch.tensor([len(text)]))
+            self._isend(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            self._sent[signature] = header
+        elif known != header:
+            raise PipelineError(
+                "what a stage hands on changed its shape for a batch of the same shape: "
+                f"{list(known.tensors)} before, {list(header.tensors)} now."
+            )
+        self.send_tensors([t.detach() for t in tensors])
+        return tensors
+
+    def send_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Send bare tensors to the target, without waiting."""
+        self._sending = [s for s in self._sending if s[0] is not None and not s[0].is_completed()]
+        for tensor in tensors:
+            self._isend(tensor.contiguous())
+
+    def post_message(self, signature: Hashable) -> PendingMessage:
+        """Post the receives of a message; waits for the header if it is the first of its signature."""
+        if signature not in self._seen:
+            size = torch.zeros(1, dtype=torch.long)
+            dist.recv(size, self._source, group=self._group)
+            text = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(text, self._source, group=self._group)
+            self._seen[signature] = pickle.loads(text.numpy().tobytes())  # noqa: S301 - own ranks
+        header = self._seen[signature]
+        pending = self.post_tensors(header.tensors)
+        pending.header = header
+        return pending
+
+    def post_tensors(self, specs: Sequence[TensorSpec]) -> PendingMessage:
+        """Post the receives of bare tensors."""
+        buffers = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in specs]
+        works = [dist.irecv(b, self._source, group=self._group) for b in buffers]
+        return PendingMessage(buffers, [w for w in works if w is not None])
+
+    def drain(self) -> None:
+        """Wait until everything sent has left."""
+        for work, _ in self._sending:
+            if work is not None:
+                work.wait()
+        self._sending.clear()
+
+    def _isend(self, tensor: Tensor) -> None:
+        assert self._target is not None
+        self._sending.append((dist.isend(tensor, self._target, group=self._group), tensor))
+
+
+def unpack(pending: PendingMessage, *, with_grad: bool) -> tuple[Any, list[Tensor]]:
+    """Wait for a message and put its tree together.
+
+    Args:
+        pending: From `Channel.post_message`.
+        with_grad: Make leaves of what required grad at the sender.
+
+    Returns:
+        The tree, and its distinct tensors in order.
+    """
+    header, tensors = pending.header, pending.wait()
+    assert header is not None
+    for tensor, spec in zip(tensors, header.tensors, strict=True):
+        tensor.requires_grad_(with_grad and spec.requires_grad)
+    leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in header.leaves]
+    return pytree.tree_unflatten(leaves, header.spec), tensors
+
+
+def _pack(message: Any) -> tuple[_Header, list[Tensor]]:
+    leaves, spec = pytree.tree_flatten(message)
+    tensors: list[Tensor] = []
+    slots: dict[int, _Slot] = {}
+    packed: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in slots:
+                slots[id(leaf)] = _Slot(len(tensors))
+                tensors.append(leaf)
+            packed.append(slots[id(leaf)])
+        else:
+            packed.append(leaf)
+    return _Header(spec, tuple(packed), tuple(map(TensorSpec.of, tensors))), tensors

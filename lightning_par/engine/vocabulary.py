@@ -1,0 +1,276 @@
+"""Logits that stay sharded over the vocabulary, and the cross-entropy that never gathers them.
+
+Shapes: B batch, T tokens, V vocabulary; a rank holds V/tp columns (later ranks may hold fewer).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_par.engine.collectives import all_reduce, gather_from_shards, split_sizes
+
+__all__ = ["VocabShardedLogits", "vocab_parallel_cross_entropy"]
+
+_METADATA = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta", "is_sparse")
+
+
+class _VocabParallelNLL(torch.autograd.Function):
+    """Negative log likelihood of every token from sharded logits; the softmax shard is kept for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, start: int, size: int, smoothing: float, group: Any
+    ) -> Tensor:
+        columns = logits.shape[-1]
+        highest = logits.amax(-1) if columns else logits.new_full(target.shape, -torch.inf)
+        highest = all_reduce(highest, group, "max")
+        shifted = logits - highest.unsqueeze(-1)
+        exponentials = shifted.exp()
+        inside = (target >= start) & (target < start + columns)
+        local = torch.where(inside, target - start, 0)
+        picked = (
+            shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if columns else shifted.sum(-1)
+        )
+        parts = [exponentials.sum(-1), torch.where(inside, picked, 0)]
+        if smoothing:
+            parts.append(shifted.sum(-1))
+        sums = all_reduce(torch.stack(parts), group)
+        log_total = sums[0].log()
+        loss = log_total - sums[1]
+        if smoothing:
+            loss = (1 - smoothing) * loss + smoothing * (log_total - sums[2] / size)
+        softmax = exponentials.div_(sums[0].unsqueeze(-1))
+        ctx.save_for_backward(softmax, local, inside)
+        ctx.smoothing, ctx.size = smoothing, size
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        softmax, local, inside = ctx.saved_tensors
+        out = softmax - ctx.smoothing / ctx.size if ctx.smoothing else softmax.clone()
+        if softmax.shape[-1]:
+            hit = inside.to(out.dtype).mul_(1 - ctx.smoothing).neg_()
+            out.scatter_add_(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
+        return out.mul_(grad.unsqueeze(-1)), None, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross-entropy of logits whose vocabulary is sharded over `group`; equals `F.cross_entropy`.
+
+    Args:
+        logits: [N, V/tp], the columns of this rank. Half precision is computed in float32, as under autocast.
+        target: [N] int64, class indices, the same on every rank.
+        vocab_size: V.
+        group: The tensor-parallel ranks.
+        ignore_index: Targets of this value count nothing.
+        label_smoothing: As in `F.cross_entropy`.
+        reduction: "mean" over the targets that count, "sum" or "none".
+
+    Returns:
+        A scalar, or [N] for "none"; the same on every rank.
+
+    **Communicates**: all-reduces of N maxima and of 2 N sums (3 N with smoothing) forward, nothing backward.
+
+    **Source**: Shoeybi et al. 1909.08053, section 3 (parallel cross-entropy).
+    """
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    start = sum(split_sizes(vocab_size, group.size())[: group.rank()])
+    valid = target != ignore_index
+    safe = torch.where(valid, target, 0)
+    losses: Tensor = _VocabParallelNLL.apply(  # type: ignore[no-untyped-call]
+        logits, safe, start, vocab_size, label_smoothing, group
+    )
+    losses = torch.where(valid, losses, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / valid.sum()
+
+
+class VocabShardedLogits(Tensor):
+    """Logits [..., V] of which this rank holds the columns [..., V/tp].
+
+    `F.cross_entropy` on it (also after reshaping, slicing or moving the vocabulary to dim 1) runs sharded. Every
+    other operation first gathers the whole logits, so that any code that treats it as a tensor is right; the gather
+    is a collective, so all tensor-parallel ranks have to run the same operations.
+    """
+
+    local: Tensor
+    group: dist.ProcessGroup
+    vocab_dim: int
+
+    @staticmethod
+    def wrap(
+        local: Tensor, size: int, group: dist.ProcessGroup, vocab_dim: int = -1
+    ) -> "VocabShardedLogits":
+        """Wrap the columns of this rank.
+
+        Args:
+            local: [..., V/tp].
+            size: V.
+            group: The tensor-parallel ranks.
+            vocab_dim: Which dim of `local` is the vocabulary.
+        """
+        dim = vocab_dim % local.ndim
+        shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
+        made: Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            VocabShardedLogits, shape, dtype=local.dtype, device=local.device
+        )
+        assert isinstance(made, VocabShardedLogits)
+        made.local, made.group, made.vocab_dim = local, group, dim
+        return made
+
+    def gather(self) -> Tensor:
+        """Return the whole logits as a plain tensor; differentiable.
+
+        **Communicates**: one all-gather over the tensor-parallel ranks.
+        """
+        return gather_from_shards(self.local, self.vocab_dim, self.group, self.size(self.vocab_dim))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer from the shard where that is exact, else gather first."""
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, VocabShardedLogits):
+            answer = _answer_from_shard(func, first, tuple(args[1:]), kwargs)
+            if answer is not NotImplemented:
+                return answer
+        plain = torch.utils._pytree.tree_map(_gathered, (tuple(args), dict(kwargs)))
+        return func(*plain[0], **plain[1])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Nothing reaches the dispatcher unless torch functions were disabled on purpose."""
+        plain = torch.utils._pytree.tree_map(_gathered, (tuple(args), dict(kwargs or {})))
+        return func(*plain[0], **plain[1])
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"VocabShardedLogits(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
+
+
+def _gathered(value: Any) -> Any:
+    return value.gather() if isinstance(value, VocabShardedLogits) else value
+
+
+def _answer_from_shard(
+    func: Callable[..., Any], x: VocabShardedLogits, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return _answer_property(func, x)
+    with torch._C.DisableTorchFunctionSubclass():
+        if func in (Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__):
+            return func(x, *rest, **kwargs)
+        if func in (Tensor.is_floating_point, torch.is_floating_point):
+            return True
+        shape, dim, size = x.shape, x.vocab_dim, x.shape[x.vocab_dim]
+    if func is Tensor.register_hook or func is Tensor.__repr__:
+        return func(x.local, *rest) if func is Tensor.register_hook else x.__repr__()
+    if func is F.cross_entropy:
+        return _cross_entropy(x, size, *rest, **kwargs)
+    if func in (Tensor.float, Tensor.double, Tensor.contiguous, Tensor.to, Tensor.clone, Tensor.detach):
+        return VocabShardedLogits.wrap(func(x.local, *rest, **kwargs), size, x.group, dim)
+    if kwargs or dim != len(shape) - 1:
+        return NotImplemented
+    if func is Tensor.__getitem__ and _keeps_last(rest[0], len(shape)):
+        return VocabShardedLogits.wrap(x.local[rest[0]], size, x.group)
+    if func in (Tensor.transpose, torch.transpose) and len(shape) == 3:
+        if sorted(d % 3 for d in rest) == [1, 2]:
+            return VocabShardedLogits.wrap(x.local.transpose(1, 2), size, x.group, 1)
+    leading = _new_leading_shape(func, shape, rest)
+    if leading is None:
+        return NotImplemented
+    return VocabShardedLogits.wrap(x.local.reshape(*leading, x.local.shape[-1]), size, x.group)
+
+
+def _answer_property(func: Any, x: VocabShardedLogits) -> Any:
+    name = getattr(func.__self__, "__name__", "")
+    if name in ("requires_grad", "grad_fn", "is_leaf"):
+        return func(x.local)
+    if name in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(x)
+    return NotImplemented
+
+
+def _keeps_last(index: Any, ndim: int) -> bool:
+    """Whether `x[index]` leaves the last dim whole and last."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(not isinstance(p, int | slice) and p is not Ellipsis for p in parts):
+        return False
+    if Ellipsis in parts:
+        after = parts[parts.index(Ellipsis) + 1 :]
+        return not after or after[-1] == slice(None)
+    return len(parts) < ndim or parts[-1] == slice(None)
+
+
+def _new_leading_shape(
+    func: Callable[..., Any], shape: Sequence[int], rest: tuple[Any, ...]
+) -> list[int] | None:
+    """Return the dims before the vocabulary after a reshape that keeps it last, or None."""
+    if func in (Tensor.view, Tensor.reshape, torch.reshape):
+        wanted = rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest
+        if not all(isinstance(n, int) for n in wanted) or not wanted or wanted[-1] not in (shape[-1], -1):
+            return None
+        return list(wanted[:-1]) if wanted[-1] == shape[-1] or -1 not in wanted[:-1] else None
+    if func in (Tensor.flatten, torch.flatten) and rest:
+        start, end = rest[0] % len(shape), (rest[1] if len(rest) > 1 else -1) % len(shape)
+        if end < len(shape) - 1:
+            return [*shape[:start], -1, *shape[end + 1 : -1]]
+    return None
+
+
+def _cross_entropy(
+    x: VocabShardedLogits,
+    size: int,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`F.cross_entropy` with the vocabulary where torch has the classes: dim 1, or dim 0 without a batch."""
+    classes = 0 if x.local.ndim == 1 else 1
+    plain = weight is None and size_average is None and reduce is None
+    if not plain or target.is_floating_point() or x.vocab_dim != classes:
+        return NotImplemented
+    local = x.local.movedim(classes, -1)
+    loss = vocab_parallel_cross_entropy(
+        local.reshape(-1, local.shape[-1]),
+        target.reshape(-1),
+        vocab_size=size,
+        group=x.group,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
+    return loss.view(target.shape) if reduction == "none" else loss
