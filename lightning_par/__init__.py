@@ -1,3 +1,28 @@
-"""N-dimensional parallel training for PyTorch Lightning."""
+"""N-dimensional parallel training for PyTorch Lightning.
+
+A LightningModule that trains on one device trains, unchanged, on any mesh of devices. Importing this package
+registers the strategies ``tensor_parallel``, ``pipeline_1f1b`` and ``hybrid3d`` with Lightning.
+"""
+
+from lightning_par.errors import LightningParError
+from lightning_par.layout import check_plan
+from lightning_par.mesh import ParallelSizes
+from lightning_par.plan import BatchLayout, ParallelPlan
+from lightning_par.strategies import (
+    Hybrid3DStrategy,
+    Pipeline1F1BStrategy,
+    TensorParallelStrategy,
+)
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BatchLayout",
+    "Hybrid3DStrategy",
+    "LightningParError",
+    "ParallelPlan",
+    "ParallelSizes",
+    "Pipeline1F1BStrategy",
+    "TensorParallelStrategy",
+    "check_plan",
+]

@@ -70,6 +70,7 @@ class PendingMessage:
         """Wait for all tensors and return them."""
         for work in self.works:
             work.wait()
+        self.works = []
         return self.buffers
 
 

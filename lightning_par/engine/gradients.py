@@ -1,0 +1,127 @@
+"""Gradients over the mesh: sums of what several ranks hold, one norm for the whole model, clipping."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+__all__ = [
+    "SharedGradients",
+    "clip_by_norm",
+    "clip_by_value",
+    "local_gradients",
+    "total_norm",
+    "with_gradients",
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedGradients:
+    """Parameters of which several ranks hold a copy and each computes a part of the gradient.
+
+    Attributes:
+        parameters: In the same order on every rank of the group.
+        group: The ranks that hold the copies.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients over the group; a missing one counts as 0.
+
+        **Communicates**: one all-reduce of all these gradients for each dtype.
+        """
+        for parameter in self.parameters:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for grad in local_gradients(self.parameters):
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+        for grads in by_dtype.values():
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            dist.all_reduce(flat, group=self.group)
+            for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
+
+
+def with_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """Give the parameters that have a gradient."""
+    return (p for p in parameters if p.grad is not None)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients as this rank's plain tensors, which share their memory."""
+    return [_local(p.grad) for p in with_gradients(parameters) if p.grad is not None]
+
+
+def _is_counted_here(grad: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of the gradient."""
+    if not isinstance(grad, DTensor):
+        return True
+    place = grad.device_mesh.get_coordinate()
+    assert place is not None
+    pairs = zip(grad.placements, place, strict=True)
+    return all(at == 0 for placement, at in pairs if isinstance(placement, Replicate))
+
+
+@torch.no_grad()
+def total_norm(
+    parameters: Sequence[nn.Parameter],
+    *,
+    device: torch.device,
+    counts: Callable[[nn.Parameter], bool] = lambda _: True,
+) -> Tensor:
+    """Return the 2-norm of the gradient of the whole model, the same on every rank.
+
+    Args:
+        parameters: Those of this rank; every rank of the world has to call.
+        device: Of the result.
+        counts: False for a copy that another pipeline stage counts.
+
+    **Communicates**: one all-reduce of one number over all ranks.
+    """
+    grads = [
+        _local(p.grad)
+        for p in with_gradients(parameters)
+        if p.grad is not None and counts(p) and _is_counted_here(p.grad)
+    ]
+    double = any(g.dtype is torch.float64 for g in grads)
+    dtype = torch.float64 if double else torch.float32
+    norms: Any = torch._foreach_norm(grads, 2, dtype=dtype) if grads else []  # type: ignore[call-arg]
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    if grads:
+        square += torch.stack([n.to(device) for n in norms]).double().square().sum()
+    dist.all_reduce(square)
+    return square.sqrt()
+
+
+@torch.no_grad()
+def clip_by_norm(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        parameters: Those of this rank.
+        norm: From `total_norm`.
+        max_norm: Of the whole model.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in local_gradients(parameters):
+        grad.mul_(factor.to(grad.device, grad.dtype))
+
+
+@torch.no_grad()
+def clip_by_value(parameters: Iterable[nn.Parameter], value: float) -> None:
+    """Clamp every entry of the gradients to [-value, value]."""
+    for grad in local_gradients(parameters):
+        grad.clamp_(-value, value)

@@ -1,0 +1,95 @@
+"""Giving the local parameters their values, one at a time, so that no rank ever holds the whole model."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+
+from lightning_par.engine.initialise import ConstructionRecord
+from lightning_par.engine.stages import StageStub
+from lightning_par.engine.tensor import shard_parameter, TensorParallel
+
+__all__ = ["Materialiser", "broadcast_values"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Materialiser:
+    """Turns recorded meta parameters, and whole real ones, into this rank's part on its device.
+
+    Attributes:
+        canonical: FQN of every parameter -> the FQN under which it is seeded; ties share one.
+        record: How parameters that were constructed on meta are initialised; None if none were.
+        seed: The same on every rank.
+        device: Where the parameters go.
+        tensor: Placements over the ``tp`` axis; None leaves parameters whole.
+    """
+
+    canonical: Mapping[str, str]
+    record: ConstructionRecord | None
+    seed: int
+    device: torch.device
+    tensor: TensorParallel | None
+    _done: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+
+    def materialise(self, model: nn.Module, prefix: str = "") -> None:
+        """Replace every parameter below `model`, and move its buffers to the device.
+
+        Args:
+            model: Parameters that were replaced before, ties, are shared again.
+            prefix: FQN of `model` inside the module that `canonical` speaks of.
+        """
+        for name, module in model.named_modules():
+            if isinstance(module, StageStub):
+                continue
+            base = ".".join(part for part in (prefix, name) if part)
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    fqn = f"{base}.{key}" if base else key
+                    module._parameters[key] = self._place(parameter, fqn)
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(self.device)
+
+    @torch.no_grad()
+    def _place(self, parameter: nn.Parameter, fqn: str) -> nn.Parameter:
+        if id(parameter) in self._done:
+            return self._done[id(parameter)][0]
+        if parameter.is_meta:
+            assert self.record is not None
+            full: Tensor = self.record.initialise(
+                parameter,
+                name=self.canonical[fqn],
+                seed=self.seed,
+                device=self.device,
+                dtype=parameter.dtype,
+            )
+        else:
+            full = parameter.detach().to(self.device)
+        wants_grad = parameter.requires_grad
+        if self.tensor is not None:
+            placement = self.tensor.placements[fqn]
+            placed = shard_parameter(full, placement, self.tensor.mesh, requires_grad=wants_grad)
+        else:
+            placed = nn.Parameter(full, requires_grad=wants_grad)
+        placed.__dict__.update(parameter.__dict__)
+        self._done[id(parameter)] = self._done[id(placed)] = (placed, parameter)
+        return placed
+
+
+@torch.no_grad()
+def broadcast_values(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Give the real tensors of every rank the values of rank 0.
+
+    Args:
+        tensors: In the same order on every rank; those on meta are passed over.
+        device: One that the process group can send from.
+
+    **Communicates**: one broadcast per tensor over all ranks.
+    """
+    for tensor in tensors:
+        if not tensor.is_meta and tensor.numel():
+            value = tensor.detach().to(device).contiguous()
+            dist.broadcast(value, 0)
+            tensor.copy_(value)

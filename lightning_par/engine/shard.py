@@ -1,0 +1,125 @@
+"""Sharded data parallelism on FSDP2: ZeRO stages 0 to 3 over ``dp_replicate x dp_shard``.
+
+==========  ======================  =======================================  ==================
+zero_stage  parameters              gradients                                optimizer states
+==========  ======================  =======================================  ==================
+0           whole                   all-reduced once a step                  whole
+1           gathered once a step    reduce-scattered once a step             sharded
+2           gathered once a step    reduce-scattered after every backward    sharded
+3           gathered block by block reduce-scattered after every backward    sharded
+==========  ======================  =======================================  ==================
+
+A step has several backwards where a pipeline runs micro-batches. While gradients accumulate over batches, no stage
+communicates gradients.
+
+**Source**: Rajbhandari et al. 1910.02054 (ZeRO); Zhao et al. 2304.11277 (FSDP).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_par.engine.stages import StageStub
+from lightning_par.layout import ModelLayout
+from lightning_par.mesh import ParallelMesh
+
+__all__ = ["Sharding", "shard_model"]
+
+
+class _StepRoot(nn.Module):
+    """Root of the FSDP units: its forward is one call of the user's step, which may call any part of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, step: Callable[[], Any]) -> Any:
+        return step()
+
+
+class Sharding:
+    """Steps of a model whose parameters are sharded over the data axes.
+
+    Args:
+        root: The FSDP root; None if there is one replica, and then every method does nothing.
+        zero_stage: 0 to 3.
+    """
+
+    def __init__(self, root: nn.Module | None, zero_stage: int) -> None:
+        self._root, self._stage = root, zero_stage
+        self._synchronise = True
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether the next step reduces gradients over the replicas."""
+        return self._synchronise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communicating them."""
+        self._synchronise = False
+        try:
+            yield
+        finally:
+            self._synchronise = True
+
+    def call(self, step: Callable[[], Any]) -> Any:
+        """Run one forward that may use any parameter of the model."""
+        return step() if self._root is None else self._root(step)
+
+    def before_backward(self, *, is_last: bool = True) -> None:
+        """Say whether the backward that follows is the last of the step.
+
+        Args:
+            is_last: Gradients are then complete and parameters may be given up.
+        """
+        if isinstance(self._root, FSDPModule):
+            reduces = self._synchronise and (is_last or self._stage >= 2)
+            self._root.set_requires_gradient_sync(reduces)
+            self._root.set_is_last_backward(is_last)
+            self._root.set_reshard_after_backward(is_last or self._stage == 3)
+
+    def release(self) -> None:
+        """Give up gathered parameters, so that the model holds its shards again."""
+        if self._root is not None:
+            for module in self._root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+
+def shard_model(
+    model: nn.Module,
+    layout: ModelLayout,
+    mesh: ParallelMesh,
+    *,
+    zero_stage: int,
+    materialise: Callable[[nn.Module, str], None],
+) -> Sharding:
+    """Materialise and shard the model unit by unit: every block, then the rest.
+
+    Args:
+        model: Parameters on meta, or whole; changed in place.
+        layout: The resolved plan.
+        mesh: Its data axes are sharded over.
+        zero_stage: 0 to 3.
+        materialise: Gives the parameters below a module (named by its FQN) their values.
+    """
+    units = [n for n in layout.block_names if not isinstance(model.get_submodule(n), StageStub)]
+    shards = mesh.sizes.data > 1
+    data_mesh = mesh.device_mesh["dp_shard"]
+    if mesh.sizes.data_replicate > 1:
+        data_mesh = mesh.device_mesh["dp_replicate", "dp_shard"]
+    for name in units:
+        block = model.get_submodule(name)
+        materialise(block, name)
+        if shards:
+            fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3)
+    materialise(model, "")
+    if not shards:
+        return Sharding(None, zero_stage)
+    root = _StepRoot(model)
+    fully_shard(root, mesh=data_mesh, reshard_after_forward=False)
+    return Sharding(root, zero_stage)

@@ -1,0 +1,141 @@
+"""What is refused before anything starts, with one message that says what to do."""
+
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_par.engine.batch import batch_entry
+from lightning_par.errors import ConfigurationError, PlanError, raise_problems
+from lightning_par.layout import check_plan, ModelLayout
+from lightning_par.mesh import ParallelSizes
+from lightning_par.plan import BatchLayout, ParallelPlan
+
+__all__ = ["check_batch", "check_loader", "check_module", "check_trainer"]
+
+_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+
+
+class _Options(Protocol):
+    sequence_parallel: bool
+    stage_blocks: Any
+
+    @property
+    def sizes(self) -> ParallelSizes: ...
+
+
+def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: ParallelSizes) -> None:
+    """Refuse Trainer settings that would be wrong on this mesh.
+
+    Args:
+        trainer: As the user made it.
+        module: The user's.
+        sizes: Of the mesh.
+
+    Raises:
+        ConfigurationError: With every problem.
+    """
+    problems = []
+    if sizes.pipeline > 1 and not module.automatic_optimization:
+        problems.append(
+            f"pipeline_parallel_size={sizes.pipeline}: {type(module).__name__} uses manual optimization, but the "
+            "schedule has to run the backward. Set automatic_optimization=True, or use "
+            "pipeline_parallel_size=1."
+        )
+    if sizes.world_size > 1 and trainer.precision not in _PRECISIONS:
+        problems.append(
+            f"precision={trainer.precision!r} is not supported on {sizes}: use one of {_PRECISIONS}."
+        )
+    if sizes.world_size > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
+        problems.append(
+            f"sync_batchnorm=True is not supported on {sizes}: batch statistics are those of one replica's "
+            "micro-batch. Use LayerNorm or RMSNorm, or sync_batchnorm=False."
+        )
+    if sizes.world_size > 1:
+        for callback in getattr(trainer, "callbacks", ()):
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                problems.append(
+                    f"{type(callback).__name__} copies the whole model before it is sharded, which is not "
+                    f"supported on {sizes}. Remove the callback, or train on 1 device."
+                )
+    raise_problems(ConfigurationError, problems)
+
+
+def check_module(
+    module: nn.Module, plan: ParallelPlan | None, options: _Options
+) -> ModelLayout:
+    """Check the model's plan at the sizes of the mesh.
+
+    Args:
+        module: The user's; parameters may be on meta.
+        plan: What it offers, or None.
+        options: The strategy.
+
+    Raises:
+        PlanError: The plan is missing a part that the sizes need, or does not fit.
+        ConfigurationError: An option needs another size.
+    """
+    sizes = options.sizes
+    if options.stage_blocks is not None and sizes.pipeline == 1:
+        raise ConfigurationError(
+            f"stage_blocks={list(options.stage_blocks)} needs pipeline_parallel_size="
+            f"{len(options.stage_blocks)}, but it is 1."
+        )
+    if plan is None:
+        needs = []
+        if sizes.pipeline > 1:
+            needs.append(f"pipeline_parallel_size={sizes.pipeline} (which modules are the blocks)")
+        if sizes.tensor > 1:
+            needs.append(f"tensor_parallel_size={sizes.tensor} (how each module is sharded)")
+        if needs:
+            raise PlanError(
+                f"{type(module).__name__} offers no parallel_plan(), which {' and '.join(needs)} needs. Define "
+                "parallel_plan() on the LightningModule or its model, pass plan= to the strategy, or use "
+                "tensor_parallel_size=1 and pipeline_parallel_size=1 (data parallelism needs no plan)."
+            )
+        plan = ParallelPlan()
+    return check_plan(
+        module,
+        plan,
+        sizes,
+        sequence_parallel=options.sequence_parallel,
+        stage_blocks=options.stage_blocks,
+    )
+
+
+def check_loader(dataloader: object, num_microbatches: int | None) -> None:
+    """Refuse a data loader whose batches cannot be cut into the micro-batches that were asked for.
+
+    Raises:
+        ConfigurationError: The loader's batch size is smaller than `num_microbatches`.
+    """
+    if num_microbatches is None or not isinstance(dataloader, DataLoader):
+        return
+    size = dataloader.batch_size
+    if size is not None and size < num_microbatches:
+        raise ConfigurationError(
+            f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be cut into so many. Use "
+            f"num_microbatches={size} or less, or batch_size={num_microbatches} or more."
+        )
+
+
+def check_batch(
+    batch: Any, layout: BatchLayout, sizes: ParallelSizes, sequence_parallel: bool
+) -> None:
+    """Refuse a batch whose sequences cannot be cut over the tensor-parallel ranks.
+
+    Raises:
+        ConfigurationError: T does not divide.
+    """
+    if sizes.tensor == 1 or not sequence_parallel:
+        return
+    for entry, dim in layout.sequence_dims.items():
+        tokens = batch_entry(batch, entry).shape[dim]
+        if tokens % sizes.tensor:
+            raise ConfigurationError(
+                f"tensor_parallel_size={sizes.tensor} with sequence_parallel=True: {entry!r} has T={tokens} tokens in "
+                f"dim {dim}, not divisible by {sizes.tensor}. Pad to {-(-tokens // sizes.tensor) * sizes.tensor}, or "
+                "use sequence_parallel=False."
+            )

@@ -1,0 +1,136 @@
+"""Objects and batches that all ranks of a replica have to agree on."""
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torchmetrics import Metric
+
+from lightning_par.engine.batch import map_tensors, tensors_of
+from lightning_par.mesh import ParallelMesh
+
+__all__ = ["BatchSharing", "bind_metrics", "broadcast_object", "to_cpu"]
+
+
+def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+    """Return the object that the global rank `source` gives, on every rank of `group`.
+
+    **Communicates**: two broadcasts, of the pickled object's length and of the object.
+    """
+    if group.size() == 1:
+        return value
+    box = [value if dist.get_rank() == source else None]
+    dist.broadcast_object_list(box, source, group=group, device=torch.device("cpu"))
+    return box[0]
+
+
+def to_cpu(tree: Any) -> Any:
+    """Return the nest with every tensor detached and on the CPU."""
+    return map_tensors(tree, lambda t: t.detach().cpu())
+
+
+class BatchSharing:
+    """Gives every rank of a replica the batch of its first rank.
+
+    Data loader workers are seeded by global rank, so that augmentations, and the order of a shuffle without a seed,
+    would differ between the ranks that hold parts of one model. Nothing would fail: the gradients would be wrong.
+
+    Args:
+        mesh: Its replica group shares.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._group = mesh.replica_group
+        self._source = dist.get_global_rank(mesh.replica_group, 0)
+        self._is_source = mesh.rank == self._source
+        self._header = b""
+
+    def share(self, batch: Any) -> Any:
+        """Return the first rank's batch.
+
+        Args:
+            batch: This rank's; only the first rank's is used, tensors arrive on the device they have there.
+
+        **Communicates**: over the replica, 16 bytes, then what is not a tensor if it changed, then every tensor.
+        """
+        if self._group.size() == 1:
+            return batch
+        tensors = list(tensors_of(batch)) if self._is_source else []
+        skeleton = self._exchange_skeleton(batch, tensors)
+        devices = {d.type for _, _, d in skeleton[1]}
+        local = torch.device("cpu" if devices <= {"cpu"} else "cuda")
+        received = []
+        for index, (shape, dtype, device) in enumerate(skeleton[1]):
+            at = device if device.type == "cpu" else local
+            buffer = (
+                tensors[index].contiguous()
+                if self._is_source
+                else torch.empty(shape, dtype=dtype, device=at)
+            )
+            dist.broadcast(buffer, self._source, group=self._group)
+            received.append(buffer)
+        if self._is_source:
+            return batch
+        filled = iter(received)
+        return map_tensors(skeleton[0], lambda _: next(filled))
+
+    def _exchange_skeleton(self, batch: Any, tensors: list[Tensor]) -> Any:
+        """Agree on the nest without its tensors, and on their shapes; sent again only when it changed."""
+        text, changed = self._header, 0
+        if self._is_source:
+            hollow = map_tensors(batch, lambda t: t.new_empty(0, device="cpu"))
+            text = pickle.dumps((hollow, [(tuple(t.shape), t.dtype, t.device) for t in tensors]))
+            changed = int(text != self._header)
+        note = torch.tensor([changed, len(text)])
+        dist.broadcast(note, self._source, group=self._group)
+        if int(note[0]):
+            buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            if not self._is_source:
+                buffer = torch.empty(int(note[1]), dtype=torch.uint8)
+            dist.broadcast(buffer, self._source, group=self._group)
+            self._header = buffer.numpy().tobytes()
+        return pickle.loads(self._header)  # noqa: S301 - from a rank of this run
+
+
+def bind_metrics(module: nn.Module, mesh: ParallelMesh, in_step: Any) -> None:
+    """Make the torchmetrics of `module` right on the mesh.
+
+    They are reduced over the replicas only, and what the last pipeline stage gathered is given to the other stages
+    when a metric is computed outside of a step.
+
+    Args:
+        module: The user's.
+        mesh: Its data group reduces.
+        in_step: Called without arguments; tells whether the user's step is running.
+    """
+    for metric in module.modules():
+        if not isinstance(metric, Metric):
+            continue
+        if metric.process_group is None:
+            metric.process_group = mesh.data_group
+        if mesh.sizes.pipeline > 1 and "_lightning_par_compute" not in metric.__dict__:
+            metric.__dict__["_lightning_par_compute"] = metric.compute
+            metric.compute = _shared_compute(metric, mesh, in_step)  # type: ignore[method-assign]
+
+
+def _shared_compute(metric: Metric, mesh: ParallelMesh, in_step: Any) -> Any:
+    source = mesh.neighbour("pp", mesh.sizes.pipeline - 1)
+    original = metric.compute
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if not in_step():
+            state = None
+            if mesh.rank == source:
+                values = {name: to_cpu(getattr(metric, name)) for name in metric._defaults}
+                state = (values, metric._update_count)
+            values, count = broadcast_object(state, source, mesh.group("pp"))
+            if mesh.rank != source:
+                metric._computed = None
+                metric._update_count = count
+                for name, value in values.items():
+                    setattr(metric, name, map_tensors(value, lambda t: t.to(metric.device)))
+        return original(*args, **kwargs)
+
+    return compute

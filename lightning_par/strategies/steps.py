@@ -1,0 +1,328 @@
+"""Running the user's steps on a mesh: weights of the loss, random numbers, pipelines, logs."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from torch import nn, Tensor
+
+from lightning_par.engine.batch import batch_size, count_valid, signature, split_batch
+from lightning_par.engine.initialise import seed_of
+from lightning_par.engine.pipeline import PipelineExecutor, PipelineRun
+from lightning_par.engine.schedule import build_schedule, forward_only, Schedule
+from lightning_par.engine.shard import Sharding
+from lightning_par.errors import ConfigurationError, NonFiniteError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.plan import BatchLayout
+from lightning_par.strategies.logs import (
+    adjust_logs,
+    BatchShares,
+    combine_logs,
+    LogCall,
+    record_logs,
+    replay_logs,
+)
+from lightning_par.strategies.merging import merge_results
+from lightning_par.strategies.sharing import broadcast_object, to_cpu
+
+__all__ = ["StepRunner"]
+
+_Context = Callable[[], AbstractContextManager[Any]]
+
+
+class _ScheduledLoss(torch.autograd.Function):
+    """The loss of a step whose gradients a schedule has computed; backward(g) puts them in place, times g."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, install: Callable[[Tensor], None]) -> Tensor:
+        ctx.install = install
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.install(grad)
+        return torch.zeros_like(grad), None, None
+
+
+@dataclass(kw_only=True, eq=False)
+class StepRunner:
+    """Runs `training_step` and its siblings so that the whole mesh computes what one process would.
+
+    Attributes:
+        module: The user's.
+        mesh: Where.
+        layout: Where the labels are.
+        sharding: Surrounds every forward and backward.
+        executor: Of this rank's pipeline stage; None without a pipeline.
+        num_microbatches: How many the batch of a replica is cut into; None: 4 per stage.
+        schedule: Name of the pipeline schedule.
+        seed: The same on every rank.
+        loss_scale: What the loss of the last step is to be multiplied by before its backward.
+        last_run: When the actions of the last pipelined step ran.
+        in_step: True while the user's step runs.
+    """
+
+    module: pl.LightningModule
+    mesh: ParallelMesh
+    layout: BatchLayout
+    sharding: Sharding
+    executor: PipelineExecutor | None
+    num_microbatches: int | None
+    schedule: str
+    seed: int
+    loss_scale: Tensor | None = None
+    last_run: PipelineRun | None = None
+    in_step: bool = False
+    _evaluations: int = 0
+    _checked: set[Any] = field(default_factory=set)
+
+    def training(self, context: _Context, args: Sequence[Any]) -> Any:
+        """Run `training_step` on the batch of this replica.
+
+        Args:
+            context: Of the precision plugin.
+            args: The batch, and what else `training_step` takes.
+
+        Returns:
+            What `training_step` returned; its loss has a backward.
+        """
+        key = ("training_step", self.module.trainer.fit_loop.total_batch_idx)
+        if self.executor is None:
+            return self._whole("training_step", context, args, key, training=True)
+        return self._pipelined_training(self.executor, context, args, key)
+
+    def evaluation(self, name: str, context: _Context, args: Sequence[Any]) -> Any:
+        """Run `validation_step`, `test_step` or `predict_step` on the batch of this replica.
+
+        Args:
+            name: Which one.
+            context: Of the precision plugin.
+            args: The batch, and what else the step takes.
+        """
+        self._evaluations += 1
+        key = (name, self._evaluations)
+        if self.executor is None:
+            return self._whole(name, context, args, key, training=False)
+        return self._pipelined_evaluation(self.executor, name, context, args, key)
+
+    def _whole(
+        self, name: str, context: _Context, args: Sequence[Any], key: Any, *, training: bool
+    ) -> Any:
+        shares = self._shares([args[0]]) if self.mesh.sizes.data > 1 else None
+        step = getattr(self.module, name)
+        with context(), self._random(key, 0), adjust_logs(self.module, shares), self._user_step():
+            output = self.sharding.call(lambda: step(*args))
+        if training:
+            self.loss_scale = None if shares is None else shares.total
+        return output
+
+    def _shares(self, micro_batches: Sequence[Any]) -> BatchShares:
+        """Weigh micro-batches by their valid entries.
+
+        **Communicates**: one all-reduce of two numbers over the replicas, if there are several.
+        """
+        counts = torch.stack([count_valid(b, self.layout) for b in micro_batches])
+        samples = None
+        total = counts.sum()
+        if self.mesh.sizes.data > 1:
+            own = sum(batch_size(b) for b in micro_batches)
+            sums = torch.stack([total, total.new_tensor(own)])
+            dist.all_reduce(sums, group=self.mesh.data_group)
+            total, samples = sums[0], sums[1]
+        scales = counts * self.mesh.sizes.data / total.clamp(min=1)
+        return BatchShares(scales=tuple(scales.unbind()), total=scales.sum(), samples=samples)
+
+    @contextmanager
+    def _user_step(self) -> Iterator[None]:
+        self.in_step = True
+        try:
+            yield
+        finally:
+            self.in_step = False
+
+    @contextmanager
+    def _random(self, key: Any, micro_batch: int) -> Iterator[None]:
+        """Give all ranks of a replica the same random numbers, other ones for every step and micro-batch."""
+        sizes = self.mesh.sizes
+        if sizes.world_size == sizes.data:
+            yield
+            return
+        states = _collect_rng_states(include_cuda=self.mesh.device_type == "cuda")
+        seed = seed_of(self.seed, *key, micro_batch, self.mesh.data_rank)
+        try:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002 - user code may draw from the global state
+            yield
+        finally:
+            _set_rng_states(states)
+
+    def _split(self, batch: Any, *, training: bool) -> tuple[list[Any], Schedule]:
+        stages = self.mesh.sizes.pipeline
+        wanted = self.num_microbatches or 4 * stages
+        parts = split_batch(batch, wanted)
+        if training:
+            return parts, build_schedule(self.schedule, stages, len(parts))
+        return parts, forward_only(stages, len(parts))
+
+    def _stepper(
+        self,
+        name: str,
+        context: _Context,
+        parts: Sequence[Any],
+        rest: Sequence[Any],
+        key: Any,
+        calls: list[list[LogCall]],
+    ) -> Callable[[int], Any]:
+        step = getattr(self.module, name)
+
+        def run(index: int) -> Any:
+            logs = record_logs(self.module, calls[index])
+            with context(), self._random(key, index), logs, self._user_step():
+                return step(parts[index], *rest)
+
+        return run
+
+    def _pipelined_training(
+        self, executor: PipelineExecutor, context: _Context, args: Sequence[Any], key: Any
+    ) -> Any:
+        parts, schedule = self._split(args[0], training=True)
+        shares = self._shares(parts)
+        calls: list[list[LogCall]] = [[] for _ in parts]
+        step = self._stepper("training_step", context, parts, args[1:], key, calls)
+        losses: dict[int, Tensor] = {}
+
+        def scaled_loss(index: int, result: Any) -> Tensor:
+            loss, scale = loss_of(result), shares.scales[index]
+            losses[index] = loss.detach()
+            return torch.where(scale > 0, loss, 0) * scale.to(loss.dtype)
+
+        signatures = [signature(part, "training") for part in parts]
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        held = _take_gradients(parameters)
+        run = self.last_run = executor.run(schedule, step, signatures, scaled_loss)
+        computed = _take_gradients(parameters)
+        for parameter, grad in zip(parameters, held, strict=True):
+            parameter.grad = grad
+        weights = torch.stack(shares.scales)
+        value, extras, logs = self._from_last_stage(run, losses, calls, weights)
+        self._check_poison(value, signatures)
+        replay_logs(
+            self.module, logs, shares if shares.samples is not None else None, batch_size(args[0])
+        )
+        self.loss_scale = None
+        anchor = torch.zeros((), requires_grad=True, device=self.module.device)
+        install = lambda g: _put_gradients(parameters, computed, g)  # noqa: E731
+        loss = _ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call]
+        return loss if extras is None else {**extras, "loss": loss}
+
+    def _from_last_stage(
+        self,
+        run: PipelineRun,
+        losses: Mapping[int, Tensor],
+        calls: Sequence[Sequence[LogCall]],
+        weights: Tensor,
+    ) -> tuple[Tensor, dict[str, Any] | None, list[LogCall]]:
+        """Give every stage the loss, the other results and the logs of the last one."""
+        found = None
+        if losses:
+            values = torch.stack([losses[i] for i in sorted(losses)]).cpu()
+            used = weights.cpu()
+            kept = torch.where(used > 0, values, 0).to(values.dtype)
+            value = (kept * used).sum() / used.sum() if bool(used.any()) else values.mean()
+            results = [run.results[i] for i in sorted(run.results)]
+            extras = None
+            if isinstance(results[0], Mapping):
+                others = [{k: v for k, v in r.items() if k != "loss"} for r in results]
+                extras = to_cpu(merge_results(others, weights))
+            logs = [_log_to_cpu(call) for call in combine_logs(calls, weights)]
+            found = (value.to(values.dtype), extras, logs)
+        shared: tuple[Tensor, dict[str, Any] | None, list[LogCall]] = self._share(found)
+        return shared
+
+    def _pipelined_evaluation(
+        self, executor: PipelineExecutor, name: str, context: _Context, args: Sequence[Any], key: Any
+    ) -> Any:
+        parts, schedule = self._split(args[0], training=False)
+        shares = self._shares(parts)
+        calls: list[list[LogCall]] = [[] for _ in parts]
+        step = self._stepper(name, context, parts, args[1:], key, calls)
+        signatures = [signature(part, "evaluation") for part in parts]
+        run = executor.run(schedule, step, signatures, None)
+        found = None
+        if run.results:
+            weights = torch.stack(shares.scales)
+            merged = merge_results([run.results[i] for i in sorted(run.results)], weights)
+            found = to_cpu(merged), [_log_to_cpu(c) for c in combine_logs(calls, weights)]
+        output, logs = self._share(found)
+        replay_logs(
+            self.module, logs, shares if shares.samples is not None else None, batch_size(args[0])
+        )
+        return output
+
+    def _share(self, value: Any) -> Any:
+        source = self.mesh.neighbour("pp", self.mesh.sizes.pipeline - 1)
+        return broadcast_object(value, source, self.mesh.group("pp"))
+
+    def _check_poison(self, loss: Tensor, signatures: Sequence[Any]) -> None:
+        """Refuse a NaN loss in the first step of every batch shape: it may come from another stage's stub."""
+        shapes = tuple(signatures)
+        if shapes in self._checked:
+            return
+        self._checked.add(shapes)
+        if bool(loss.isnan()):
+            raise NonFiniteError(
+                "the loss of the first pipelined step is NaN. Either the model itself gives NaN, or the step uses a "
+                "value that lives on another pipeline stage (such values are NaN on purpose): name its module in "
+                "ParallelPlan(replicated=...), or run once with pipeline_parallel_size=1 to tell. No weight was "
+                "changed."
+            )
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the loss in what `training_step` returned.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ConfigurationError(
+            f"training_step returned {type(result).__name__}; under a pipeline it has to return the loss as a "
+            "scalar tensor, or a dict with one under 'loss'."
+        )
+    return loss.reshape(())
+
+
+def _log_to_cpu(call: LogCall) -> LogCall:
+    return LogCall(
+        name=call.name, value=to_cpu(call.value), metric=call.metric, options=call.options
+    )
+
+
+def _take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """Return the gradients and leave none."""
+    grads = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return grads
+
+
+@torch.no_grad()
+def _put_gradients(
+    parameters: Sequence[nn.Parameter], computed: list[Tensor | None], factor: Tensor
+) -> None:
+    """Add the computed gradients times `factor`; without a gradient before, they move without a copy."""
+    for index, parameter in enumerate(parameters):
+        grad, computed[index] = computed[index], None
+        if grad is None:
+            continue
+        grad.mul_(factor.to(grad.dtype))
+        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
