@@ -1,0 +1,68 @@
+# `make help` lists the targets. VENV and PYTHON may be given: make test VENV=elsewhere PYTHON=python3.12
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?=
+EXTRAS := test,plot,dev
+# Gloo ranks share the cores: one thread each is faster than all of them fighting.
+export OMP_NUM_THREADS ?= 1
+# Subprocesses see this checkout, also where one environment serves several.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-$(shell printf %s '$(CURDIR)' | cksum | cut -d' ' -f1)
+TORCH = $(shell grep '^torch==' constraints.txt)
+CODE := lightning_par tests $(wildcard benchmarks docs)
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test lint format types bench clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | column -t -s '|'
+
+setup: $(STAMP) ## Make the environment (.venv) with the pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	@candidates="$(PYTHON)"; \
+	if [ -z "$$candidates" ]; then candidates="python3 python3.13 python3.12 python3.11"; fi; \
+	if [ -x "$(BIN)/python" ]; then echo "setup: using $(VENV)"; exit 0; fi; \
+	for python in $$candidates; do \
+		if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "setup: $$("$$python" -V) makes $(VENV)"; \
+			"$$python" -m venv "$(VENV)" && exit 0; \
+			rm -rf "$(VENV)"; \
+			echo "setup: '$$python -m venv' failed; install Python's venv module" \
+				"(on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; \
+		fi; \
+	done; \
+	echo "setup: Python 3.11 or newer is needed. Tried: $$candidates." \
+		"python3 is: $$(python3 -V 2>&1). Use: make setup PYTHON=path-to-python" >&2; exit 1
+	@echo "setup: installing $(TORCH) and the rest of constraints.txt (minutes, the first time)"
+	$(BIN)/python -m pip install -qq -c constraints.txt setuptools "$(TORCH)"
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	@touch "$@"
+
+demo: $(STAMP) ## Train a small GPT on four ranks (tensor 2 x pipeline 2) and show the result
+	$(BIN)/python -m lightning_par.demo
+
+test: $(STAMP) ## Run the tests (PYTEST_ARGS="tests/unit -k plan" for a part)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) ## Check style and formatting
+	$(BIN)/python -m ruff check $(CODE)
+	$(BIN)/python -m ruff format --check $(CODE)
+
+format: $(STAMP) ## Format the code and fix what can be fixed
+	$(BIN)/python -m ruff check --fix $(CODE)
+	$(BIN)/python -m ruff format $(CODE)
+
+types: $(STAMP) ## Check types (strict)
+	$(BIN)/python -m mypy
+
+bench: $(STAMP) ## Run every benchmark that this machine can run
+	@for script in $(sort $(wildcard benchmarks/[a-z]*.py)); do \
+		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean: ## Remove caches and build output; keep the environment and the runs
+	rm -rf build dist ./*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find lightning_par tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
