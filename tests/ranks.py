@@ -321,20 +321,24 @@ def _explain(reply, status):
 def _report(fn, replies, logs, rank, timeout):
     """The text of a failure: the cause with its traceback and log, then a line per other rank."""
     cause, world = replies[rank], len(replies)
+    shown = [rank]
     if cause.kind == "hang":
-        silent = [other for other, reply in enumerate(replies) if reply.kind == "hang"]
-        named = ", ".join(map(str, silent))
+        shown = [other for other, reply in enumerate(replies) if reply.kind == "hang"]
+        named = ", ".join(map(str, shown))
         text = f"rank {named} of {world} did not answer within {timeout:g} s in {fn.__name__}\n"
-        return text + "".join(
-            f"--- log of rank {other} ---\n{_tail(logs[other])}" for other in silent
-        )
-    text = f"rank {rank} of {world} failed in {fn.__name__}: {cause.message}\n{cause.traceback}"
-    if log := _tail(logs[rank]):
-        text += f"--- log of rank {rank} ---\n{log}\n"
-    for other, reply in enumerate(replies):
-        if other != rank:
-            text += f"rank {other}: {reply.kind} {reply.message.partition(chr(10))[0]}\n"
-    return text
+    else:
+        text = f"rank {rank} of {world} failed in {fn.__name__}: {_first_line(cause.message)}\n"
+    text += cause.traceback
+    for other in shown:
+        if log := _tail(logs[other]):
+            text += f"--- log of rank {other} ---\n{log.rstrip()}\n"
+    others = [(other, reply) for other, reply in enumerate(replies) if other not in shown]
+    lines = [f"rank {other}: {reply.kind} {_first_line(reply.message)}" for other, reply in others]
+    return text + "\n".join(line.rstrip() for line in lines)
+
+
+def _first_line(text):
+    return text.partition("\n")[0]
 
 
 def _fixed_environment():

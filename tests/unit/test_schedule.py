@@ -7,15 +7,15 @@ from itertools import pairwise, product
 import pytest
 
 from lightning_par.engine.schedule import (
-    SCHEDULES,
     Action,
     ActionKind,
-    Schedule,
     build_schedule,
     forward_only,
     gpipe,
     one_f_one_b,
     parse_actions,
+    Schedule,
+    SCHEDULES,
 )
 from lightning_par.engine.simulate import (
     bubble_fraction,
