@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, TYPE_CHECKING
 
 from lightning_par.engine.schedule import ActionKind, TimedAction
 from lightning_par.engine.simulate import bubble_fraction

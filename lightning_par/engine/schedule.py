@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from lightning_par.errors import ScheduleError, raise_problems
+from lightning_par.errors import raise_problems, ScheduleError
 
 __all__ = [
     "SCHEDULES",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from lightning_par.engine.schedule import Action, ActionKind, Schedule, TimedAction
-from lightning_par.errors import ScheduleError, raise_problems
+from lightning_par.errors import raise_problems, ScheduleError
 
 __all__ = [
     "Simulation",

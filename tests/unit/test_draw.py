@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_par.engine.draw import draw_timeline
-from lightning_par.engine.schedule import TimedAction, one_f_one_b, parse_actions
+from lightning_par.engine.schedule import one_f_one_b, parse_actions, TimedAction
 from lightning_par.engine.simulate import simulate
 from lightning_par.errors import ConfigurationError, ScheduleError
 

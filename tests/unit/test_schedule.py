@@ -2,20 +2,20 @@
 
 import subprocess
 import sys
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
 from lightning_par.engine.schedule import (
-    SCHEDULES,
     Action,
     ActionKind,
-    Schedule,
     build_schedule,
     forward_only,
     gpipe,
     one_f_one_b,
     parse_actions,
+    Schedule,
+    SCHEDULES,
 )
 from lightning_par.engine.simulate import (
     bubble_fraction,
@@ -88,7 +88,7 @@ def test_no_rank_runs_two_actions_at_once_and_every_input_comes_first(name):
     simulation = simulate(build_schedule(name, 4, 7), forward=[1, 3, 2, 1], backward=5, p2p=0.25)
     ends = {e.action: e.end for row in simulation.events for e in row}
     for row in simulation.events:
-        assert all(a.end <= b.start for a, b in zip(row, row[1:], strict=False))
+        assert all(a.end <= b.start for a, b in pairwise(row))
         for event in row:
             stage, kind, m = event.action.stage, event.action.kind, event.action.microbatch
             neighbour = stage - 1 if kind is ActionKind.FORWARD else stage + 1

@@ -1,0 +1,19 @@
+"""What every test shares."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import close_ranks
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_ignore_collect(collection_path):
+    """Collects tests/dist, although pytest passes over every folder called dist by default."""
+    return False if collection_path == Path(__file__).parent / "dist" else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_rank_outlives_the_session():
+    yield
+    assert close_ranks() == [], "these processes of tests/ranks.py are still there"
