@@ -31,18 +31,20 @@ class Materialiser:
     seed: int
     device: torch.device
     tensor: TensorParallel | None
+    _visited: set[nn.Module] = field(default_factory=set)
     _done: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
 
     def materialise(self, model: nn.Module, prefix: str = "") -> None:
         """Replace every parameter below `model`, and move its buffers to the device.
 
         Args:
-            model: Parameters that were replaced before, ties, are shared again.
+            model: Modules that were visited before are passed over; ties are kept.
             prefix: FQN of `model` inside the module that `canonical` speaks of.
         """
         for name, module in model.named_modules():
-            if isinstance(module, StageStub):
+            if isinstance(module, StageStub) or module in self._visited:
                 continue
+            self._visited.add(module)
             base = ".".join(part for part in (prefix, name) if part)
             for key, parameter in module._parameters.items():
                 if parameter is not None:
@@ -74,7 +76,7 @@ class Materialiser:
         else:
             placed = nn.Parameter(full, requires_grad=wants_grad)
         placed.__dict__.update(parameter.__dict__)
-        self._done[id(parameter)] = self._done[id(placed)] = (placed, parameter)
+        self._done[id(parameter)] = (placed, parameter)
         return placed
 
 

@@ -101,13 +101,17 @@ def adjust_logs(module: pl.LightningModule, shares: BatchShares | None) -> Itera
 def _weighted(
     value: Any, options: dict[str, Any], shares: BatchShares | None
 ) -> tuple[Any, dict[str, Any]]:
+    """Scale a mean over replicas; a call with its own ``batch_size`` already says how its value weighs."""
     mean = options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
-    if shares is None or not options.get("sync_dist") or not mean or isinstance(value, Metric):
+    explicit = options.get("batch_size") is not None
+    if shares is None or not options.get("sync_dist") or not mean or explicit:
+        return value, options
+    if isinstance(value, Metric):
         return value, options
     value = torch.as_tensor(value, device=shares.total.device)
     value = value if value.is_floating_point() else value.float()
     value = torch.where(shares.total > 0, value, 0) * shares.total
-    if options.get("batch_size") is None and shares.samples is not None:
+    if shares.samples is not None:
         options = {**options, "batch_size": shares.samples}
     return value, options
 
@@ -167,18 +171,13 @@ def replay_logs(
         batch_size: Samples of this replica's batch, for calls that do not say.
     """
     for call in calls:
-        options = {"batch_size": batch_size, **call.options}
         if call.metric is not None:
             metric = module.get_submodule(call.metric)
             metric.__dict__["_forward_cache"] = call.value
-            module.log(call.name, metric, **options)  # type: ignore[arg-type]
+            module.log(call.name, metric, **{"batch_size": batch_size, **call.options})  # type: ignore[arg-type]
             continue
-        explicit = call.options.get("batch_size") is not None
-        value, options = _weighted(
-            call.value, options if explicit else {**options, "batch_size": None}, shares
-        )
-        if options.get("batch_size") is None:
-            options["batch_size"] = batch_size
+        value, options = _weighted(call.value, call.options, shares)
+        options = {"batch_size": batch_size, **options}
         if isinstance(value, Tensor):
             value = value.to(torch.get_default_dtype()).to(module.device)
         module.log(call.name, value, **options)

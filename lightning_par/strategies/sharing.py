@@ -86,9 +86,9 @@ class BatchSharing:
         note = torch.tensor([changed, len(text)])
         dist.broadcast(note, self._source, group=self._group)
         if int(note[0]):
-            buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            if not self._is_source:
-                buffer = torch.empty(int(note[1]), dtype=torch.uint8)
+            buffer = torch.empty(int(note[1]), dtype=torch.uint8)
+            if self._is_source:
+                buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             dist.broadcast(buffer, self._source, group=self._group)
             self._header = buffer.numpy().tobytes()
         return pickle.loads(self._header)  # noqa: S301 - from a rank of this run
