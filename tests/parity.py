@@ -68,7 +68,9 @@ def train(
     samples = ToyData(size, ignored)
     # Lightning shuffles the training data of replicas so; one process has to see the same order.
     order = DistributedSampler(samples, num_replicas=1, rank=0) if shuffled else None
-    made.fit(user, loader(samples, batch_size, sampler=order), loader(ToyData(6, ignored), batch_size))
+    made.fit(
+        user, loader(samples, batch_size, sampler=order), loader(ToyData(6, ignored), batch_size)
+    )
     state = getattr(made.strategy, "lightning_module_state_dict", user.state_dict)()
     return {
         "losses": recorder.losses,
@@ -94,7 +96,9 @@ def train_rank(rank: int, world: int, strategy: str, options: dict[str, Any], ru
     return train(kind(**options), devices=world, **run)
 
 
-def assert_parity(strategy: str, options: dict[str, Any], world: int, replicas: int, **run: Any) -> list[Result]:
+def assert_parity(
+    strategy: str, options: dict[str, Any], world: int, replicas: int, **run: Any
+) -> list[Result]:
     """Compare a run on `world` ranks with one process that sees the batches of all replicas."""
     per_replica = run.pop("batch_size")
     try:
@@ -121,6 +125,10 @@ def assert_parity(strategy: str, options: dict[str, Any], world: int, replicas: 
     assert list(weights) == list(wanted["weights"])
     for name, weight in weights.items():
         torch.testing.assert_close(
-            weight, wanted["weights"][name], rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+            weight,
+            wanted["weights"][name],
+            rtol=0,
+            atol=TOLERANCE,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
     return results

@@ -1,4 +1,6 @@
-"""A small language model as a user would write it: no rank, no mesh; it only declares a plan at the end."""
+"""A small language model as a user would write it: no rank, no mesh; it only declares a plan at the
+end.
+"""
 
 from typing import Any
 
@@ -118,9 +120,13 @@ class ToyModule(pl.LightningModule):
 
 
 class ToyData(Dataset[dict[str, Tensor]]):
-    """Random tokens; with `ignored`, labels at the start of a sample do not count, unevenly over the samples."""
+    """Random tokens; with `ignored`, labels at the start of a sample do not count, unevenly over
+    the samples.
+    """
 
-    def __init__(self, size: int, ignored: bool = False, tokens: int = TOKENS, vocab: int = VOCAB) -> None:
+    def __init__(
+        self, size: int, ignored: bool = False, tokens: int = TOKENS, vocab: int = VOCAB
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
         self.ids = torch.randint(0, vocab, (size, tokens + 1), generator=generator)
         self.ignored = ignored

@@ -1,4 +1,6 @@
-"""Giving the local parameters their values, one at a time, so that no rank ever holds the whole model."""
+"""Giving the local parameters their values, one at a time, so that no rank ever holds the whole
+model.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

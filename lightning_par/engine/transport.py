@@ -1,12 +1,12 @@
 """Point-to-point messages between neighbouring pipeline stages.
 
-A message is a tree of tensors and other values. Shapes, dtypes and everything that is not a tensor travel in a header,
-once for every signature of the batch that both ends know; after that only tensors are sent, and a receive can be
-posted before it is needed.
+A message is a tree of tensors and other values. Shapes, dtypes and everything that is not a tensor
+travel in a header, once for every signature of the batch that both ends know; after that only
+tensors are sent, and a receive can be posted before it is needed.
 
-Note [Two groups]: activations and gradients use separate process groups. On NCCL the messages between two ranks of
-one group are executed in the order they were issued, so a stage that sends an activation while its neighbour
-sends a gradient would wait forever.
+Note [Two groups]: activations and gradients use separate process groups. On NCCL the messages
+between two ranks of one group are executed in the order they were issued, so a stage that sends an
+activation while its neighbour sends a gradient would wait forever.
 """
 
 import pickle
@@ -137,13 +137,15 @@ class Channel:
             self._isend(tensor.contiguous())
 
     def post_message(self, signature: Hashable) -> PendingMessage:
-        """Post the receives of a message; waits for the header if it is the first of its signature."""
+        """Post the receives of a message; waits for the header if it is the first of its
+        signature.
+        """
         if signature not in self._seen:
             size = torch.zeros(1, dtype=torch.long)
             dist.recv(size, self._source, group=self._group)
             text = torch.empty(int(size), dtype=torch.uint8)
             dist.recv(text, self._source, group=self._group)
-            self._seen[signature] = pickle.loads(text.numpy().tobytes())  # noqa: S301 - own ranks
+            self._seen[signature] = pickle.loads(text.numpy().tobytes())
         header = self._seen[signature]
         pending = self.post_tensors(header.tensors)
         pending.header = header

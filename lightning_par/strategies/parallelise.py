@@ -73,7 +73,8 @@ class Parallelised:
     counted_elsewhere: frozenset[int]
 
     def finish_gradients(self) -> None:
-        """Sum the gradients of which several ranks computed a part, unless batches are being accumulated.
+        """Sum the gradients of which several ranks computed a part, unless batches are being
+        accumulated.
 
         **Communicates**: one all-reduce for every group that shares parameters.
         """
@@ -116,22 +117,17 @@ def parallelise(
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
-    device = options.root_device
+    device, place = options.root_device, mesh.place
     seed = _agree_on_seed(device)
-    values = {id(t): t for t in (*module.parameters(), *module.buffers())}
     if mesh.sizes.world_size > 1:
+        values = {id(t): t for t in (*module.parameters(), *module.buffers())}
         broadcast_values(values.values(), device)
-    states = StateMap(
-        mesh, list(module.state_dict()), [n for n, _ in module.named_parameters()], layout.canonical
-    )
+    names = [name for name, _ in module.named_parameters()]
+    states = StateMap(mesh, list(module.state_dict()), names, layout.canonical)
     stages = mesh.sizes.pipeline
     bounds = balance_blocks(layout, stages, options.stage_blocks) if stages > 1 else ()
-    stage = cut_stage(module, layout, mesh.place["pp"], bounds) if stages > 1 else None
-    tensor = None
-    if mesh.sizes.tensor > 1:
-        tensor = apply_tensor_parallel(
-            module, layout, mesh.device_mesh["tp"], sequence_parallel=options.sequence_parallel
-        )
+    stage = cut_stage(module, layout, place["pp"], bounds) if stages > 1 else None
+    tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
     if options.compile_blocks:
         _compile_blocks(module, layout)
     materialiser = Materialiser(
@@ -141,13 +137,12 @@ def parallelise(
         module, layout, mesh, zero_stage=options.zero_stage, materialise=materialiser.materialise
     )
     shared, elsewhere = _shared_gradients(module, layout, mesh, bounds, tensor)
-    executor = None if stage is None else _executor(stage, mesh, sharding, device)
     steps = StepRunner(
         module=module,
         mesh=mesh,
         layout=layout.plan.batch,
         sharding=sharding,
-        executor=executor,
+        executor=None if stage is None else _executor(stage, mesh, sharding, device),
         num_microbatches=options.num_microbatches,
         schedule=options.schedule,
         seed=seed,
@@ -166,6 +161,15 @@ def parallelise(
     )
 
 
+def _apply_tensor(
+    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, *, sequence_parallel: bool
+) -> TensorParallel | None:
+    if mesh.sizes.tensor == 1:
+        return None
+    axis = mesh.device_mesh["tp"]
+    return apply_tensor_parallel(module, layout, axis, sequence_parallel=sequence_parallel)
+
+
 def _agree_on_seed(device: torch.device) -> int:
     seed = torch.tensor(torch.initial_seed() % 2**63, device=device)
     dist.broadcast(seed, 0)
@@ -176,7 +180,7 @@ def _compile_blocks(module: nn.Module, layout: ModelLayout) -> None:
     for fqn in layout.block_names:
         block = module.get_submodule(fqn)
         if not isinstance(block, StageStub):
-            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward)
 
 
 def _executor(
@@ -186,7 +190,8 @@ def _executor(
     after = None if stage.is_last else mesh.neighbour("pp", stage.index + 1)
     stages = [list(range(stage.count))]
     forward, backward = (mesh.subgroup(("pp",), stages) for _ in range(2))
-    assert forward is not None and backward is not None
+    assert forward is not None
+    assert backward is not None
     activations = Channel(forward, before, after, device)
     gradients = Channel(backward, after, before, device)
     return PipelineExecutor(stage, activations, gradients, sharding)
@@ -199,7 +204,9 @@ def _shared_gradients(
     bounds: Sequence[tuple[int, int]],
     tensor: TensorParallel | None,
 ) -> tuple[tuple[SharedGradients, ...], frozenset[int]]:
-    """Find the parameters that several stages hold, and those that tensor parallelism computes in parts."""
+    """Find the parameters that several stages hold, and those that tensor parallelism computes in
+    parts.
+    """
     named = dict(module.named_parameters(remove_duplicate=False))
     shared: list[SharedGradients] = []
     elsewhere: set[int] = set()
@@ -234,5 +241,3 @@ def _by_owners(
         if len(stages) > 1:
             found.setdefault(stages, []).append(name)
     return found
-
-
