@@ -3,7 +3,7 @@
 from functools import cached_property
 from typing import Any, Literal
 
-import lightning as L  # noqa: N812
+import lightning as L
 from torch import Tensor
 from torch.utils.data import DataLoader
 

@@ -54,8 +54,8 @@ class Block(nn.Module):
             [B, T, D].
         """
         hidden = hidden + self.attention(self.attention_norm(hidden), rotary)
-        hidden = hidden + self.mlp(self.mlp_norm(hidden))
-        return hidden
+        result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return result
 
 
 class GPT(nn.Module):

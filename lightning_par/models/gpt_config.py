@@ -85,9 +85,11 @@ class GPTConfig:
             for name in counts
             if getattr(self, name) < 1
         ]
-        for name in ("rope_theta", "norm_eps", "init_std"):
-            if getattr(self, name) <= 0:
-                problems.append(f"{name}={getattr(self, name)} must be greater than 0.")
+        problems += [
+            f"{name}={getattr(self, name)} must be greater than 0."
+            for name in ("rope_theta", "norm_eps", "init_std")
+            if getattr(self, name) <= 0
+        ]
         if not 0 <= self.dropout < 1:
             problems.append(f"dropout={self.dropout} must be at least 0 and less than 1.")
         choices = {"norm": NormKind, "positions": Positions, "activation": Activation}

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import lightning as L  # noqa: N812
+import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn, Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_par.errors import ConfigurationError, raise_problems

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 from torch import nn, Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 __all__ = [
     "Attention",

@@ -3,7 +3,8 @@
 import warnings
 from pathlib import Path
 
-import lightning as L  # noqa: N812
+import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -14,10 +15,11 @@ from lightning_par.models.loader import ReplicaSampler, ResumableLoader
 from lightning_par.models.token_data import WindowDataset
 
 LENGTH = 7
+HOOKS = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
 
 
 class Recorder(L.LightningModule):
-    """Writes down the first token of every sample of every training batch."""
+    """Writes down the first two tokens of every sample of every training batch."""
 
     def __init__(self, *, asks_for_steps: bool = False) -> None:
         super().__init__()
@@ -52,15 +54,16 @@ class SaveOn(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def corpus(folder: Path) -> str:
+def data(folder: Path, workers: int = 0) -> TextDataModule:
     text = "".join(chr(33 + (7 * i + i // 90) % 90) for i in range(1200))
     (folder / "corpus.txt").write_text(text)
-    return str(folder / "corpus.txt")
+    paths = [str(folder / "corpus.txt")]
+    return TextDataModule(paths, length=LENGTH, batch_size=5, num_workers=workers, seed=3)
 
 
 def fit(
     module: L.LightningModule,
-    data: TextDataModule,
+    data: object,
     callbacks: list[Callback],
     resume: Path | None = None,
     **trainer: object,
@@ -83,24 +86,66 @@ def fit(
         ).fit(module, data, ckpt_path=resume)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-@pytest.mark.parametrize("workers", [0, 2])
+MID_EPOCH = "on_train_batch_end"
+AFTER_VALIDATION = "on_validation_end"
+END_OF_EPOCH = "on_train_epoch_end"
+SHORT = {"limit_train_batches": 9}
+OFTEN = {"val_check_interval": 5}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"limit_train_batches": 9}, {"val_check_interval": 5}], ids=str
+    ("hook", "workers", "options", "asks_for_steps"),
+    [
+        *((hook, 0, options, False) for hook in HOOKS for options in ({}, SHORT, OFTEN)),
+        *((MID_EPOCH, 0, options, True) for options in ({}, SHORT, OFTEN)),
+        (MID_EPOCH, 2, {}, False),
+        (MID_EPOCH, 2, SHORT, True),
+        (END_OF_EPOCH, 2, {}, False),
+        (AFTER_VALIDATION, 2, OFTEN, False),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("asks_for_steps", [False, True])
 def test_resumed_run_sees_the_batches_that_an_uninterrupted_run_sees(
     tmp_path: Path, hook: str, workers: int, options: dict[str, object], asks_for_steps: bool
 ) -> None:
-    def data() -> TextDataModule:
-        return TextDataModule(
-            [corpus(tmp_path)], length=LENGTH, batch_size=5, num_workers=workers, seed=3
-        )
-
     whole = Recorder(asks_for_steps=asks_for_steps)
     save = SaveOn(hook, 5, tmp_path / "a.ckpt")
-    fit(whole, data(), [save], **options)
+    fit(whole, data(tmp_path, workers), [save], **options)
     resumed = Recorder(asks_for_steps=asks_for_steps)
-    fit(resumed, data(), [], tmp_path / "a.ckpt", **options)
+    fit(resumed, data(tmp_path, workers), [], tmp_path / "a.ckpt", **options)
+    per_epoch = 9 if options is SHORT else 30
+    assert len(whole.seen) == 3 * per_epoch
+    assert save.at == (per_epoch if hook == END_OF_EPOCH else save.at) < len(whole.seen)
     assert whole.seen[save.at :] == resumed.seen
-    print(save.at, len(whole.seen))
+    assert whole.seen[:per_epoch] != whole.seen[per_epoch : 2 * per_epoch]
+
+
+def test_run_may_be_resumed_again_and_again(tmp_path: Path) -> None:
+    whole = Recorder()
+    fit(whole, data(tmp_path), [])
+    seen: list[tuple[int, ...]] = []
+    resume = None
+    for part, steps in enumerate((4, 7, 31, 61, 90)):
+        module = Recorder()
+        save = SaveOn("on_train_end", 1, tmp_path / f"{part}.ckpt")
+        fit(module, data(tmp_path), [save], resume, max_steps=steps)
+        seen += module.seen
+        resume = tmp_path / f"{part}.ckpt"
+    assert seen == whole.seen
+
+
+def test_loader_without_a_data_module_resumes_too(tmp_path: Path) -> None:
+    def loader() -> ResumableLoader[dict[str, Tensor]]:
+        samples = WindowDataset(np.arange(201, dtype=np.uint16), [(0, 201)], 5)
+        return ResumableLoader(samples, batch_size=3, sampler=ReplicaSampler(samples, seed=4))
+
+    whole, resumed = Recorder(), Recorder()
+    fit(whole, loader(), [SaveOn(MID_EPOCH, 5, tmp_path / "a.ckpt")])
+    fit(resumed, loader(), [], tmp_path / "a.ckpt")
+    assert whole.seen[5:] == resumed.seen
+
+
+def test_overfitting_replaces_the_sampler_and_still_trains(tmp_path: Path) -> None:
+    module = Recorder()
+    fit(module, data(tmp_path), [], overfit_batches=2)
+    assert module.seen[:2] == module.seen[2:4] == module.seen[4:]
