@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.engine.initialise import ConstructionRecord, record_construction
-from lightning_par.engine.schedule import SCHEDULES
+from lightning_par.engine.schedule import SCHEDULES, TimedAction
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.mesh import AutoRule, Size
 from lightning_par.plan import find_plan, ParallelPlan
@@ -113,6 +114,21 @@ class MeshStrategy(MeshProcesses):
         """The model on the mesh; made by `setup`."""
         assert self._parallelised is not None
         return self._parallelised
+
+    def pipeline_timeline(self) -> list[list[TimedAction]]:
+        """Return when every stage ran its actions in the last pipelined step, in seconds.
+
+        Every rank has to call this. Without a pipeline, or before a step, the list is empty. The
+        clock is `time.monotonic`, which the processes of one node share.
+
+        **Communicates**: the actions of every stage, over the ``pp`` axis.
+        """
+        run = self.parallelised.steps.last_run
+        if run is None:
+            return []
+        rows: list[Any] = [None] * self.sizes.pipeline
+        dist.all_gather_object(rows, run.events, group=self.mesh.group("pp"))
+        return rows
 
     def _preflight(self, trainer: pl.Trainer | None, model: Any) -> None:
         """Refuse what cannot work before any other process starts."""

@@ -1,3 +1,4 @@
+import itertools
 import re
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def test_split_covers_every_token_once_and_repeats():
     runs = sorted(run for runs in splits.values() for run in runs)
     assert runs[0][0] == 0
     assert runs[-1][1] == 100_003
-    assert all(one[1] == two[0] for one, two in zip(runs, runs[1:], strict=False))
+    assert all(one[1] == two[0] for one, two in itertools.pairwise(runs))
     share = {name: sum(hi - lo for lo, hi in runs) / 100_003 for name, runs in splits.items()}
     assert share["val"] == pytest.approx(0.1, abs=0.02)
     assert share["test"] == pytest.approx(0.05, abs=0.02)
