@@ -160,6 +160,8 @@ class MeshStrategy(MeshProcesses):
         if self._parallelised is None or self._parallelised.module is not module:
             check_trainer(trainer, module, self.sizes)
             layout = check_module(module, self._find_plan(module), self)
+            if self._record is not None:
+                self._record.remember(module)
             self.model = self.precision_plugin.convert_module(self.model)
             self._parallelised = parallelise(module, layout, self.mesh, self._record, self)
             self._clip_over_the_mesh()

@@ -3,7 +3,7 @@
 cut stages -> tensor -> compile -> materialise and shard, unit by unit -> optimizer
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +59,8 @@ class Parallelised:
         steps: Runs the user's steps.
         states: Translates weights and optimizer states.
         shared: Parameters whose gradients are summed after the backward.
+        groups: Name -> process group, for a `Ledger`: the mesh axes, and the two directions of the
+            pipeline.
         counted_elsewhere: Ids of parameters that another pipeline stage counts in the norm.
     """
 
@@ -70,6 +72,7 @@ class Parallelised:
     steps: StepRunner
     states: StateMap
     shared: tuple[SharedGradients, ...]
+    groups: Mapping[str, dist.ProcessGroup]
     counted_elsewhere: frozenset[int]
 
     def finish_gradients(self) -> None:
@@ -136,13 +139,15 @@ def parallelise(
     sharding = shard_model(
         module, layout, mesh, zero_stage=options.zero_stage, materialise=materialiser.materialise
     )
+    groups = mesh.named_groups()
+    executor = None if stage is None else _executor(stage, mesh, sharding, device, groups)
     shared, elsewhere = _shared_gradients(module, layout, mesh, bounds, tensor)
     steps = StepRunner(
         module=module,
         mesh=mesh,
         layout=layout.plan.batch,
         sharding=sharding,
-        executor=None if stage is None else _executor(stage, mesh, sharding, device),
+        executor=executor,
         num_microbatches=options.num_microbatches,
         schedule=options.schedule,
         seed=seed,
@@ -157,6 +162,7 @@ def parallelise(
         steps=steps,
         states=states,
         shared=shared,
+        groups=groups,
         counted_elsewhere=elsewhere,
     )
 
@@ -184,7 +190,11 @@ def _compile_blocks(module: nn.Module, layout: ModelLayout) -> None:
 
 
 def _executor(
-    stage: Stage, mesh: ParallelMesh, sharding: Sharding, device: torch.device
+    stage: Stage,
+    mesh: ParallelMesh,
+    sharding: Sharding,
+    device: torch.device,
+    groups: dict[str, dist.ProcessGroup],
 ) -> PipelineExecutor:
     before = None if stage.is_first else mesh.neighbour("pp", stage.index - 1)
     after = None if stage.is_last else mesh.neighbour("pp", stage.index + 1)
@@ -192,6 +202,7 @@ def _executor(
     forward, backward = (mesh.subgroup(("pp",), stages) for _ in range(2))
     assert forward is not None
     assert backward is not None
+    groups |= {"pp activations": forward, "pp gradients": backward}
     activations = Channel(forward, before, after, device)
     gradients = Channel(backward, after, before, device)
     return PipelineExecutor(stage, activations, gradients, sharding)
