@@ -47,8 +47,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Header:
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
+    tree: Any
     tensors: tuple[TensorSpec, ...]
 
 
@@ -183,21 +182,25 @@ def unpack(pending: PendingMessage, *, with_grad: bool) -> tuple[Any, list[Tenso
     assert header is not None
     for tensor, spec in zip(tensors, header.tensors, strict=True):
         tensor.requires_grad_(with_grad and spec.requires_grad)
-    leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in header.leaves]
-    return pytree.tree_unflatten(leaves, header.spec), tensors
+
+    def fill(leaf: Any) -> Any:
+        return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
+
+    return pytree.tree_map(fill, header.tree), tensors
 
 
 def _pack(message: Any) -> tuple[_Header, list[Tensor]]:
-    leaves, spec = pytree.tree_flatten(message)
+    """Put a `_Slot` in the place of every tensor."""
     tensors: list[Tensor] = []
     slots: dict[int, _Slot] = {}
-    packed: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if id(leaf) not in slots:
-                slots[id(leaf)] = _Slot(len(tensors))
-                tensors.append(leaf)
-            packed.append(slots[id(leaf)])
-        else:
-            packed.append(leaf)
-    return _Header(spec, tuple(packed), tuple(map(TensorSpec.of, tensors))), tensors
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in slots:
+            slots[id(leaf)] = _Slot(len(tensors))
+            tensors.append(leaf)
+        return slots[id(leaf)]
+
+    tree = pytree.tree_map(place, message)
+    return _Header(tree, tuple(map(TensorSpec.of, tensors))), tensors

@@ -2,6 +2,7 @@
 it.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -165,6 +166,9 @@ class MeshStrategy(MeshProcesses):
             self.model = self.precision_plugin.convert_module(self.model)
             self._parallelised = parallelise(module, layout, self.mesh, self._record, self)
             self._clip_over_the_mesh()
+        if self.sizes.data == 1:
+            # All ranks log the same values; Lightning cannot know.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
