@@ -50,7 +50,8 @@ class MeshStrategy(MeshProcesses):
         schedule: ``"1f1b"`` or ``"gpipe"``.
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
-        compile_blocks: Compile every block with `torch.compile`.
+        compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
+            ``{"mode": "max-autotune"}``.
         plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
             LightningModule.
         process_group_backend: Of torch.distributed; by default gloo for the CPU and NCCL for CUDA.
@@ -76,7 +77,7 @@ class MeshStrategy(MeshProcesses):
         schedule: str = "1f1b",
         stage_blocks: Sequence[int] | None = None,
         sequence_parallel: bool = True,
-        compile_blocks: bool = False,
+        compile_blocks: bool | dict[str, Any] = False,
         plan: ParallelPlan | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,

@@ -5,7 +5,7 @@ cut stages -> tensor -> compile -> materialise and shard, unit by unit -> optimi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -40,7 +40,7 @@ class _Options(Protocol):
     num_microbatches: int | None
     stage_blocks: Sequence[int] | None
     sequence_parallel: bool
-    compile_blocks: bool
+    compile_blocks: bool | dict[str, Any]
 
     @property
     def root_device(self) -> torch.device: ...
@@ -131,8 +131,8 @@ def parallelise(
     bounds = balance_blocks(layout, stages, options.stage_blocks) if stages > 1 else ()
     stage = cut_stage(module, layout, place["pp"], bounds) if stages > 1 else None
     tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
-    if options.compile_blocks:
-        _compile_blocks(module, layout)
+    if options.compile_blocks is not False:
+        _compile_blocks(module, layout, options.compile_blocks)
     materialiser = Materialiser(
         canonical=layout.canonical, record=record, seed=seed, device=device, tensor=tensor
     )
@@ -182,11 +182,13 @@ def _agree_on_seed(device: torch.device) -> int:
     return int(seed)
 
 
-def _compile_blocks(module: nn.Module, layout: ModelLayout) -> None:
+def _compile_blocks(module: nn.Module, layout: ModelLayout, options: bool | dict[str, Any]) -> None:
+    """Compile the forward of every block; hooks of sharding and of the pipeline stay outside."""
+    chosen = options if isinstance(options, dict) else {}
     for fqn in layout.block_names:
         block = module.get_submodule(fqn)
         if not isinstance(block, StageStub):
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, **chosen)
 
 
 def _executor(
