@@ -15,7 +15,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_par.errors import MeshError, raise_problems
+from lightning_par.errors import either, MeshError, raise_problems
 
 __all__ = ["AXES", "AutoRule", "ParallelMesh", "ParallelSizes", "Size", "build_mesh", "fit_sizes"]
 
@@ -106,8 +106,8 @@ def _is_size(value: object) -> bool:
 
 def _divisors(number: int) -> str:
     """Return ``one of 1, 2 or 4``."""
-    found = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return f"one of {', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+    found = [n for n in range(1, number + 1) if number % n == 0]
+    return f"one of {either(found)}" if len(found) > 1 else "1"
 
 
 def fit_sizes(
