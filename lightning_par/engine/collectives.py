@@ -80,7 +80,9 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
         x = torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
     out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
     joined: Tensor = out if dim == 0 else torch.cat(out.chunk(ranks), dim)
-    return joined if size is None else joined.narrow(dim, 0, size)
+    if size is not None:
+        joined = joined.narrow(dim, 0, size).contiguous()
+    return joined
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
