@@ -81,7 +81,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
     out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
     joined: Tensor = out if dim == 0 else torch.cat(out.chunk(ranks), dim)
     if size is not None:
-        joined = joined.narrow(dim, 0, size).contiguous()
+        joined = torch.narrow(joined, dim, 0, size).contiguous()
     return joined
 
 
