@@ -1,0 +1,428 @@
+"""Draws every picture of the documentation from the engine's own data.
+
+python docs/draw.py            writes docs/pictures/*.svg
+python docs/draw.py --out DIR --suffix .png
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import facts
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from torch import Tensor
+
+from lightning_par.engine.collectives import split_sizes
+from lightning_par.engine.draw import draw_timeline
+from lightning_par.engine.schedule import ActionKind, build_schedule, TimedAction
+from lightning_par.engine.simulate import simulate
+from lightning_par.layout import balance_blocks
+from lightning_par.mesh import ParallelSizes
+
+BLUE, ORANGE, GREEN, GREY = "#3b76af", "#e08a2e", "#3f8f6b", "#9aa1ab"
+PALE = {BLUE: "#d3e1ef", ORANGE: "#f8e0c5", GREEN: "#d2e8de", GREY: "#eceef1"}
+INK, SOFT = "#2b2f36", "#6a717c"
+STYLE = {"svg.fonttype": "path", "svg.hashsalt": "lightning-par", "font.size": 9}
+COLUMNS = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
+SHORT = {name: name.replace("blocks.", "block ") for name in COLUMNS}
+
+
+def canvas(width: float, height: float, *, title: str) -> tuple[Figure, Axes]:
+    """A white figure whose units are inches, with the origin at the top left."""
+    figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    axes.set_axis_off()
+    write(axes, 0.2, 0.28, title, size=12, weight="bold")
+    return figure, axes
+
+
+def write(axes: Axes, x: float, y: float, text: str, **options: object) -> None:
+    """Text at a place; left-aligned and centred on the line unless said otherwise."""
+    size, colour = options.pop("size", 9), options.pop("colour", INK)
+    given = {"ha": "left", "va": "center", "fontsize": size, "color": colour, **options}
+    axes.text(x, y, text, **given)
+
+
+def box(
+    axes: Axes, x: float, y: float, w: float, h: float, *, fill: str = "white", edge: str = "white"
+) -> None:
+    axes.add_patch(Rectangle((x, y), w, h, facecolor=fill, edgecolor=edge, linewidth=0.8))
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+    axes.add_patch(
+        FancyArrowPatch(
+            start, end, arrowstyle="-|>", mutation_scale=9, color=colour, lw=1.2, shrinkA=0
+        )
+    )
+
+
+def who_holds_what() -> Figure:
+    sizes = ParallelSizes(pipeline=2, data_shard=2, tensor=2)
+    _, layout, _ = facts.tiny_gpt()
+    bounds = balance_blocks(layout, sizes.pipeline)
+    counts = facts.parameters_per_rank(sizes)
+    figure, axes = canvas(10, 5.6, title="Who holds what: 8 ranks, tp 2 x pp 2 x dp 2")
+    left, cell, height, row = 2.5, 0.72, 0.36, 0.47
+    for column, name in enumerate(COLUMNS):
+        x = left + (column + 0.5) * cell
+        write(axes, x, 0.78, SHORT[name], ha="center", size=8.5)
+    ranks = sorted(range(sizes.world_size), key=lambda r: (sizes.data_rank(r), r))
+    for line, rank in enumerate(ranks):
+        place, replica = sizes.coordinates(rank), sizes.data_rank(rank)
+        y = 1.0 + line * row + 0.14 * replica
+        colour = (BLUE, ORANGE)[place["pp"]]
+        write(axes, 1.35, y + height / 2, f"rank {rank}", weight="bold")
+        write(axes, 1.93, y + height / 2, f"pp {place['pp']}", size=8, colour=colour)
+        if line % 4 == 0:
+            axes.plot([1.2, 1.2], [y, y + 3 * row + height], color=GREY, lw=1.5)
+            write(axes, 0.2, y + 1.5 * row, f"replica {replica}", weight="bold")
+            write(axes, 0.2, y + 1.5 * row + 0.2, "its own samples", size=7.5, colour=SOFT)
+        for column, name in enumerate(COLUMNS):
+            x, wide = left + column * cell + 0.03, cell - 0.06
+            if place["pp"] not in layout.stages_of(name, bounds):
+                box(axes, x, y, wide, height, edge=PALE[GREY])
+                continue
+            whole = layout.styles.get(name) == "sequence_parallel"
+            box(axes, x, y, wide, height, fill=colour if whole else PALE[colour])
+            if not whole:
+                box(axes, x, y + place["tp"] * height / 2, wide, height / 2, fill=colour)
+        x = left + len(COLUMNS) * cell + 0.15
+        write(axes, x, y + height / 2 - 0.08, f"{counts[rank]:,} parameters", size=8)
+        share = f"optimizer states of half of them (dp_shard {place['dp_shard']})"
+        write(axes, x, y + height / 2 + 0.09, share, size=6.6, colour=SOFT)
+    notes = (
+        "Filled: held by this rank; upper half for tp 0, lower half for tp 1. Norms are whole. "
+        "Empty: on the other stage.\n"
+        "embed and head are one tied weight: both stages hold their half of it and sum its "
+        "gradient. ZeRO stage 1 (the default)\n"
+        f"shards the optimizer states over the replicas. The model has {sum_of_model():,} "
+        "parameters (preset tiny)."
+    )
+    write(axes, 0.2, 5.22, notes, size=8, colour=SOFT, linespacing=1.4)
+    return figure
+
+
+def sum_of_model() -> int:
+    model, _, _ = facts.tiny_gpt()
+    return model.num_parameters
+
+
+def draw_grid(
+    axes: Axes, events: tuple[tuple[TimedAction, ...], ...], top: float, unit: float
+) -> None:
+    colours = {ActionKind.FORWARD: BLUE, ActionKind.BACKWARD: ORANGE}
+    span = max(event.end for row in events for event in row)
+    for rank, row in enumerate(events):
+        y = top + rank * 0.36
+        write(axes, 0.2, y + 0.15, f"stage {rank}", size=8.5)
+        box(axes, 0.85, y, span * unit, 0.3, fill=PALE[GREY])
+        for event in row:
+            x, w = 0.85 + event.start * unit, (event.end - event.start) * unit
+            box(axes, x, y, w, 0.3, fill=colours[event.action.kind])
+            number = str(event.action.microbatch)
+            write(axes, x + w / 2, y + 0.15, number, ha="center", size=8, colour="white")
+
+
+def schedules() -> Figure:
+    stages, microbatches = 4, 8
+    figure, axes = canvas(10, 4.6, title="Two schedules: 4 stages, 8 micro-batches")
+    top = 0.85
+    for name, label in (("gpipe", "GPipe"), ("1f1b", "1F1B")):
+        simulation = simulate(build_schedule(name, stages, microbatches))
+        unit = 7.4 / simulation.makespan
+        text = f"{label}: idle {simulation.bubble:.1%} of the time".replace("%", " %")
+        write(axes, 0.2, top - 0.15, text, weight="bold")
+        draw_grid(axes, simulation.events, top, unit)
+        write(axes, 8.45, top - 0.15, "micro-batches held", size=8, colour=SOFT)
+        for stage, peak in enumerate(simulation.peak_in_flight):
+            y = top + stage * 0.36
+            for held in range(peak):
+                box(axes, 8.45 + 0.14 * held, y + 0.06, 0.12, 0.18, fill=GREEN)
+            write(axes, 8.5 + 0.14 * peak, y + 0.15, str(peak), size=8)
+        top += 1.85
+    y = 4.35
+    for x, colour, text in (
+        (0.85, BLUE, "forward (1 slot)"),
+        (2.35, ORANGE, "backward (2 slots)"),
+        (3.95, PALE[GREY], "idle"),
+        (4.75, GREEN, "most micro-batches whose activations a stage holds at once"),
+    ):
+        box(axes, x, y - 0.08, 0.2, 0.16, fill=colour)
+        write(axes, x + 0.27, y, text, size=8)
+    return figure
+
+
+CELLS = {
+    "here": ("runs here", BLUE, "white"),
+    "EarlierBlock": ("stub", PALE[ORANGE], INK),
+    "LaterBlock": ("stub: leave", PALE[ORANGE], INK),
+    "Absent": ("not reached", PALE[GREY], SOFT),
+    "Ghost": ("shape only,\nNaN", PALE[GREY], SOFT),
+}
+
+
+def stage_cell(kinds: list[str], column: int) -> tuple[str, str, str]:
+    """Label, fill and ink of what a stage does at a module."""
+    kind = kinds[column]
+    if kind == "EarlierBlock" and kinds[column + 1] != kind:
+        return ("stub: gives\nwhat came", *CELLS[kind][1:])
+    if kind == "LaterBlock" and kinds[column - 1] == kind:
+        return CELLS["Absent"]
+    return CELLS[kind]
+
+
+def stages() -> Figure:
+    count = 2
+    figure, axes = canvas(
+        10, 3.15, title="One micro-batch, two stages: both run the same training_step"
+    )
+    left, cell = 1.1, 0.98
+    headings = [*(SHORT[n] for n in COLUMNS), "loss, self.log"]
+    for column, name in enumerate(headings):
+        write(axes, left + (column + 0.47) * cell, 0.75, name, ha="center", size=8.5)
+    ends = []
+    for stage in range(count):
+        y = 1.0 + 0.95 * stage
+        kinds = list(facts.stage_modules(stage, count, COLUMNS).values())
+        write(axes, 0.2, y + 0.25, f"stage {stage}", weight="bold")
+        last = CELLS["here"] if stage == count - 1 else CELLS["Absent"]
+        for column in range(len(headings)):
+            inside = column < len(COLUMNS)
+            text, fill, ink = stage_cell(kinds, column) if inside else last
+            x = left + column * cell
+            box(axes, x, y, cell - 0.06, 0.5, fill=fill)
+            write(axes, x + cell / 2 - 0.03, y + 0.25, text, ha="center", size=7.5, colour=ink)
+        here = [c for c, k in enumerate(kinds) if k == "here" and "block" in COLUMNS[c]]
+        ends.append(here[-1])
+    x = left + (ends[0] + 0.47) * cell
+    arrow(axes, (x - 0.12, 1.5), (x - 0.12, 1.95), BLUE)
+    arrow(axes, (x + 0.12, 1.95), (x + 0.12, 1.5), ORANGE)
+    write(axes, x - 0.24, 1.72, "activations", size=8, ha="right", colour=BLUE)
+    write(axes, x + 0.24, 1.72, "gradients", size=8, colour=ORANGE)
+    notes = (
+        "The stub before the first local block answers with the activations that were received. "
+        "The stub after the last local block\n"
+        "ends this stage's part of the step. A value of another stage that a step uses by mistake "
+        "is NaN, so that the loss shows it."
+    )
+    write(axes, 0.2, 2.8, notes, size=8, colour=SOFT, linespacing=1.4)
+    return figure
+
+
+def tensor_parallel() -> Figure:
+    shapes, ledger = facts.activation_shapes()
+    figure, axes = canvas(
+        10, 4.1, title="Tensor parallelism of one block: activations on each of two ranks"
+    )
+    steps = [
+        ("norm", "attention_norm.out", BLUE, "D"),
+        ("into query, key,\nvalue (colwise)", "attention.query.in", ORANGE, "D"),
+        ("attention on\nN/tp heads", "attention.out.in", GREEN, "D/tp"),
+        ("out (rowwise)", "attention.out.out", BLUE, "D"),
+        ("norm", "mlp_norm.out", BLUE, "D"),
+        ("into up, gate\n(colwise)", "mlp.up.in", ORANGE, "D"),
+        ("silu(gate) * up", "mlp.down.in", GREEN, "F/tp"),
+        ("down (rowwise)", "mlp.down.out", BLUE, "D"),
+    ]
+    pitch, tall, wide, tokens = 1.2, 1.05, 0.62 / 64, facts.TOKENS
+    for number, (name, key, colour, features) in enumerate(steps):
+        x = 0.95 + number * pitch
+        write(axes, x, 0.82, name, ha="center", size=7.6)
+        shape = shapes[key]
+        length, dim = shape[1], shape[2]
+        for rank in range(2):
+            y = 1.15 + rank * 1.25
+            offset = rank * tall / 2 if length < tokens else 0.0
+            w, h = dim * wide, tall * length / tokens
+            box(axes, x - w / 2, y + offset, w, h, fill=colour)
+            label = f"{'T' if length == tokens else 'T/tp'} x {features}"
+            turn = 90 if w < 0.5 else 0
+            at = (x, y + offset + h / 2)
+            write(axes, *at, label, ha="center", size=7.4, colour="white", rotation=turn)
+    for rank in range(2):
+        write(axes, 0.12, 1.15 + rank * 1.25 + tall / 2, f"rank {rank}", size=8, rotation=90)
+    for after, text, colour in (
+        (0, "all-gather", ORANGE),
+        (2, "reduce-scatter", BLUE),
+        (4, "all-gather", ORANGE),
+        (6, "reduce-scatter", BLUE),
+    ):
+        x = 0.95 + (after + 0.5) * pitch
+        box(axes, x - 0.09, 1.1, 0.18, 2.4, fill=PALE[colour])
+        write(axes, x, 2.3, text, ha="center", size=7.6, rotation=90)
+    size = facts.BATCH * tokens * shapes["mlp_norm.out"][2] * 4
+    gathers, scatters = (ledger.total(operation=o) for o in ("all_gather", "reduce_scatter"))
+    notes = (
+        f"Counted in the block's forward: {gathers.calls} all-gathers and {scatters.calls} "
+        f"reduce-scatters of B x T x D = {size:,} bytes each (B {facts.BATCH}, T {tokens}, D "
+        f"{shapes['mlp_norm.out'][2]}, float32);\na rank sends {gathers.sent + scatters.sent:,} "
+        "bytes, (tp-1)/tp of them. The backward swaps the two operations and moves as much."
+    )
+    write(axes, 0.2, 3.8, notes, size=8, colour=SOFT, linespacing=1.4)
+    return figure
+
+
+# What the docstring of engine/shard.py says: parameters, gradients, optimizer states.
+DURING = {
+    0: ("whole", "whole", "whole"),
+    1: ("step", "step", "share"),
+    2: ("step", "block", "share"),
+    3: ("block", "block", "share"),
+}
+SAYS = {
+    "whole": "always whole",
+    "step": "whole during a step",
+    "block": "whole block by block",
+    "share": "never whole",
+}
+
+
+def data_parallel() -> Figure:
+    figure, axes = canvas(10, 4.05, title="What two replicas keep, and send, at each ZeRO stage")
+    heads = ("parameters", "gradients", "optimizer states")
+    for column, head in enumerate(heads):
+        write(axes, 1.15 + 1.85 * column, 0.72, head, weight="bold", size=8.5)
+    write(axes, 6.85, 0.72, "sent by a rank in a step of 2 micro-batches", weight="bold", size=8.5)
+    for stage in range(4):
+        y, found = 0.95 + 0.66 * stage, facts.zero_facts(stage)
+        write(axes, 0.2, y + 0.16, f"stage {stage}", weight="bold")
+        for column, state in enumerate(DURING[stage]):
+            x = 1.15 + 1.85 * column
+            held = found.held if state != "whole" else 1.0
+            colour = (BLUE, ORANGE, GREEN)[column]
+            for rank in range(2):
+                wide, top = 1.5, y + 0.18 * rank
+                pale = PALE[colour] if state == "step" else PALE[GREY]
+                box(axes, x, top, wide, 0.14, fill=pale)
+                start = rank * held if held < 1 else 0.0
+                box(axes, x + start * wide, top, wide * held, 0.14, fill=colour)
+            write(axes, x, y + 0.43, SAYS[state], size=7.2, colour=SOFT)
+        x = 6.85
+        for operation, colour in (
+            ("all_gather", BLUE),
+            ("reduce_scatter", ORANGE),
+            ("all_reduce", GREY),
+        ):
+            if operation in found.sent:
+                wide = 0.62 * found.sent[operation]
+                box(axes, x, y + 0.02, wide, 0.26, fill=colour)
+                text = f"{found.sent[operation]:.2f}"
+                write(axes, x + wide / 2, y + 0.15, text, ha="center", size=7.5, colour="white")
+                x += wide + 0.02
+        write(axes, x + 0.06, y + 0.15, f"{sum(found.sent.values()):.2f} P", size=8)
+    x = 6.85
+    for text, colour, wide in (
+        ("all-gather", BLUE, 0.95),
+        ("reduce-scatter", ORANGE, 1.2),
+        ("all-reduce", GREY, 0.9),
+    ):
+        box(axes, x, 3.6, 0.14, 0.14, fill=colour)
+        write(axes, x + 0.19, 3.67, text, size=7.5)
+        x += wide
+    notes = (
+        "Each pair of bars: rank 0 and rank 1. Filled: kept between steps. Pale colour: there "
+        "until the\nstep ends. P: the bytes of all parameters, counted on the smallest reference "
+        "model."
+    )
+    write(axes, 0.2, 3.72, notes, size=7.8, colour=SOFT, linespacing=1.4)
+    return figure
+
+
+def heat(axes: Axes, values: Tensor, x: float, y: float, size: float) -> None:
+    """A square cell per value; blue is negative, orange is positive."""
+    for i, line in enumerate(values.tolist()):
+        for j, value in enumerate(line):
+            strength = min(1.0, abs(value) / 0.04)
+            base = (0.88, 0.54, 0.18) if value > 0 else (0.23, 0.46, 0.69)
+            mixed = tuple(1 - strength * (1 - part) for part in base)
+            patch = Rectangle((x + j * size, y + i * size), size, size, facecolor=mixed, lw=0)
+            axes.add_patch(patch)
+    rows, columns = values.shape
+    frame = Rectangle(
+        (x, y), columns * size, rows * size, fill=False, edgecolor=GREY, linewidth=0.8
+    )
+    axes.add_patch(frame)
+
+
+def initialisation() -> Figure:
+    name = "blocks.0.attention.query.weight"
+    values = facts.initial_values(name, 1, model_dim=12, num_heads=2, num_kv_heads=2)
+    figure, axes = canvas(10, 3.95, title="Initialisation: one seed, the same weights on any mesh")
+    steps = (
+        ("1  build", "The constructor runs with\nparameters on meta: no\nmemory, but what it does\n"
+         "to each goes on a tape."),
+        ("2  seed", f"A rank takes up one\nparameter that it holds:\n{name}\n"
+         "seed = hash(run seed, name)"),
+        ("3  replay", "The tape is replayed under\nthis seed, on the device:\nthe whole value, for "
+         "one\nparameter at a time."),
+        ("4  cut", "The rank keeps its tp shard;\na complete block is then\ncut over dp_shard."),
+    )  # fmt: skip
+    for number, (head, text) in enumerate(steps):
+        y = 0.82 + 0.72 * number
+        write(axes, 0.2, y, head, weight="bold", size=8.5)
+        write(axes, 1.05, y - 0.06, text, size=7, va="top", linespacing=1.25)
+    size = 0.165
+    x, y = 3.1, 1.0
+    write(axes, x, 0.82, "1 device", weight="bold", size=8.5)
+    heat(axes, values, x, y, size)
+    x += 12 * size + 0.3
+    write(axes, x, 0.82, "tp 2", weight="bold", size=8.5)
+    parts = values.split(split_sizes(values.shape[0], 2))
+    for rank, part in enumerate(parts):
+        top = y + rank * (6 * size + 0.16)
+        heat(axes, part, x, top, size)
+        write(axes, x, top + 6 * size + 0.08, f"rank {rank}", size=6.5, colour=SOFT)
+    x += 12 * size + 0.3
+    write(axes, x, 0.82, "dp_shard 3", weight="bold", size=8.5)
+    for rank, part in enumerate(values.split(split_sizes(values.shape[0], 3))):
+        top = y + rank * (4 * size + 0.16)
+        heat(axes, part, x, top, size)
+        write(axes, x, top + 4 * size + 0.08, f"rank {rank}", size=6.5, colour=SOFT)
+    note = "The engine's values for seed 1 and a weight of 12 x 12. Blue: below 0, orange: above."
+    write(axes, 3.1, 3.75, note, size=8, colour=SOFT)
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "data_parallel": data_parallel,
+    "initialisation": initialisation,
+    "schedules": schedules,
+    "stages": stages,
+    "tensor_parallel": tensor_parallel,
+    "who_holds_what": who_holds_what,
+}
+
+
+def draw_simulated_step(path: Path) -> None:
+    """The picture of `draw_timeline`, of a step in which the stages have 4, 3 and 5 blocks."""
+    blocks = [4, 3, 5]
+    simulation = simulate(
+        build_schedule("1f1b", 3, 6), forward=blocks, backward=[2 * n for n in blocks], p2p=0.5
+    )
+    labels = [f"stage {stage}, {n} blocks" for stage, n in enumerate(blocks)]
+    draw_timeline(simulation.events, path, title="Simulated step", unit="slots", labels=labels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures")
+    parser.add_argument("--suffix", default=".svg", choices=[".svg", ".png", ".pdf"])
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    draw_simulated_step(options.out / f"timeline{options.suffix}")
+    for name, draw in PICTURES.items():
+        with rc_context(STYLE):
+            metadata = {"Date": None} if options.suffix == ".svg" else None
+            path = options.out / f"{name}{options.suffix}"
+            draw().savefig(path, metadata=metadata)
+            print(path)
+
+
+if __name__ == "__main__":
+    main()
