@@ -9,11 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import facts
+from canvas import (
+    arrow,
+    BLUE,
+    box,
+    canvas,
+    GREEN,
+    GREY,
+    heat,
+    INK,
+    ORANGE,
+    PALE,
+    SOFT,
+    STYLE,
+    write,
+)
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Rectangle
-from torch import Tensor
 
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.draw import draw_timeline
@@ -22,44 +35,8 @@ from lightning_par.engine.simulate import simulate
 from lightning_par.layout import balance_blocks
 from lightning_par.mesh import ParallelSizes
 
-BLUE, ORANGE, GREEN, GREY = "#3b76af", "#e08a2e", "#3f8f6b", "#9aa1ab"
-PALE = {BLUE: "#d3e1ef", ORANGE: "#f8e0c5", GREEN: "#d2e8de", GREY: "#eceef1"}
-INK, SOFT = "#2b2f36", "#6a717c"
-STYLE = {"svg.fonttype": "path", "svg.hashsalt": "lightning-par", "font.size": 9}
 COLUMNS = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
 SHORT = {name: name.replace("blocks.", "block ") for name in COLUMNS}
-
-
-def canvas(width: float, height: float, *, title: str) -> tuple[Figure, Axes]:
-    """A white figure whose units are inches, with the origin at the top left."""
-    figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
-    axes.set_axis_off()
-    write(axes, 0.2, 0.28, title, size=12, weight="bold")
-    return figure, axes
-
-
-def write(axes: Axes, x: float, y: float, text: str, **options: object) -> None:
-    """Text at a place; left-aligned and centred on the line unless said otherwise."""
-    size, colour = options.pop("size", 9), options.pop("colour", INK)
-    given = {"ha": "left", "va": "center", "fontsize": size, "color": colour, **options}
-    axes.text(x, y, text, **given)
-
-
-def box(
-    axes: Axes, x: float, y: float, w: float, h: float, *, fill: str = "white", edge: str = "white"
-) -> None:
-    axes.add_patch(Rectangle((x, y), w, h, facecolor=fill, edgecolor=edge, linewidth=0.8))
-
-
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
-    axes.add_patch(
-        FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=9, color=colour, lw=1.2, shrinkA=0
-        )
-    )
 
 
 def who_holds_what() -> Figure:
@@ -332,22 +309,6 @@ def data_parallel() -> Figure:
     )
     write(axes, 0.2, 3.72, notes, size=7.8, colour=SOFT, linespacing=1.4)
     return figure
-
-
-def heat(axes: Axes, values: Tensor, x: float, y: float, size: float) -> None:
-    """A square cell per value; blue is negative, orange is positive."""
-    for i, line in enumerate(values.tolist()):
-        for j, value in enumerate(line):
-            strength = min(1.0, abs(value) / 0.04)
-            base = (0.88, 0.54, 0.18) if value > 0 else (0.23, 0.46, 0.69)
-            mixed = tuple(1 - strength * (1 - part) for part in base)
-            patch = Rectangle((x + j * size, y + i * size), size, size, facecolor=mixed, lw=0)
-            axes.add_patch(patch)
-    rows, columns = values.shape
-    frame = Rectangle(
-        (x, y), columns * size, rows * size, fill=False, edgecolor=GREY, linewidth=0.8
-    )
-    axes.add_patch(frame)
 
 
 def initialisation() -> Figure:
