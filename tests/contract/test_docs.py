@@ -1,0 +1,147 @@
+"""What the guides say runs, parses, exists and is drawn by the script that they name."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+
+from lightning_par.cli import main
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / folder / "README.md" for folder in ("strategies", "models", "callbacks")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+DEVICES = re.compile(r"devices=(\d+)")
+
+pytestmark = [
+    pytest.mark.contract,
+    # Lightning calls a method that jsonargparse has renamed.
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
+
+
+def blocks(language: str) -> list[Any]:
+    """Give every block of a language, named by its page and its line."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in FENCE.finditer(text):
+            if match[1] == language:
+                line = text.count("\n", 0, match.start()) + 1
+                found.append(pytest.param(match[2], id=f"{page.relative_to(ROOT)}:{line}"))
+    return found
+
+
+def run_block(rank: int, world: int, source: str, folder: str) -> str:
+    """Run a block as a script in `folder`; return what it printed."""
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(source, "block", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("source", blocks("python"))
+def test_python_block_runs(source: str, tmp_path: Path) -> None:
+    devices = DEVICES.search(source)
+    world = int(devices[1]) if devices else 1
+    run_ranks(run_block, world, source, str(tmp_path), timeout=120)
+    for name in re.findall(r"\"(\w+\.png)\"", source):
+        assert (tmp_path / name).stat().st_size
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_first_block_runs_on_the_devices_that_it_names(devices: int, tmp_path: Path) -> None:
+    source = blocks("python")[0].values[0]
+    assert len(source.splitlines()) <= 12
+    fewer, count = DEVICES.subn(f"devices={devices}", source)
+    assert count == 1
+    run_ranks(run_block, devices, fewer, str(tmp_path), timeout=120)
+
+
+@pytest.mark.parametrize("source", blocks("yaml"))
+def test_yaml_block_parses(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(source)
+    command = ["lightning-par", "fit", f"--config={tmp_path / 'run.yaml'}", "--print_config"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_of_a_page_exist(page: Path) -> None:
+    targets = [t.partition("#")[0] for t in LINK.findall(page.read_text()) if "://" not in t]
+    missing = [t for t in targets if t and not (page.parent / t).exists()]
+    assert not missing, f"{page}: {missing}"
+
+
+def test_pages_are_no_longer_than_their_limits() -> None:
+    limits = dict.fromkeys(PAGES[1:], 120) | {ROOT / "CONTRIBUTING.md": 120, PAGES[0]: 250}
+    lengths = {page: len(page.read_text().splitlines()) for page in limits}
+    assert not {p: n for p, n in lengths.items() if n > limits[p]}
+
+
+def shapes(picture: Path) -> list[str]:
+    """The kinds of the elements of an SVG, in order."""
+    return [element.tag for element in ET.parse(picture).iter() if "metadata" not in element.tag]
+
+
+def test_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
+    """The same bytes where matplotlib is the one that drew them, else the same kinds of shapes."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "draw.py"), "--out", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        check=True,
+        timeout=120,
+    )
+    kept, drawn = ROOT / "docs" / "pictures", sorted(tmp_path.iterdir())
+    assert [p.name for p in drawn] == sorted(p.name for p in kept.iterdir())
+    for picture in drawn:
+        old = (kept / picture.name).read_bytes()
+        assert len(old) < 300_000, picture.name
+        if f"Matplotlib v{matplotlib.__version__},".encode() in old:
+            assert old == picture.read_bytes(), f"{picture.name}: run python docs/draw.py"
+        else:
+            assert len(shapes(picture)) == len(shapes(kept / picture.name)), picture.name
+
+
+def test_every_picture_is_shown_on_a_page() -> None:
+    shown = {Path(t).name for page in PAGES for t in LINK.findall(page.read_text())}
+    assert {p.name for p in (ROOT / "docs" / "pictures").iterdir()} <= shown
+
+
+def test_presets_have_the_parameters_that_the_guide_gives() -> None:
+    from lightning_par.models.gpt_config import GPTConfig, PRESETS
+
+    rows = re.findall(r"^\| `([\w.-]+)` .*\| ([\d,]+) \|$", PAGES[2].read_text(), re.MULTILINE)
+    assert {name: int(count.replace(",", "")) for name, count in rows} == {
+        name: GPTConfig.preset(name).num_parameters for name in PRESETS
+    }
+
+
+def test_auto_sizes_are_those_that_the_guide_gives() -> None:
+    from lightning_par.mesh import fit_sizes
+
+    rules = {"tensor_parallel": "tensor", "pipeline_1f1b": "pipeline", "hybrid3d": "balanced"}
+    text = PAGES[1].read_text()
+    for name, rule in rules.items():
+        row = re.search(rf"^\| `{name}` \| (1 device .*) \|$", text, re.MULTILINE)
+        assert row is not None, name
+        for count, said in zip((1, 2, 3, 4, 6, 8, 16), row[1].split(" | "), strict=True):
+            sizes = fit_sizes(num_devices=count, devices_per_node=min(count, 8), auto=rule)
+            assert str(sizes).replace("dp_shard", "dp") == said, (name, count)
