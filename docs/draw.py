@@ -41,7 +41,7 @@ SHORT = {name: name.replace("blocks.", "block ") for name in COLUMNS}
 
 def who_holds_what() -> Figure:
     sizes = ParallelSizes(pipeline=2, data_shard=2, tensor=2)
-    _, layout, _ = facts.tiny_gpt()
+    model, layout, _ = facts.tiny_gpt()
     bounds = balance_blocks(layout, sizes.pipeline)
     counts = facts.parameters_per_rank(sizes)
     figure, axes = canvas(10, 5.6, title="Who holds what: 8 ranks, tp 2 x pp 2 x dp 2")
@@ -78,16 +78,11 @@ def who_holds_what() -> Figure:
         "Empty: on the other stage.\n"
         "embed and head are one tied weight: both stages hold their half of it and sum its "
         "gradient. ZeRO stage 1 (the default)\n"
-        f"shards the optimizer states over the replicas. The model has {sum_of_model():,} "
+        f"shards the optimizer states over the replicas. The model has {model.num_parameters:,} "
         "parameters (preset tiny)."
     )
     write(axes, 0.2, 5.22, notes, size=8, colour=SOFT, linespacing=1.4)
     return figure
-
-
-def sum_of_model() -> int:
-    model, _, _ = facts.tiny_gpt()
-    return model.num_parameters
 
 
 def draw_grid(
@@ -192,6 +187,19 @@ def stages() -> Figure:
     return figure
 
 
+def draw_collectives(axes: Axes, pitch: float) -> None:
+    """The bars between the steps at which the ranks of a block talk."""
+    for after, text, colour in (
+        (0, "all-gather", ORANGE),
+        (2, "reduce-scatter", BLUE),
+        (4, "all-gather", ORANGE),
+        (6, "reduce-scatter", BLUE),
+    ):
+        x = 0.95 + (after + 0.5) * pitch
+        box(axes, x - 0.09, 1.1, 0.18, 2.4, fill=PALE[colour])
+        write(axes, x, 2.3, text, ha="center", size=7.6, rotation=90)
+
+
 def tensor_parallel() -> Figure:
     shapes, ledger = facts.activation_shapes()
     figure, axes = canvas(
@@ -224,15 +232,7 @@ def tensor_parallel() -> Figure:
             write(axes, *at, label, ha="center", size=7.4, colour="white", rotation=turn)
     for rank in range(2):
         write(axes, 0.12, 1.15 + rank * 1.25 + tall / 2, f"rank {rank}", size=8, rotation=90)
-    for after, text, colour in (
-        (0, "all-gather", ORANGE),
-        (2, "reduce-scatter", BLUE),
-        (4, "all-gather", ORANGE),
-        (6, "reduce-scatter", BLUE),
-    ):
-        x = 0.95 + (after + 0.5) * pitch
-        box(axes, x - 0.09, 1.1, 0.18, 2.4, fill=PALE[colour])
-        write(axes, x, 2.3, text, ha="center", size=7.6, rotation=90)
+    draw_collectives(axes, pitch)
     size = facts.BATCH * tokens * shapes["mlp_norm.out"][2] * 4
     gathers, scatters = (ledger.total(operation=o) for o in ("all_gather", "reduce_scatter"))
     notes = (
@@ -260,6 +260,38 @@ SAYS = {
 }
 
 
+def draw_shares(axes: Axes, y: float, stage: int, found: facts.ZeroFacts) -> None:
+    """What both ranks hold of parameters, gradients and optimizer states."""
+    for column, state in enumerate(DURING[stage]):
+        x = 1.15 + 1.85 * column
+        held = found.held if state != "whole" else 1.0
+        colour = (BLUE, ORANGE, GREEN)[column]
+        for rank in range(2):
+            wide, top = 1.5, y + 0.18 * rank
+            pale = PALE[colour] if state == "step" else PALE[GREY]
+            box(axes, x, top, wide, 0.14, fill=pale)
+            start = rank * held if held < 1 else 0.0
+            box(axes, x + start * wide, top, wide * held, 0.14, fill=colour)
+        write(axes, x, y + 0.43, SAYS[state], size=7.2, colour=SOFT)
+
+
+def draw_traffic(axes: Axes, y: float, found: facts.ZeroFacts) -> None:
+    """What a rank sends in a step."""
+    x = 6.85
+    for operation, colour in (
+        ("all_gather", BLUE),
+        ("reduce_scatter", ORANGE),
+        ("all_reduce", GREY),
+    ):
+        if operation in found.sent:
+            wide = 0.62 * found.sent[operation]
+            box(axes, x, y + 0.02, wide, 0.26, fill=colour)
+            text = f"{found.sent[operation]:.2f}"
+            write(axes, x + wide / 2, y + 0.15, text, ha="center", size=7.5, colour="white")
+            x += wide + 0.02
+    write(axes, x + 0.06, y + 0.15, f"{sum(found.sent.values()):.2f} P", size=8)
+
+
 def data_parallel() -> Figure:
     figure, axes = canvas(10, 4.05, title="What two replicas keep, and send, at each ZeRO stage")
     heads = ("parameters", "gradients", "optimizer states")
@@ -269,30 +301,8 @@ def data_parallel() -> Figure:
     for stage in range(4):
         y, found = 0.95 + 0.66 * stage, facts.zero_facts(stage)
         write(axes, 0.2, y + 0.16, f"stage {stage}", weight="bold")
-        for column, state in enumerate(DURING[stage]):
-            x = 1.15 + 1.85 * column
-            held = found.held if state != "whole" else 1.0
-            colour = (BLUE, ORANGE, GREEN)[column]
-            for rank in range(2):
-                wide, top = 1.5, y + 0.18 * rank
-                pale = PALE[colour] if state == "step" else PALE[GREY]
-                box(axes, x, top, wide, 0.14, fill=pale)
-                start = rank * held if held < 1 else 0.0
-                box(axes, x + start * wide, top, wide * held, 0.14, fill=colour)
-            write(axes, x, y + 0.43, SAYS[state], size=7.2, colour=SOFT)
-        x = 6.85
-        for operation, colour in (
-            ("all_gather", BLUE),
-            ("reduce_scatter", ORANGE),
-            ("all_reduce", GREY),
-        ):
-            if operation in found.sent:
-                wide = 0.62 * found.sent[operation]
-                box(axes, x, y + 0.02, wide, 0.26, fill=colour)
-                text = f"{found.sent[operation]:.2f}"
-                write(axes, x + wide / 2, y + 0.15, text, ha="center", size=7.5, colour="white")
-                x += wide + 0.02
-        write(axes, x + 0.06, y + 0.15, f"{sum(found.sent.values()):.2f} P", size=8)
+        draw_shares(axes, y, stage, found)
+        draw_traffic(axes, y, found)
     x = 6.85
     for text, colour, wide in (
         ("all-gather", BLUE, 0.95),
