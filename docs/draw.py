@@ -313,8 +313,8 @@ def data_parallel() -> Figure:
         write(axes, x + 0.19, 3.67, text, size=7.5)
         x += wide
     notes = (
-        "Each pair of bars: rank 0 and rank 1. Filled: kept between steps. Pale colour: there "
-        "until the\nstep ends. P: the bytes of all parameters, counted on the smallest reference "
+        "Each pair of bars: rank 0 and rank 1. Filled: what a rank keeps. Pale colour: there "
+        "until the\nlast backward. P: the bytes of all parameters, counted on the smallest reference "
         "model."
     )
     write(axes, 0.2, 3.72, notes, size=7.8, colour=SOFT, linespacing=1.4)
