@@ -147,7 +147,7 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
     if options.stage_blocks is not None and sizes.pipeline == 1:
         raise ConfigurationError(
             f"stage_blocks={list(options.stage_blocks)} needs pipeline_parallel_size="
-            f"{len(options.stage_blocks)}, but it is 1."
+            f"{len(options.stage_blocks)}, but it is 1; give that size or leave stage_blocks out."
         )
     if plan is None:
         needs = []
