@@ -279,6 +279,15 @@ class ParallelMesh:
         """Return the process group of this rank along one of `AXES`."""
         return self.device_mesh.get_group(axis)
 
+    def named_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Return the groups of this rank by name: the axes larger than 1, ``data`` and ``replica``.
+
+        Where two are the same group, the axis comes first.
+        """
+        sizes = zip(AXES, self.sizes.shape, strict=True)
+        axes = {axis: self.group(axis) for axis, size in sizes if size > 1}
+        return {**axes, "data": self.data_group, "replica": self.replica_group}
+
     def neighbour(self, axis: str, coordinate: int) -> int:
         """Return the global rank at `coordinate` of `axis` and this rank's place on the others."""
         place = {**self.place, axis: coordinate}

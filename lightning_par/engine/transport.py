@@ -47,8 +47,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Header:
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
+    tree: Any
     tensors: tuple[TensorSpec, ...]
 
 
@@ -169,21 +168,21 @@ class Channel:
 def _difference(known: _Header, header: _Header) -> str:
     """Say what changed between two messages that should have been alike."""
     advice = "Hand on what changes as a tensor, of one shape for every batch shape."
-    if known.spec != header.spec:
+    (before, old), (now, new) = map(pytree.tree_flatten, (known.tree, header.tree))
+    if old != new:
         return (
             "what a stage hands on changed its nest for a batch of the same shape: "
-            f"{known.spec} before, {header.spec} now. {advice}"
+            f"{old} before, {new} now. {advice}"
         )
     if known.tensors != header.tensors:
         return (
             "what a stage hands on changed its shape for a batch of the same shape: "
             f"{list(known.tensors)} before, {list(header.tensors)} now. {advice}"
         )
-    pairs = zip(known.leaves, header.leaves, strict=True)
-    before, now = next((k, h) for k, h in pairs if k != h)
+    was, became = next(pair for pair in zip(before, now, strict=True) if pair[0] != pair[1])
     return (
         "what a stage hands on holds a value that is not a tensor and that changed: "
-        f"{before!r} before, {now!r} now. {advice}"
+        f"{was!r} before, {became!r} now. {advice}"
     )
 
 
@@ -201,21 +200,25 @@ def unpack(pending: PendingMessage, *, with_grad: bool) -> tuple[Any, list[Tenso
     assert header is not None
     for tensor, spec in zip(tensors, header.tensors, strict=True):
         tensor.requires_grad_(with_grad and spec.requires_grad)
-    leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in header.leaves]
-    return pytree.tree_unflatten(leaves, header.spec), tensors
+
+    def fill(leaf: Any) -> Any:
+        return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
+
+    return pytree.tree_map(fill, header.tree), tensors
 
 
 def _pack(message: Any) -> tuple[_Header, list[Tensor]]:
-    leaves, spec = pytree.tree_flatten(message)
+    """Put a `_Slot` in the place of every tensor."""
     tensors: list[Tensor] = []
     slots: dict[int, _Slot] = {}
-    packed: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if id(leaf) not in slots:
-                slots[id(leaf)] = _Slot(len(tensors))
-                tensors.append(leaf)
-            packed.append(slots[id(leaf)])
-        else:
-            packed.append(leaf)
-    return _Header(spec, tuple(packed), tuple(map(TensorSpec.of, tensors))), tensors
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in slots:
+            slots[id(leaf)] = _Slot(len(tensors))
+            tensors.append(leaf)
+        return slots[id(leaf)]
+
+    tree = pytree.tree_map(place, message)
+    return _Header(tree, tuple(map(TensorSpec.of, tensors))), tensors

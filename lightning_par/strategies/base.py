@@ -2,6 +2,7 @@
 it.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.engine.initialise import ConstructionRecord, record_construction
+from lightning_par.engine.schedule import TimedAction
 from lightning_par.mesh import AutoRule, Size
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.strategies.checks import (
@@ -27,6 +30,7 @@ from lightning_par.strategies.checks import (
     check_options,
     check_trainer,
     check_values,
+    check_whole,
 )
 from lightning_par.strategies.parallelise import parallelise, Parallelised
 from lightning_par.strategies.processes import MeshProcesses
@@ -53,7 +57,8 @@ class MeshStrategy(MeshProcesses):
         schedule: ``"1f1b"`` or ``"gpipe"``.
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
-        compile_blocks: Compile every block with `torch.compile`.
+        compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
+            ``{"mode": "max-autotune"}``.
         plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
             LightningModule.
         process_group_backend: Of torch.distributed; by default gloo for the CPU and NCCL for CUDA.
@@ -80,7 +85,7 @@ class MeshStrategy(MeshProcesses):
         schedule: str = "1f1b",
         stage_blocks: Sequence[int] | None = None,
         sequence_parallel: bool = True,
-        compile_blocks: bool = False,
+        compile_blocks: bool | dict[str, Any] = False,
         plan: ParallelPlan | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -114,6 +119,21 @@ class MeshStrategy(MeshProcesses):
         assert self._parallelised is not None
         return self._parallelised
 
+    def pipeline_timeline(self) -> list[list[TimedAction]]:
+        """Return when every stage ran its actions in the last pipelined step, in seconds.
+
+        Every rank has to call this. Without a pipeline, or before a step, the list is empty. The
+        clock is `time.monotonic`, which the processes of one node share.
+
+        **Communicates**: the actions of every stage, over the ``pp`` axis.
+        """
+        run = self.parallelised.steps.last_run
+        if run is None:
+            return []
+        rows: list[Any] = [None] * self.sizes.pipeline
+        dist.all_gather_object(rows, run.events, group=self.mesh.group("pp"))
+        return rows
+
     def _preflight(self, trainer: pl.Trainer | None, model: Any) -> None:
         """Refuse what cannot work before any other process starts."""
         if trainer is not None and isinstance(model, pl.LightningModule):
@@ -143,10 +163,16 @@ class MeshStrategy(MeshProcesses):
         assert module is not None
         if self._parallelised is None or self._parallelised.module is not module:
             check_trainer(trainer, module, self.sizes)
+            check_whole(module)
             layout = check_module(module, self._find_plan(module), self)
+            if self._record is not None:
+                self._record.remember(module)
             self.model = self.precision_plugin.convert_module(self.model)
             self._parallelised = parallelise(module, layout, self.mesh, self._record, self)
             self._clip_over_the_mesh()
+        if self.sizes.data == 1:
+            # All ranks log the same values; Lightning cannot know.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
