@@ -81,8 +81,8 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
     out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
     joined: Tensor = out if dim == 0 else torch.cat(out.chunk(ranks), dim)
     if size is not None:
-        joined = joined.narrow(dim, 0, size)
-    return joined.contiguous()
+        joined = torch.narrow(joined, dim, 0, size).contiguous()
+    return joined
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -104,8 +104,9 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    parts: tuple[Tensor, ...] = x.split(split_sizes(x.shape[dim], group.size()), dim)
-    return parts[group.rank()].contiguous()
+    sizes = split_sizes(x.shape[dim], group.size())
+    shard: Tensor = x.split(sizes, dim)[group.rank()].contiguous()
+    return shard
 
 
 class _CopyToGroup(torch.autograd.Function):

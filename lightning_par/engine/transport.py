@@ -168,21 +168,19 @@ class Channel:
 def _difference(known: _Header, header: _Header) -> str:
     """Say what changed between two messages that should have been alike."""
     advice = "Hand on what changes as a tensor, of one shape for every batch shape."
-    (before, old), (now, new) = map(pytree.tree_flatten, (known.tree, header.tree))
-    if old != new:
-        return (
-            "what a stage hands on changed its nest for a batch of the same shape: "
-            f"{old} before, {new} now. {advice}"
-        )
     if known.tensors != header.tensors:
         return (
             "what a stage hands on changed its shape for a batch of the same shape: "
             f"{list(known.tensors)} before, {list(header.tensors)} now. {advice}"
         )
-    was, became = next(pair for pair in zip(before, now, strict=True) if pair[0] != pair[1])
+    before, now = known.tree, header.tree
+    leaves = pytree.tree_leaves(before), pytree.tree_leaves(now)
+    if len(leaves[0]) == len(leaves[1]):
+        pairs = zip(*leaves, strict=True)
+        before, now = next(((k, h) for k, h in pairs if k != h), (before, now))
     return (
-        "what a stage hands on holds a value that is not a tensor and that changed: "
-        f"{was!r} before, {became!r} now. {advice}"
+        "what a stage hands on, besides tensors, changed for a batch of the same shape: "
+        f"{before!r} before, {now!r} now. {advice}"
     )
 
 
