@@ -46,7 +46,8 @@ demo: $(STAMP) ## Train a small GPT on four ranks (tensor 2 x pipeline 2) and sh
 	$(BIN)/python -m lightning_par.demo
 
 test: $(STAMP) ## Run the tests (PYTEST_ARGS="tests/unit -k plan" for a part)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/python -m ruff check $(CODE)

@@ -257,8 +257,14 @@ def _missing(what: str, name: str, names: Sequence[str]) -> str:
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
+    if "*" in name:
+        names = [_as_pattern(n) for n in names]
     near = difflib.get_close_matches(name, [n for n in names if n], n=1, cutoff=0.3)
     return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def _as_pattern(fqn: str) -> str:
+    return re.sub(r"\b\d+\b", "*", fqn)
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
@@ -326,15 +332,20 @@ def _check_tensor(
     fit = _fitting_degrees([size for *_, size in counts])
     misfits = [(f, t) for f, t, size in counts if size % degree]
     asked = f"tensor_parallel_size={degree}"
-    problems += [f"{asked}: {p}, not divisible by {degree}. Use {fit}." for p in _alike(misfits)]
+    problems += [
+        f"{asked}: {p}, not divisible by {degree}. Use {fit}, or other sizes in the model."
+        for p in _alike(misfits)
+    ]
     if sequence_parallel:
-        owners = {n.rpartition(".")[0]: n for n, _ in model.named_parameters()}
-        bare = [(owner, " holds parameters") for owner in owners if owner not in layout.styles]
-        problems += [
-            f"{asked} with sequence_parallel=True: {p} and has no tensor style; give it one "
-            "('sequence_parallel' or 'replicated' keep it whole), or use sequence_parallel=False."
-            for p in _alike(bare)
-        ]
+        owners = dict.fromkeys(n.rpartition(".")[0] for n, _ in model.named_parameters())
+        itself = f"{type(model).__name__} itself"
+        bare = [(owner or itself, "") for owner in owners if owner not in layout.styles]
+        if bare:
+            problems.append(
+                f"{asked} with sequence_parallel=True: these modules hold parameters and have no "
+                f"tensor style: {', '.join(_alike(bare))}. Give each one ('sequence_parallel' or "
+                "'replicated' keep it whole), or use sequence_parallel=False."
+            )
     return problems
 
 
@@ -370,8 +381,8 @@ def _alike(found: Sequence[tuple[str, str]]) -> list[str]:
     """Join FQN and text, once for all blocks that say the same."""
     groups: dict[tuple[str, str], list[str]] = {}
     for fqn, text in found:
-        groups.setdefault((re.sub(r"\b\d+\b", "*", fqn), text), []).append(fqn)
+        groups.setdefault((_as_pattern(fqn), text), []).append(fqn)
     return [
-        names[0] + (f" (as {len(names) - 1} others)" if len(names) > 1 else "") + text
+        names[0] + (f" (and {len(names) - 1} others)" if len(names) > 1 else "") + text
         for (_, text), names in groups.items()
     ]

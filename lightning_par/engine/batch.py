@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.engine.shapes import Float
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan import BatchLayout
 
@@ -123,7 +124,7 @@ def batch_entry(batch: Any, path: str) -> Any:
     return value
 
 
-def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
+def count_valid(batch: Any, layout: BatchLayout) -> Float[Tensor, ""]:
     """Return how many entries the loss of `batch` averages over, as a float64 scalar on the batch's
     device.
 

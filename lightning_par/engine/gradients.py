@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_par.engine.shapes import Float
+
 __all__ = [
     "SharedGradients",
     "clip_by_norm",
@@ -83,7 +85,7 @@ def total_norm(
     *,
     device: torch.device,
     counts: Callable[[nn.Parameter], bool] = lambda _: True,
-) -> Tensor:
+) -> Float[Tensor, ""]:
     """Return the 2-norm of the gradient of the whole model, the same on every rank.
 
     Args:
@@ -111,7 +113,9 @@ def total_norm(
 
 
 @torch.no_grad()
-def clip_by_norm(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+def clip_by_norm(
+    parameters: Sequence[nn.Parameter], norm: Float[Tensor, ""], max_norm: float
+) -> None:
     """Scale the gradients so that their norm is at most `max_norm`, as
     `torch.nn.utils.clip_grad_norm_` does.
 

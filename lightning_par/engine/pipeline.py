@@ -9,7 +9,7 @@ everything ran.
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from lightning_par.engine.transport import Channel, PendingMessage, TensorSpec, 
 __all__ = ["PipelineExecutor", "PipelineHooks", "PipelineRun"]
 
 
+@runtime_checkable
 class PipelineHooks(Protocol):
     """What the executor asks of its caller."""
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.engine.collectives import all_reduce, gather_from_shards, split_sizes
+from lightning_par.engine.shapes import Float, Int
 from lightning_par.errors import ConfigurationError
 
 __all__ = ["VocabShardedLogits", "vocab_parallel_cross_entropy"]
@@ -68,15 +69,15 @@ class _VocabParallelNLL(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
+    logits: Float[Tensor, "N V_local"],
+    target: Int[Tensor, " N"],
     *,
     vocab_size: int,
     group: dist.ProcessGroup,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> Tensor:
+) -> Float[Tensor, "*N"]:
     """Cross-entropy of logits whose vocabulary is sharded over `group`; equals `F.cross_entropy`.
 
     Args:

@@ -20,15 +20,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.engine.initialise import ConstructionRecord, record_construction
-from lightning_par.engine.schedule import SCHEDULES, TimedAction
-from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.engine.schedule import TimedAction
 from lightning_par.mesh import AutoRule, Size
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.strategies.checks import (
     check_batch,
     check_loader,
     check_module,
+    check_options,
     check_trainer,
+    check_values,
     check_whole,
 )
 from lightning_par.strategies.parallelise import parallelise, Parallelised
@@ -66,6 +67,7 @@ class MeshStrategy(MeshProcesses):
     Raises:
         MeshError: The sizes do not fit the devices; raised by the Trainer's constructor.
         ConfigurationError: An option has no such value.
+        TypeError: There is no such option.
     """
 
     strategy_name: ClassVar[str] = "mesh"
@@ -89,6 +91,7 @@ class MeshStrategy(MeshProcesses):
         timeout: timedelta | None = default_pg_timeout,
         **lightning_options: Any,
     ) -> None:
+        check_options(type(self), lightning_options)
         super().__init__(
             sizes={
                 "tensor": tensor_parallel_size,
@@ -102,14 +105,7 @@ class MeshStrategy(MeshProcesses):
             timeout=timeout,
             lightning_options=lightning_options,
         )
-        problems = []
-        if schedule not in SCHEDULES:
-            problems.append(f"schedule={schedule!r} must be one of {sorted(SCHEDULES)}.")
-        if num_microbatches != "auto" and (
-            not isinstance(num_microbatches, int) or num_microbatches < 1
-        ):
-            problems.append(f"num_microbatches={num_microbatches!r} must be 1 or more, or 'auto'.")
-        raise_problems(ConfigurationError, problems)
+        check_values(schedule, num_microbatches, stage_blocks)
         self.zero_stage, self.schedule, self.compile_blocks = zero_stage, schedule, compile_blocks
         self.num_microbatches = None if num_microbatches == "auto" else int(num_microbatches)
         self.stage_blocks, self.sequence_parallel, self.plan = stage_blocks, sequence_parallel, plan

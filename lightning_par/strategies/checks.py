@@ -1,21 +1,34 @@
 """What is refused before anything starts, with one message that says what to do."""
 
+import inspect
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry
+from lightning_par.engine.schedule import SCHEDULES
 from lightning_par.engine.stages import StageStub
-from lightning_par.errors import ConfigurationError, PlanError, raise_problems
+from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.layout import check_plan, ModelLayout
 from lightning_par.mesh import ParallelSizes
 from lightning_par.plan import BatchLayout, ParallelPlan
 
-__all__ = ["check_batch", "check_loader", "check_module", "check_trainer", "check_whole"]
+__all__ = [
+    "check_batch",
+    "check_loader",
+    "check_module",
+    "check_options",
+    "check_trainer",
+    "check_values",
+    "check_whole",
+]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
@@ -26,6 +39,59 @@ class _Options(Protocol):
 
     @property
     def sizes(self) -> ParallelSizes: ...
+
+
+def check_options(strategy: type, options: Mapping[str, object]) -> None:
+    """Refuse options that a strategy does not have.
+
+    Args:
+        strategy: Its class.
+        options: Those that its constructor does not name.
+
+    Raises:
+        TypeError: With the nearest option for each.
+    """
+    of_lightning = list(inspect.signature(ParallelStrategy.__init__).parameters)[1:]
+    unknown = [name for name in options if name not in of_lightning]
+    if not unknown:
+        return
+    own = [n for n, p in inspect.signature(strategy).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    named = []
+    for name in unknown:
+        near = get_close_matches(name, own, n=1)
+        named.append(f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    raise TypeError(
+        f"{strategy.__name__} has no option {', '.join(named)}. Its options are {', '.join(own)}."
+    )
+
+
+def check_values(schedule: str, num_microbatches: object, stage_blocks: object) -> None:
+    """Refuse values that no size of the mesh would allow.
+
+    Raises:
+        ConfigurationError: With every problem.
+    """
+    problems = []
+    if schedule not in SCHEDULES:
+        near = get_close_matches(str(schedule), sorted(SCHEDULES), n=1, cutoff=0.3)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        problems.append(f"schedule={schedule!r} must be {either(sorted(SCHEDULES))}{hint}")
+    if num_microbatches != "auto" and not _is_count(num_microbatches):
+        problems.append(
+            f"num_microbatches={num_microbatches!r} must be a whole number of 1 or more, or 'auto'."
+        )
+    if stage_blocks is not None:
+        listed = isinstance(stage_blocks, Sequence) and not isinstance(stage_blocks, str)
+        if not listed or not all(map(_is_count, stage_blocks)):  # type: ignore[call-overload]
+            problems.append(
+                f"stage_blocks={stage_blocks!r} must list the number of blocks of every stage, "
+                "each 1 or more, as in [3, 4, 5]."
+            )
+    raise_problems(ConfigurationError, problems)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: ParallelSizes) -> None:
@@ -49,8 +115,8 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
         )
     if sizes.world_size > 1 and trainer.precision not in _PRECISIONS:
         problems.append(
-            f"precision={trainer.precision!r} is not supported on {sizes}: use one of "
-            f"{_PRECISIONS}."
+            f"precision={trainer.precision!r} is not supported on {sizes}: use "
+            f"{either(_PRECISIONS)}."
         )
     if sizes.world_size > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
         problems.append(
@@ -84,7 +150,7 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
     if options.stage_blocks is not None and sizes.pipeline == 1:
         raise ConfigurationError(
             f"stage_blocks={list(options.stage_blocks)} needs pipeline_parallel_size="
-            f"{len(options.stage_blocks)}, but it is 1."
+            f"{len(options.stage_blocks)}, but it is 1; give that size or leave stage_blocks out."
         )
     if plan is None:
         needs = []
@@ -151,11 +217,18 @@ def check_batch(
 
     Raises:
         ConfigurationError: T does not divide.
+        PlanError: The batch has no such entry or dim.
     """
     if sizes.tensor == 1 or not sequence_parallel:
         return
     for entry, dim in layout.sequence_dims.items():
-        tokens = batch_entry(batch, entry).shape[dim]
+        shape = tuple(getattr(batch_entry(batch, entry), "shape", ()))
+        if not -len(shape) <= dim < len(shape):
+            raise PlanError(
+                f"the plan says that T is dim {dim} of the batch entry {entry!r}, but its shape is "
+                f"{shape}."
+            )
+        tokens = shape[dim]
         if tokens % sizes.tensor:
             raise ConfigurationError(
                 f"tensor_parallel_size={sizes.tensor} with sequence_parallel=True: {entry!r} has "

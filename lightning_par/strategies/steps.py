@@ -310,8 +310,13 @@ def loss_of(result: Any) -> Tensor:
     """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = "None" if result is None else f"a {type(result).__name__}"
+        if isinstance(result, Mapping):
+            kind += f" with the keys {sorted(map(str, result))}"
+        if isinstance(loss, Tensor):
+            kind += f" whose loss has the shape {tuple(loss.shape)}"
         raise ConfigurationError(
-            f"training_step returned {type(result).__name__}; under a pipeline it has to return "
+            f"training_step returned {kind}; under a pipeline it has to return "
             "the loss as a "
             "scalar tensor, or a dict with one under 'loss'."
         )

@@ -343,6 +343,7 @@ class SleepBlock(nn.Module):
         return Sleep.apply(x * self.scale)
 
 
+@pytest.mark.alone
 @ranks(4)
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_measured_bubble_is_that_of_the_formula(rank, world, schedule):
