@@ -314,8 +314,8 @@ def data_parallel() -> Figure:
         x += wide
     notes = (
         "Each pair of bars: rank 0 and rank 1. Filled: what a rank keeps. Pale colour: there "
-        "until the\nlast backward. P: the bytes of all parameters, counted on the smallest reference "
-        "model."
+        "until the\nlast backward. P: the bytes of all parameters, counted on the smallest "
+        "reference model."
     )
     write(axes, 0.2, 3.72, notes, size=7.8, colour=SOFT, linespacing=1.4)
     return figure
