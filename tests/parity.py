@@ -114,7 +114,7 @@ def train_rank(rank: int, world: int, strategy: str, options: dict[str, Any], ru
 
 @cache
 def _one_process(run: str) -> Result:
-    """Run `train` in this process; `run` is the `repr` of its arguments, so that it can be a key."""
+    """Run `train` here; `run` is the `repr` of its arguments, so that it can be a key."""
     try:
         return train("auto", devices=1, **eval(run))
     finally:
