@@ -1,4 +1,4 @@
-"""What the contract tests train: a module that uses much of Lightning, and the layouts it runs on."""
+"""What the contract tests train: a module that uses much of Lightning, and its layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.toy import loader, ToyData, ToyModule, VOCAB
+
+SEED = 1
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1},
@@ -116,12 +118,12 @@ def data(size: int, batch_size: int, replicas: int, *, ordered: bool = False) ->
     Args:
         size: Samples.
         batch_size: Of the whole batch.
-        replicas: Among which it is divided; 0 for one process that has to see the order of replicas.
+        replicas: Among which it is divided; 0 for one process in the order of replicas.
         ordered: Whether the loop is one that Lightning does not shuffle.
     """
     samples = ToyData(size)
     shuffled = replicas == 0 and not ordered
-    order = DistributedSampler(samples, num_replicas=1, rank=0) if shuffled else None
+    order = DistributedSampler(samples, 1, 0, seed=SEED) if shuffled else None
     return loader(samples, batch_size // max(replicas, 1), sampler=order)
 
 
