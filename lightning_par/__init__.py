@@ -1,7 +1,8 @@
 """N-dimensional parallel training for PyTorch Lightning.
 
-A LightningModule that trains on one device trains, unchanged, on any mesh of devices. Importing this package
-registers the strategies ``tensor_parallel``, ``pipeline_1f1b`` and ``hybrid3d`` with Lightning.
+A LightningModule that trains on one device trains, unchanged, on any mesh of devices. Importing
+this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b`` and ``hybrid3d`` with
+Lightning.
 """
 
 from lightning_par.errors import LightningParError

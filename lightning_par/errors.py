@@ -1,12 +1,13 @@
 """The exceptions that lightning_par raises.
 
-Each one also is the built-in exception that a caller would expect, so ``except ValueError`` keeps working::
+Each one also is the built-in exception that a caller would expect, so ``except ValueError`` keeps
+working::
 
     LightningParError
     |-- PlanError         (ValueError)    a ParallelPlan does not fit the model or the mesh
     |-- MeshError         (ValueError)    sizes do not fit the devices
     |-- ScheduleError     (ValueError)    a pipeline schedule cannot run
-    |-- ConfigurationError(ValueError)    an option, or a combination with the Trainer, is not supported
+    |-- ConfigurationError (ValueError)   an option, alone or with the Trainer, is not supported
     |-- PipelineError     (RuntimeError)  a pipeline stage failed while it ran
     |-- NonFiniteError    (RuntimeError)  the loss or the gradient is NaN or infinite
     `-- CheckpointError   (RuntimeError)  a checkpoint does not fit the model

@@ -1,6 +1,7 @@
 """A `ParallelPlan` resolved against a model: which module is cut, sharded or replicated, and where.
 
-Everything here reads shapes and names only, so it works on a model whose parameters are on the meta device.
+Everything here reads shapes and names only, so it works on a model whose parameters are on the meta
+device.
 """
 
 import difflib
@@ -39,8 +40,8 @@ class ModelLayout:
         plan: The plan that was resolved, FQNs as seen from the model.
         block_names: FQN of every block in order; empty if the model cannot be cut.
         block_weights: Number of parameters of every block.
-        edge_weights: Number of parameters that compute before the blocks and after them; embedding tables, which
-            are looked up and not multiplied, count as nothing.
+        edge_weights: Number of parameters that compute before the blocks and after them; embedding
+            tables, which are looked up and not multiplied, count as nothing.
         units: FQN of a module or direct parameter outside the blocks -> the stages that hold it.
         canonical: FQN of every parameter -> the first FQN under which the same parameter appears.
         styles: FQN of a module -> its tensor-parallel style.
@@ -89,25 +90,29 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ModelLayout:
         plan: FQNs as seen from `model`.
 
     Raises:
-        PlanError: With every name that does not exist, pattern that matches nothing or twice, attribute that is
-            missing and tie that is none, each with the nearest real name.
+        PlanError: With every name that does not exist, pattern that matches nothing or twice,
+            attribute that is missing and tie that is none, each with the nearest real name.
     """
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     problems: list[str] = []
     blocks = _find_blocks(plan, modules, problems)
     for role in ("first", "last", "replicated"):
-        for fqn in getattr(plan, role):
-            if fqn not in modules and fqn not in parameters:
-                problems.append(_missing(f"{role} names {fqn!r}", fqn, [*modules, *parameters]))
+        problems += [
+            _missing(f"{role} names {fqn!r}", fqn, [*modules, *parameters])
+            for fqn in getattr(plan, role)
+            if fqn not in modules and fqn not in parameters
+        ]
     styles = _match_patterns(plan.tensor, list(modules), "tensor", problems)
     divided = _match_patterns(plan.divided, list(modules), "divided", problems)
     for kind, patterns in (("experts", plan.experts), ("checkpointable", plan.checkpointable)):
         _match_patterns(dict.fromkeys(patterns, kind), list(modules), kind, problems)
     for fqn, names in divided.items():
-        for name in names:
-            if not isinstance(getattr(modules[fqn], name, None), int):
-                problems.append(f"divided: {fqn} has no whole number attribute {name!r}.")
+        problems += [
+            f"divided: {fqn} has no whole number attribute {name!r}."
+            for name in names
+            if not isinstance(getattr(modules[fqn], name, None), int)
+        ]
     canonical = _canonical_names(model)
     for group in plan.tied:
         unknown = [fqn for fqn in group if fqn not in parameters]
@@ -164,8 +169,9 @@ def balance_blocks(
 ) -> tuple[tuple[int, int], ...]:
     """Return first and one-past-last block of every stage.
 
-    Without `stage_blocks`, the stages are contiguous, none is empty, and the largest number of parameters of a
-    stage is as small as it can be (what runs before and after the blocks counts for the first and last stage).
+    Without `stage_blocks`, the stages are contiguous, none is empty, and the largest number of
+    parameters of a stage is as small as it can be (what runs before and after the blocks counts for
+    the first and last stage).
 
     Args:
         layout: The resolved plan.
@@ -212,7 +218,8 @@ def _find_blocks(
         return []
     if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         problems.append(
-            f"blocks: {plan.blocks} is a {type(container).__name__}; name the ModuleList that holds the blocks."
+            f"blocks: {plan.blocks} is a {type(container).__name__}; name the ModuleList that "
+            "holds the blocks."
         )
     return [f"{plan.blocks}.{name}" for name, _ in container.named_children()]
 
@@ -228,14 +235,18 @@ def _match_patterns(
             problems.append(_missing(f"{kind}: {pattern!r} matches no module", pattern, names))
         for name in hits:
             if name in found:
-                problems.append(f"{kind}: {name} is matched by both {source[name]!r} and {pattern!r}.")
+                problems.append(
+                    f"{kind}: {name} is matched by both {source[name]!r} and {pattern!r}."
+                )
             found[name], source[name] = value, pattern
     return found
 
 
 def _missing(what: str, name: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, [n for n in names if n], n=1, cutoff=0.3)
-    return f"{what}, but the model has no such name" + (f"; did you mean {near[0]!r}?" if near else ".")
+    return f"{what}, but the model has no such name" + (
+        f"; did you mean {near[0]!r}?" if near else "."
+    )
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
@@ -245,7 +256,9 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def _classify_units(model: nn.Module, plan: ParallelPlan) -> dict[str, Place]:
-    """Say which stages hold what stands outside the blocks, from the order of definition around them."""
+    """Say which stages hold what stands outside the blocks, from the order of definition around
+    them.
+    """
     units: dict[str, Place] = {}
     module, prefix = model, ""
     for step in plan.blocks.split(".") if plan.blocks else ():
@@ -297,20 +310,23 @@ def _check_pipeline(
         lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
         near = f'ParallelPlan(blocks="{lists[0]}")' if lists else "ParallelPlan(blocks=...)"
         return [
-            f"pipeline_parallel_size={num_stages}: the plan of {type(model).__name__} names no blocks; return "
+            f"pipeline_parallel_size={num_stages}: the plan of {type(model).__name__} names no "
+            "blocks; return "
             f"{near} from its parallel_plan(), or pass plan= to the strategy."
         ]
     problems = []
     if num_stages > count:
         problems.append(
-            f"pipeline_parallel_size={num_stages}: {layout.plan.blocks} has {count} blocks, and every stage needs "
+            f"pipeline_parallel_size={num_stages}: {layout.plan.blocks} has {count} blocks, and "
+            "every stage needs "
             f"one. Use at most {count}."
         )
     if stage_blocks is not None:
         fits = len(stage_blocks) == num_stages and sum(stage_blocks) == count
         if not fits or min(stage_blocks) < 1:
             problems.append(
-                f"stage_blocks={list(stage_blocks)} must give {num_stages} numbers of 1 or more that sum to the "
+                f"stage_blocks={list(stage_blocks)} must give {num_stages} numbers of 1 or more "
+                "that sum to the "
                 f"{count} blocks of {layout.plan.blocks}."
             )
     return problems
@@ -323,9 +339,10 @@ def _check_tensor(
         return []
     if not layout.styles:
         return [
-            f"tensor_parallel_size={degree}: the plan of {type(model).__name__} has no tensor styles; return "
-            'ParallelPlan(tensor={"blocks.*.query": "colwise", ...}) from its parallel_plan(), or use '
-            "tensor_parallel_size=1."
+            f"tensor_parallel_size={degree}: the plan of {type(model).__name__} has no tensor "
+            "styles; return "
+            'ParallelPlan(tensor={"blocks.*.query": "colwise", ...}) from its parallel_plan(), '
+            "or use tensor_parallel_size=1."
         ]
     problems = []
     modules = dict(model.named_modules())
@@ -335,7 +352,8 @@ def _check_tensor(
             if count % degree:
                 fit = [n for n in range(1, count + 1) if count % n == 0]
                 problems.append(
-                    f"tensor_parallel_size={degree}: {fqn} has {name}={count}, not divisible by {degree}. "
+                    f"tensor_parallel_size={degree}: {fqn} has {name}={count}, not divisible by "
+                    f"{degree}. "
                     f"Use one of {fit}."
                 )
     for fqn, style in layout.styles.items():
@@ -346,8 +364,10 @@ def _check_tensor(
             owner = name.rpartition(".")[0]
             if owner not in covered:
                 problems.append(
-                    f"tensor_parallel_size={degree} with sequence_parallel=True: no tensor style says how {name} is "
-                    f"used; give {owner or 'its owner'} one ('sequence_parallel' or 'replicated' keep it whole)."
+                    f"tensor_parallel_size={degree} with sequence_parallel=True: no tensor style "
+                    f"says how {name} is "
+                    f"used; give {owner or 'its owner'} one ('sequence_parallel' or 'replicated' "
+                    "keep it whole)."
                 )
     return problems
 
@@ -364,7 +384,8 @@ def _check_shapes(fqn: str, module: nn.Module, style: str, degree: int) -> list[
         return [f"tensor_parallel_size={degree}: {fqn}.weight has size {size} in dim {dim}."]
     if size % degree and style not in _MAY_BE_UNEVEN:
         return [
-            f"tensor_parallel_size={degree}: {fqn}.weight has size {size} in dim {dim} ({style}), not divisible by "
+            f"tensor_parallel_size={degree}: {fqn}.weight has size {size} in dim {dim} ({style}), "
+            "not divisible by "
             f"{degree}."
         ]
     return []

@@ -1,7 +1,8 @@
 """Sizes of the parallel axes, and the device mesh: the only place that makes process groups.
 
-Axes, outermost first: ``pp`` (pipeline), ``dp_replicate``, ``dp_shard`` (data), ``cp`` (context), ``tp`` (tensor).
-Neighbouring ranks differ in ``tp`` first, so that the axis that talks most stays inside a node.
+Axes, outermost first: ``pp`` (pipeline), ``dp_replicate``, ``dp_shard`` (data), ``cp`` (context),
+``tp`` (tensor). Neighbouring ranks differ in ``tp`` first, so that the axis that talks most stays
+inside a node.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_par.errors import MeshError, raise_problems
 
-__all__ = ["AXES", "ParallelMesh", "ParallelSizes", "Size", "build_mesh", "fit_sizes"]
+__all__ = ["AXES", "AutoRule", "ParallelMesh", "ParallelSizes", "Size", "build_mesh", "fit_sizes"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -114,9 +115,10 @@ def fit_sizes(
 ) -> ParallelSizes:
     """Fill in every ``"auto"`` and check that the sizes fit the devices.
 
-    The rules for sizes left to ``"auto"``, of the devices that the given sizes leave over: ``tensor`` takes all of
-    a node for `tensor`; ``pipeline`` takes all for `pipeline`; ``balanced`` takes 2 for `tensor`, then 2 for
-    `pipeline`, where they divide; ``data`` takes none. What is still left goes to `data`.
+    The rules for sizes left to ``"auto"``, of the devices that the given sizes leave over:
+    ``tensor`` takes all of a node for `tensor`; ``pipeline`` takes all for `pipeline`; ``balanced``
+    takes 2 for `tensor`, then 2 for `pipeline`, where they divide; ``data`` takes none. What is
+    still left goes to `data`.
 
     Args:
         num_devices: Ranks in the world.
@@ -138,14 +140,7 @@ def fit_sizes(
         "data_parallel_size": data,
         "context_parallel_size": context,
     }
-    problems = [
-        f"{name}={value!r} must be a whole number of 1 or more, or 'auto'."
-        for name, value in {**given, "data_parallel_replicate_size": data_replicate}.items()
-        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
-    ]
-    if zero_stage not in (0, 1, 2, 3):
-        problems.append(f"zero_stage={zero_stage!r} must be 0, 1, 2 or 3.")
-    raise_problems(MeshError, problems)
+    _check_values({**given, "data_parallel_replicate_size": data_replicate}, zero_stage)
     fixed = math.prod(int(v) for v in given.values() if v != "auto")
     if num_devices % fixed:
         raise MeshError(_misfit(given, fixed, num_devices))
@@ -155,12 +150,36 @@ def fit_sizes(
     dp, left = (left, 1) if data == "auto" else (data, left)
     if left != 1:
         raise MeshError(_misfit(given, fixed, num_devices))
-    if tp > 1 and devices_per_node % tp and tp % devices_per_node:
-        problems.append(
-            f"tensor_parallel_size={tp} does not divide the {devices_per_node} devices of a node; "
-            f"use one of {_divisors(devices_per_node)}."
-        )
     replicate = (dp if zero_stage == 0 else 1) if data_replicate == "auto" else data_replicate
+    problems = _check_fit(tp, devices_per_node, dp, replicate, zero_stage)
+    raise_problems(MeshError, problems)
+    return ParallelSizes(
+        pipeline=pp,
+        data_replicate=replicate,
+        data_shard=dp // replicate,
+        context=context,
+        tensor=tp,
+    )
+
+
+def _check_values(given: Mapping[str, Size], zero_stage: int) -> None:
+    problems = [
+        f"{name}={value!r} must be a whole number of 1 or more, or 'auto'."
+        for name, value in given.items()
+        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+    ]
+    if zero_stage not in (0, 1, 2, 3):
+        problems.append(f"zero_stage={zero_stage!r} must be 0, 1, 2 or 3.")
+    raise_problems(MeshError, problems)
+
+
+def _check_fit(tp: int, node: int, dp: int, replicate: int, zero_stage: int) -> list[str]:
+    problems = []
+    if node % tp:
+        problems.append(
+            f"tensor_parallel_size={tp} does not divide the {node} devices of a node; use one of "
+            f"{_divisors(node)}."
+        )
     if dp % replicate:
         problems.append(
             f"data_parallel_replicate_size={replicate} does not divide data_parallel_size={dp}; "
@@ -168,13 +187,10 @@ def fit_sizes(
         )
     elif zero_stage == 0 and replicate != dp:
         problems.append(
-            f"data_parallel_replicate_size={replicate} with zero_stage=0: stage 0 shards nothing over the "
-            f"{dp} replicas; leave it out, or use zero_stage=1, 2 or 3."
+            f"data_parallel_replicate_size={replicate} with zero_stage=0: stage 0 shards nothing "
+            f"over the {dp} replicas; leave it out, or use zero_stage=1, 2 or 3."
         )
-    raise_problems(MeshError, problems)
-    return ParallelSizes(
-        pipeline=pp, data_replicate=replicate, data_shard=dp // replicate, context=context, tensor=tp
-    )
+    return problems
 
 
 def _take(size: Size, left: int, auto: AutoRule, axis: str, most: int) -> tuple[int, int]:
@@ -188,10 +204,15 @@ def _take(size: Size, left: int, auto: AutoRule, axis: str, most: int) -> tuple[
 
 
 def _misfit(given: Mapping[str, Size], fixed: int, num_devices: int) -> str:
-    asked = " x ".join(f"{name}={value}" for name, value in given.items() if value not in ("auto", 1))
-    advice = f"pass devices={fixed}" if fixed > num_devices else f"use a multiple of {fixed} devices"
+    asked = " x ".join(
+        f"{name}={value}" for name, value in given.items() if value not in ("auto", 1)
+    )
+    advice = (
+        f"pass devices={fixed}" if fixed > num_devices else f"use a multiple of {fixed} devices"
+    )
     return (
-        f"{asked or 'the sizes'} need {fixed} devices (or a multiple), but the Trainer has {num_devices}: {advice}, or "
+        f"{asked or 'the sizes'} need {fixed} devices (or a multiple), but the Trainer has "
+        f"{num_devices}: {advice}, or "
         f"sizes whose product divides {num_devices} (each one of {_divisors(num_devices)}). "
         "On the CPU, devices='auto' means 1 device."
     )
@@ -234,6 +255,15 @@ class ParallelMesh:
         """Return the process group of this rank along one of `AXES`."""
         return self.device_mesh.get_group(axis)
 
+    def named_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Return the groups of this rank by name: the axes larger than 1, ``data`` and ``replica``.
+
+        Where two are the same group, the axis comes first.
+        """
+        sizes = zip(AXES, self.sizes.shape, strict=True)
+        axes = {axis: self.group(axis) for axis, size in sizes if size > 1}
+        return {**axes, "data": self.data_group, "replica": self.replica_group}
+
     def neighbour(self, axis: str, coordinate: int) -> int:
         """Return the global rank at `coordinate` of `axis` and this rank's place on the others."""
         place = {**self.place, axis: coordinate}
@@ -248,8 +278,11 @@ class ParallelMesh:
         parts = ", ".join(f"{axis} {self.place[axis]}" for axis, size in sizes if size > 1)
         return f"rank {self.rank} ({parts})" if parts else f"rank {self.rank}"
 
-    def subgroup(self, axes: Sequence[str], keep: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Make a group of those ranks along `axes` whose coordinates are listed; every rank must call this.
+    def subgroup(
+        self, axes: Sequence[str], keep: Sequence[Sequence[int]]
+    ) -> dist.ProcessGroup | None:
+        """Make a group of those ranks along `axes` whose coordinates are listed; every rank must
+        call this.
 
         Args:
             axes: Axes along which members differ.
@@ -262,7 +295,7 @@ class ParallelMesh:
         groups = []
         for members in self.sizes.groups(axes):
             places = [self.sizes.coordinates(rank) for rank in members]
-            inside = [p for p in zip(members, places, strict=True)]
+            inside = list(zip(members, places, strict=True))
             groups.append([r for r, p in inside if tuple(p[a] for a in axes) in wanted])
         return _make_groups(groups)
 
@@ -290,7 +323,8 @@ def build_mesh(sizes: ParallelSizes, device_type: str) -> ParallelMesh:
     mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
     data_group = _make_groups(sizes.groups(("dp_replicate", "dp_shard")))
     replica_group = _make_groups(sizes.groups(("pp", "cp", "tp")))
-    assert data_group is not None and replica_group is not None
+    assert data_group is not None
+    assert replica_group is not None
     return ParallelMesh(
         sizes=sizes,
         device_mesh=mesh,

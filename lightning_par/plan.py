@@ -1,8 +1,9 @@
 """What a model declares so that every strategy can place it: the `ParallelPlan`.
 
-A plan is a value. It names parts of a model by their fully qualified names (FQN, as in `named_modules`) and
-is complete for all mesh axes; the mesh decides which parts of it apply. In a pattern, ``*`` stands for exactly
-one component: ``blocks.*.attention`` matches ``blocks.0.attention`` and nothing below it.
+A plan is a value. It names parts of a model by their fully qualified names (FQN, as in
+`named_modules`) and is complete for all mesh axes; the mesh decides which parts of it apply. In a
+pattern, ``*`` stands for exactly one component: ``blocks.*.attention`` matches
+``blocks.0.attention`` and nothing below it.
 """
 
 import json
@@ -30,15 +31,20 @@ TensorStyle = Literal[
     "vocab_embedding",
     "vocab_head",
 ]
-"""How a module takes part in tensor parallelism (tp ranks). Weights are [out, in], activations [B, T, D].
+"""How a module takes part in tensor parallelism (tp ranks). Weights are [out, in], activations [B,
+T, D].
 
-- ``colwise``: weight and bias sharded over the output features; the input is whole, the output is a shard.
+- ``colwise``: weight and bias sharded over the output features; the input is whole, the output is a
+  shard.
 - ``rowwise``: weight sharded over the input features, bias whole; partial outputs are summed.
 - ``colwise_gather_output``: like ``colwise``, the output gathered again.
 - ``vocab_embedding``: embedding table sharded over the vocabulary; partial outputs are summed.
-- ``vocab_head``: like ``colwise``, but the logits stay sharded over the vocabulary, and so does the loss.
-- ``gather_sequence``: a container of colwise and rowwise modules; its first input is made whole along T.
-- ``sequence_parallel``: computed on each rank's T/tp tokens; parameters whole, their gradients summed.
+- ``vocab_head``: like ``colwise``, but the logits stay sharded over the vocabulary, and so does the
+  loss.
+- ``gather_sequence``: a container of colwise and rowwise modules; its first input is made whole
+  along T.
+- ``sequence_parallel``: computed on each rank's T/tp tokens; parameters whole, their gradients
+  summed.
 - ``split_sequence``: computed whole; the output is cut along T (learned positions).
 - ``replicated``: the same computation on every rank.
 - ``replicated_with_grad_allreduce``: parameters whole, used on sharded heads; gradients summed.
@@ -65,11 +71,12 @@ class BatchLayout:
     """Where the labels and the sequence dims of a batch are.
 
     Attributes:
-        sequence_dims: Batch entry -> the dim that holds its T tokens. An entry is a key of a mapping or the
-            index of a tuple as text (``"0"``); nested entries are joined by dots.
+        sequence_dims: Batch entry -> the dim that holds its T tokens. An entry is a key of a
+            mapping or the index of a tuple as text (``"0"``); nested entries are joined by dots.
         labels: The entry that holds the labels, or None: then every sample counts the same.
         ignore_index: Labels of this value do not count.
-        label_shift: How many labels at the start of T the model drops (1 where it shifts by itself).
+        label_shift: How many labels at the start of T the model drops (1 where it shifts by
+            itself).
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
@@ -88,13 +95,16 @@ class ParallelPlan:
     """How a model may be cut, declared once, for every mesh axis.
 
     Attributes:
-        blocks: FQN of the container (`nn.ModuleList`) of repeated blocks: pipeline cuts, units of sharding and
-            of compilation. None: the model cannot be cut into pipeline stages.
-        first: FQNs used only before the blocks. What stands before the container is "first" by itself.
+        blocks: FQN of the container (`nn.ModuleList`) of repeated blocks: pipeline cuts, units of
+            sharding and of compilation. None: the model cannot be cut into pipeline stages.
+        first: FQNs used only before the blocks. What stands before the container is "first" by
+            itself.
         last: FQNs used only after the blocks. What stands after the container is "last" by itself.
-        replicated: FQNs that every pipeline stage holds; their gradients are summed over the stages.
+        replicated: FQNs that every pipeline stage holds; their gradients are summed over the
+            stages.
         tied: Groups of parameter FQNs that are one parameter. Ties are also found by identity.
-        carried: Attributes (tensors) that a block stores on itself and that code after the blocks reads.
+        carried: Attributes (tensors) that a block stores on itself and that code after the blocks
+            reads.
         tensor: FQN pattern -> `TensorStyle`.
         divided: FQN pattern -> attributes that count heads or features, lowered to the local count.
         batch: Where labels and sequence dims are.
@@ -201,7 +211,8 @@ def find_plan(module: nn.Module) -> ParallelPlan | None:
             found[name] = child.parallel_plan().under(name)
     if len(found) > 1:
         raise PlanError(
-            f"{len(found)} submodules offer a parallel_plan(): {_listed(found)}. Define parallel_plan() on the "
+            f"{len(found)} submodules offer a parallel_plan(): {_listed(found)}. Define "
+            "parallel_plan() on the "
             f"{type(module).__name__}, or pass plan= to the strategy."
         )
     return next(iter(found.values()), None)

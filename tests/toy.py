@@ -51,16 +51,21 @@ class ToyLM(nn.Module):
     """Learned positions; the head may be tied to the embedding."""
 
     def __init__(
-        self, blocks: int = 4, tied: bool = True, heads: int = 6, kv_heads: int = 2
+        self,
+        blocks: int = 4,
+        tied: bool = True,
+        heads: int = 6,
+        kv_heads: int = 2,
+        vocab: int = VOCAB,
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.embed = nn.Embedding(vocab, WIDTH)
         self.position = nn.Embedding(32, WIDTH)
         self.blocks = nn.ModuleList(
             Block(WIDTH, 8 * (2 + i % 3), heads, kv_heads) for i in range(blocks)
         )
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head = nn.Linear(WIDTH, vocab, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -127,9 +132,9 @@ class ToyData(Dataset[dict[str, Tensor]]):
     How many differs over the samples: none of sample 0, all of sample 5.
     """
 
-    def __init__(self, size: int, ignored: bool = False) -> None:
+    def __init__(self, size: int, ignored: bool = False, vocab: int = VOCAB) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(0, VOCAB, (size, TOKENS + 1), generator=generator)
+        self.ids = torch.randint(0, vocab, (size, TOKENS + 1), generator=generator)
         self.ignored = ignored
 
     def __len__(self) -> int:

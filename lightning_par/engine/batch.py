@@ -1,6 +1,7 @@
 """Splitting a batch into micro-batches and counting what the loss averages over.
 
-A batch is any nest of mappings, tuples and lists of tensors and other values. B is the number of samples.
+A batch is any nest of mappings, tuples and lists of tensors and other values. B is the number of
+samples.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -63,7 +64,8 @@ def batch_size(batch: Any) -> int:
         if tensor.ndim:
             return tensor.shape[0]
     raise ConfigurationError(
-        "the batch holds no tensor with a batch dim, so it cannot be split into micro-batches or weighted."
+        "the batch holds no tensor with a batch dim, so it cannot be split into micro-batches or "
+        "weighted."
     )
 
 
@@ -104,19 +106,19 @@ def batch_entry(batch: Any, path: str) -> Any:
         elif isinstance(value, list | tuple) and step.isdecimal() and int(step) < len(value):
             value = value[int(step)]
         else:
-            has = (
-                sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-            )
+            has = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
             raise PlanError(f"the plan names the batch entry {path!r}, but the batch has {has}.")
     return value
 
 
 def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
-    """Return how many entries the loss of `batch` averages over, as a float64 scalar on the batch's device.
+    """Return how many entries the loss of `batch` averages over, as a float64 scalar on the batch's
+    device.
 
     Args:
         batch: A batch or a micro-batch.
-        layout: With `labels`: the labels that are not `ignore_index`, after `label_shift`. Without: B samples.
+        layout: With `labels`: the labels that are not `ignore_index`, after `label_shift`. Without:
+            B samples.
     """
     if layout.labels is None:
         device = next(iter(tensors_of(batch))).device
@@ -125,7 +127,8 @@ def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
     if layout.label_shift:
         dim = layout.sequence_dims.get(layout.labels, 1)
         labels = labels.narrow(dim, layout.label_shift, labels.shape[dim] - layout.label_shift)
-    return (labels != layout.ignore_index).sum(dtype=torch.float64)
+    count: Tensor = (labels != layout.ignore_index).sum(dtype=torch.float64)
+    return count
 
 
 def signature(batch: Any, *extra: Hashable) -> Hashable:

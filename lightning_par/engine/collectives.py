@@ -1,6 +1,7 @@
 """Collectives with a gradient, in conjugate pairs over one process group.
 
-Shapes: B batch, T tokens, D model dim; n is the size of the group, "shard" is the part of this rank.
+Shapes: B batch, T tokens, D model dim; n is the size of the group, "shard" is the part of this
+rank.
 
 =====================  ====================  =====================
 forward                backward              used where
@@ -13,7 +14,8 @@ slice                  all-gather            whole -> shard, computed alike on e
 all-gather             slice                 shard -> whole, used alike on every rank
 =====================  ====================  =====================
 
-**Source**: Shoeybi et al. 1909.08053, section 3 (f and g); Korthikanti et al. 2205.05198, section 4.2.2.
+**Source**: Shoeybi et al. 1909.08053, section 3 (f and g); Korthikanti et al. 2205.05198, section
+4.2.2.
 """
 
 from typing import Any
@@ -39,7 +41,8 @@ _ops = torch.ops._c10d_functional
 
 
 def split_sizes(size: int, parts: int) -> list[int]:
-    """Return the sizes that `torch.chunk` and DTensor give to `parts` ranks; later ones may be smaller or 0.
+    """Return the sizes that `torch.chunk` and DTensor give to `parts` ranks; later ones may be
+    smaller or 0.
 
     Args:
         size: Size of the dim that is sharded.
@@ -65,7 +68,8 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
         x: The shard of this rank.
         dim: Where to join.
         group: The ranks, in order.
-        size: Whole size of `dim`, if it does not divide by the group (shards as `split_sizes` gives them).
+        size: Whole size of `dim`, if it does not divide by the group (shards as `split_sizes` gives
+            them).
 
     **Communicates**: one all-gather whose result has `size` (or n * shard) entries in `dim`.
     """
@@ -73,7 +77,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
     step = x.shape[dim] if size is None else -(-size // ranks)
     if x.shape[dim] < step:
         missing = step - x.shape[dim]
-        x = torch.cat([x, x.new_zeros(x.shape[:dim] + (missing,) + x.shape[dim + 1 :])], dim)
+        x = torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
     out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
     joined: Tensor = out if dim == 0 else torch.cat(out.chunk(ranks), dim)
     return joined if size is None else joined.narrow(dim, 0, size)
@@ -189,7 +193,8 @@ def reduce_to_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def slice_to_shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's shard of the whole `x`; the gradient holds this rank's part only, 0 elsewhere.
+    """Return this rank's shard of the whole `x`; the gradient holds this rank's part only, 0
+    elsewhere.
 
     Parameters that made `x` therefore have partial gradients, to be summed over the group.
     """
@@ -209,5 +214,5 @@ def gather_from_shards(x: Tensor, dim: int, group: dist.ProcessGroup, size: int)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    out: Tensor = function.apply(*args)
     return out

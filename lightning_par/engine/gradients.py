@@ -1,4 +1,6 @@
-"""Gradients over the mesh: sums of what several ranks hold, one norm for the whole model, clipping."""
+"""Gradients over the mesh: sums of what several ranks hold, one norm for the whole model,
+clipping.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -98,7 +100,7 @@ def total_norm(
     ]
     double = any(g.dtype is torch.float64 for g in grads)
     dtype = torch.float64 if double else torch.float32
-    norms: Any = torch._foreach_norm(grads, 2, dtype=dtype) if grads else []  # type: ignore[call-arg]
+    norms: Any = torch._foreach_norm(grads, 2, dtype=dtype) if grads else []
     square = torch.zeros((), dtype=torch.float64, device=device)
     if grads:
         square += torch.stack([n.to(device) for n in norms]).double().square().sum()
@@ -108,7 +110,8 @@ def total_norm(
 
 @torch.no_grad()
 def clip_by_norm(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+    """Scale the gradients so that their norm is at most `max_norm`, as
+    `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         parameters: Those of this rank.

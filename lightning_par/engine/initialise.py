@@ -1,7 +1,322 @@
+"""Initialisation that does not depend on the layout: same seed, same weights, on any mesh.
+
+A model is built with parameters on the meta device (`record_construction`), which costs no memory,
+while how each parameter is initialised goes onto a tape. Then a rank makes the real values of those
+parameters that it holds, one at a time and full-size, under a seed derived from (seed, name); it
+cuts its own shard from them.
+
+Buffers are real all along: ``torch.device("meta")`` would lose what constructors compute into them.
+"""
+
 import hashlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-class ConstructionRecord: ...
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+from torch.nn import init
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_par.engine.tape import ConstructionTape, TapeEntry, TensorView
+from lightning_par.errors import ConfigurationError, PlanError
+
+__all__ = ["ConstructionRecord", "record_construction", "seed_of"]
+
+
+def seed_of(*parts: object) -> int:
+    """Return a seed of 63 bits that is the same in every process.
+
+    Args:
+        parts: Anything whose `repr` is the same everywhere: numbers, text, tuples of them.
+
+    Example:
+        >>> seed_of(1, "blocks.0.weight") == seed_of(1, "blocks.0.weight")
+        True
+    """
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+class ConstructionRecord:
+    """How the parameters of a model are initialised; made by `record_construction`."""
+
+    def __init__(self) -> None:
+        self._tape = ConstructionTape()
+        self._twins = WeakIdKeyDictionary()
+        self._views = WeakIdKeyDictionary()
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Tell whether `initialise` can be asked for this parameter."""
+        return parameter in self._views or self._tape.knows(parameter)
+
+    def remember(self, module: nn.Module) -> None:
+        """Keep knowing the parameters of `module` after a conversion such as ``module.to(dtype)``.
+
+        Registered parameters are remembered by themselves; this is for copies that `copy.deepcopy`
+        made.
+        """
+        for parameter in module.parameters():
+            if self._tape.knows(parameter):
+                self._views[parameter] = self._tape.view(parameter)
+
+    def initialise(
+        self,
+        parameter: Tensor,
+        *,
+        name: str,
+        seed: int,
+        device: torch.device | str,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return the initial values of one parameter, whole.
+
+        They are computed in the dtype of construction on `device`; the same device type gives the
+        same values. The generators of torch are left as they were.
+
+        Args:
+            parameter: A meta parameter of a model built inside `record_construction`, of any shape.
+            name: Its canonical FQN: for a tied parameter, the same one on every rank.
+            seed: 0 or more; the seed of the run.
+            device: Where the values are to be.
+            dtype: Of the result; by default that of `parameter` now.
+
+        Returns:
+            A tensor of the shape of `parameter` that owns its memory, on the rank that calls.
+
+        Raises:
+            PlanError: The parameter was not recorded, was never initialised, or its initialisation
+                reads random values that the model also keeps in a real tensor.
+        """
+        if not self.knows(parameter):
+            raise PlanError(
+                f"{name}: no initialisation was recorded for this parameter of shape "
+                f"{tuple(parameter.shape)}. Make it inside record_construction()."
+            )
+        known = self._tape.knows(parameter)
+        view = self._tape.view(parameter) if known else self._views[parameter]
+        entries = self._tape.slice_of(view.buffer)
+        self._check(name, parameter, view, entries)
+        target = torch.device(device)
+        with torch.no_grad(), _generators_restored(target), _default_dtype_restored():
+            storage = self._replay(entries, view.buffer, name, seed, target)
+            value = view.of(storage).to(dtype or parameter.dtype)
+            whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+            return value if whole else value.clone()
+
+    def _meta_twin(self, parameter: nn.Parameter, label: str) -> nn.Parameter:
+        """Return the meta parameter that stands for `parameter`, the same one each time."""
+        if parameter not in self._twins:
+            twin, meta = parameter, self._tape.adopt(parameter.data, label)
+            if not parameter.is_meta:
+                twin = torch.Tensor._make_subclass(type(parameter), meta, parameter.requires_grad)
+                twin.__dict__.update(parameter.__dict__)
+            self._twins[parameter] = twin
+            self._twins[twin] = twin
+            self._views[twin] = self._tape.view(twin)
+        found: nn.Parameter = self._twins[parameter]
+        return found
+
+    def _check(
+        self, name: str, parameter: Tensor, view: TensorView, entries: list[TapeEntry]
+    ) -> None:
+        constant = self._tape.constant(view.buffer) is not None
+        made = [e for e in entries if view.buffer in e.writes]
+        if not made and not constant:
+            raise PlanError(
+                f"{name}: this parameter was made on the meta device outside "
+                "record_construction(), so it has no initialisation. Make it inside."
+            )
+        if not constant and parameter.numel() and all(e.allocates for e in made):
+            raise PlanError(
+                f"{name}: the constructor leaves all {parameter.numel()} values as torch.empty() "
+                "made them. Initialise the parameter where it is made, for example with "
+                "nn.init.zeros_."
+            )
+        if any(id(e) in self._tape.leaked for e in entries):
+            raise PlanError(
+                f"{name}: its initialisation reads random values that the model also keeps in a "
+                "real tensor (a buffer), so they cannot be drawn again. Draw the parameter "
+                "separately."
+            )
+
+    def _replay(
+        self, entries: list[TapeEntry], buffer: int, name: str, seed: int, device: torch.device
+    ) -> torch.UntypedStorage:
+        made: dict[int, torch.UntypedStorage] = {}
+        last = {b: place for place, e in enumerate(entries) for b in e.reads | e.writes}
+        for b in {buffer, *last}:
+            constant = self._tape.constant(b)
+            if constant is not None:
+                made[b] = constant.to(device, copy=True).untyped_storage()
+        draws = 0
+        for place, entry in enumerate(entries):
+            if entry.random:
+                shared = self._tape.shared.get(id(entry))
+                part = (name, draws) if shared is None else ("shared", shared)
+                _seed_generators(seed_of(seed, *part), device)
+                draws += shared is None
+            _run(entry, made, device, name)
+            for b in entry.reads | entry.writes:
+                if last[b] == place and b != buffer:
+                    made.pop(b, None)
+        return made[buffer]
+
+
+def _run(
+    entry: TapeEntry, made: dict[int, torch.UntypedStorage], device: torch.device, name: str
+) -> None:
+    """Run one entry on `device`, on the storages in `made`, and add the new ones to it."""
+
+    def real(x: Any) -> Any:
+        if isinstance(x, TensorView):
+            if x.buffer not in made:
+                raise PlanError(
+                    f"{name}: its initialisation reads a meta tensor made outside "
+                    "record_construction(), which has no values. Make it inside."
+                )
+            return x.of(made[x.buffer])
+        return None if isinstance(x, torch.Generator) else x
+
+    args, kwargs = tree_map(real, (entry.args, entry.kwargs))
+    schema = getattr(entry.function, "_schema", None)
+    if schema is not None and any(a.name == "device" for a in schema.arguments):
+        kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"} | {"device": device}
+    torch.set_default_dtype(entry.default_dtype)
+    results = tree_leaves(entry.function(*args, **kwargs))
+    for view, result in zip(entry.outputs, results, strict=True):
+        if view is None:
+            continue
+        if entry.allocates:
+            result.zero_()
+        if result.stride() != view.stride or result.storage_offset() != view.offset:
+            laid = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
+            result = laid.copy_(result)
+        made[view.buffer] = result.untyped_storage()
+
+
+def _accelerator(device: torch.device) -> Any:
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+def _seed_generators(seed: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(seed)
+    accelerator = _accelerator(device)
+    if accelerator is not None:
+        with accelerator.device(device):
+            accelerator.manual_seed(seed)
+
+
 @contextmanager
-def record_construction():
-    yield ConstructionRecord()
-def seed_of(*parts): return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7],"little")
+def _generators_restored(device: torch.device) -> Iterator[None]:
+    accelerator = _accelerator(device)
+    state = torch.default_generator.get_state()
+    other = None if accelerator is None else accelerator.get_rng_state(device)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        if accelerator is not None:
+            accelerator.set_rng_state(other, device)
+
+
+@contextmanager
+def _default_dtype_restored() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _SkippedInits(TorchFunctionMode):
+    """Records the functions of `nn.init` that return at once on a meta tensor.
+
+    In torch 2.13 `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` ask ``tensor.is_meta`` and
+    leave. The question is caught, which also works where a model has imported the function by its
+    name.
+    """
+
+    def __init__(self, tape: ConstructionTape) -> None:
+        super().__init__()
+        self._tape = tape
+        self._asks_meta = inspect.getattr_static(Tensor, "is_meta").__get__
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if result is True and func == self._asks_meta:
+            frame = sys._getframe(1)
+            if frame.f_globals is vars(init) and self._tape.knows(args[0]):
+                self._record(frame.f_code, frame.f_locals)
+        return result
+
+    def _record(self, code: Any, values: dict[str, Any]) -> None:
+        function = vars(init)[code.co_name]
+        names = inspect.signature(function).parameters
+        kwargs = {name: values[name] for name in names}
+        written = [kwargs["tensor"]]
+        with self._tape.paused():
+            self._tape.record(function, (), kwargs, written=written, random=True)
+
+
+def _registering(
+    original: Callable[..., None], record: ConstructionRecord
+) -> Callable[[nn.Module, str, nn.Parameter | None], None]:
+    """Return a `register_parameter` that puts a meta parameter in the place of a real one."""
+    owner = threading.get_ident()
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if not isinstance(param, nn.Parameter) or threading.get_ident() != owner:
+            original(self, name, param)
+            return
+        if param.grad_fn is not None or is_lazy(param):
+            original(self, name, param)
+            return
+        if not is_traceable_wrapper_subclass(param):
+            param = record._meta_twin(param, f"{name!r} of {type(self).__name__}")
+        original(self, name, param)
+
+    return register_parameter
+
+
+@contextmanager
+def record_construction() -> Iterator[ConstructionRecord]:
+    """Build models inside without memory for parameters, and record how each one is initialised.
+
+    Inside, a parameter becomes a meta tensor as a module registers it, buffers stay real, ties stay
+    ties. The record is complete when the context is left. Other threads are not affected.
+
+    Raises:
+        ConfigurationError: It is already active.
+        PlanError: A constructor asks for values of a parameter (``.item()``, a real tensor from
+            it).
+
+    Example:
+        >>> with record_construction() as record:
+        ...     layer = nn.Linear(3, 5)
+        >>> record.initialise(layer.weight, name="weight", seed=1, device="cpu").shape
+        torch.Size([5, 3])
+    """
+    original = nn.Module.register_parameter
+    if getattr(original, "__module__", "") == __name__:
+        raise ConfigurationError(
+            "record_construction() is already active. Build the model in one context, not in two."
+        )
+    record = ConstructionRecord()
+    replacement: Any = _registering(original, record)
+    nn.Module.register_parameter = replacement  # type: ignore[method-assign]
+    try:
+        with _SkippedInits(record._tape), record._tape:
+            yield record
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        record._tape.finish()

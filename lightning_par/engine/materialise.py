@@ -1,4 +1,6 @@
-"""Giving the local parameters their values, one at a time, so that no rank ever holds the whole model."""
+"""Giving the local parameters their values, one at a time, so that no rank ever holds the whole
+model.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ from torch import nn, Tensor
 from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.stages import StageStub
 from lightning_par.engine.tensor import shard_parameter, TensorParallel
+from lightning_par.errors import PlanError
 
 __all__ = ["Materialiser", "broadcast_values"]
 
@@ -51,8 +54,15 @@ class Materialiser:
                     fqn = f"{base}.{key}" if base else key
                     module._parameters[key] = self._place(parameter, fqn)
             for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = buffer.to(self.device)
+                if buffer is None:
+                    continue
+                if buffer.is_meta:
+                    raise PlanError(
+                        f"the buffer {base}.{key} is a copy of a parameter made in "
+                        "configure_model, where parameters have no values yet. Make the buffer "
+                        "from values of its own."
+                    )
+                module._buffers[key] = buffer.to(self.device)
 
     @torch.no_grad()
     def _place(self, parameter: nn.Parameter, fqn: str) -> nn.Parameter:

@@ -1,7 +1,9 @@
-"""The pipeline executor: walks through a schedule and runs the user's step for every micro-batch of a stage.
+"""The pipeline executor: walks through a schedule and runs the user's step for every micro-batch of
+a stage.
 
-p stages, m micro-batches. The schedule says in which order; the executor posts the receives of an action before it
-computes the one before, names the action when something fails, and records when everything ran.
+p stages, m micro-batches. The schedule says in which order; the executor posts the receives of an
+action before it computes the one before, names the action when something fails, and records when
+everything ran.
 """
 
 import time
@@ -35,7 +37,8 @@ class PipelineRun:
 
     Attributes:
         results: On the last stage, what the step returned for every micro-batch; elsewhere empty.
-        events: When every action computed, in seconds of `time.monotonic`, which all processes of a host share.
+        events: When every action computed, in seconds of `time.monotonic`, which all processes of a
+            host share.
         waited: Seconds spent waiting for other stages, per action.
     """
 
@@ -65,9 +68,8 @@ class PipelineExecutor:
     def __init__(
         self, stage: Stage, activations: Channel, gradients: Channel, hooks: PipelineHooks
     ) -> None:
-        self._stage, self._activations, self._gradients = stage, activations, gradients
-        self._hooks = hooks
-        self.action: Action | None = None
+        self.stage, self.activations, self.gradients = stage, activations, gradients
+        self.hooks = hooks
 
     def run(
         self,
@@ -82,106 +84,113 @@ class PipelineExecutor:
             schedule: One stage per rank; the same on every rank.
             step: Runs the user's step for a micro-batch; unwound early on all but the last stage.
             signatures: For every micro-batch, a value that tells the shapes of its messages.
-            loss_of: Gives the scalar to differentiate from a micro-batch's result; None runs forward only.
+            loss_of: Gives the scalar to differentiate from a micro-batch's result; None runs
+                forward only.
 
-        **Communicates**: every activation once to the next stage, every gradient of one once to the previous.
+        **Communicates**: every activation once to the next stage, every gradient of one once to the
+        previous.
         """
-        actions = schedule.actions[self._stage.index]
-        run, flying, posted = PipelineRun(), dict[int, _InFlight](), dict[Action, PendingMessage]()
-        backwards = [a for a in actions if a.kind is ActionKind.BACKWARD]
-        for position, action in enumerate(actions):
-            self.action = action
-            began = time.monotonic()
-            pending = posted.pop(action, None) or self._post(action, flying, signatures)
-            if pending is not None:
-                pending.wait()
-            following = actions[position + 1] if position + 1 < len(actions) else None
-            if following is not None and self._can_post(following, flying, signatures):
-                posted[following] = self._post(following, flying, signatures)  # type: ignore[assignment]
-            start = time.monotonic()
-            try:
-                if action.kind is ActionKind.FORWARD:
-                    self._forward(action.microbatch, pending, step, signatures, loss_of, flying, run)
-                else:
-                    self._hooks.before_backward(is_last=action is backwards[-1])
-                    self._backward(flying.pop(action.microbatch), pending)
-            except Exception as error:
-                error.add_note(self._where(action))
-                raise
-            run.events.append(TimedAction(action, start, time.monotonic()))
-            run.waited[action] = start - began
-        self._activations.drain()
-        self._gradients.drain()
-        self.action = None
-        return run
+        walk = _Walk(self, step, signatures, loss_of)
+        walk.go(schedule.actions[self.stage.index])
+        self.activations.drain()
+        self.gradients.drain()
+        return walk.run
 
-    def _where(self, action: Action) -> str:
-        kind = "forward" if action.kind is ActionKind.FORWARD else "backward"
-        return (
-            f"in pipeline stage {self._stage.index} of {self._stage.count}, {kind} of micro-batch {action.microbatch}"
-        )
 
-    def _can_post(
-        self, action: Action, flying: dict[int, _InFlight], signatures: Sequence[Hashable]
-    ) -> bool:
-        """Whether the action's receive has a known shape and this rank is not the source."""
-        if action.kind is ActionKind.FORWARD:
-            first = self._stage.is_first
-            return not first and self._activations.knows(signatures[action.microbatch])
-        return not self._stage.is_last and action.microbatch in flying
+class _Walk:
+    """One walk of one stage through a schedule."""
 
-    def _post(
-        self, action: Action, flying: dict[int, _InFlight], signatures: Sequence[Hashable]
-    ) -> PendingMessage | None:
-        if action.kind is ActionKind.FORWARD:
-            if self._stage.is_first:
-                return None
-            return self._activations.post_message(signatures[action.microbatch])
-        if self._stage.is_last:
-            return None
-        specs = [TensorSpec.of(t) for t in flying[action.microbatch].sent]
-        return self._gradients.post_tensors(specs)
-
-    def _forward(
+    def __init__(
         self,
-        index: int,
-        pending: PendingMessage | None,
+        executor: PipelineExecutor,
         step: Callable[[int], Any],
         signatures: Sequence[Hashable],
         loss_of: Callable[[int, Any], Tensor] | None,
-        flying: dict[int, _InFlight],
-        run: PipelineRun,
     ) -> None:
-        stage, flight = self._stage, _InFlight(MicroBatchState())
+        self.stage, self.hooks = executor.stage, executor.hooks
+        self.activations, self.gradients = executor.activations, executor.gradients
+        self.step, self.signatures, self.loss_of = step, signatures, loss_of
+        self.run = PipelineRun()
+        self.flying: dict[int, _InFlight] = {}
+
+    def go(self, actions: Sequence[Action]) -> None:
+        """Run the actions in order; a receive is posted before the action ahead of it computes."""
+        last = [a for a in actions if a.kind is ActionKind.BACKWARD][-1:]
+        posted: PendingMessage | None = None
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
+            began = time.monotonic()
+            try:
+                pending = posted or self._post(action)
+                if pending is not None:
+                    pending.wait()
+                posted = self._post_early(following)
+                start = time.monotonic()
+                if action.kind is ActionKind.FORWARD:
+                    self._forward(action.microbatch, pending)
+                else:
+                    self.hooks.before_backward(is_last=action in last)
+                    self._backward(self.flying.pop(action.microbatch), pending)
+            except Exception as error:
+                kind = "forward" if action.kind is ActionKind.FORWARD else "backward"
+                error.add_note(
+                    f"in pipeline stage {self.stage.index} of {self.stage.count}, {kind} of "
+                    f"micro-batch {action.microbatch}"
+                )
+                raise
+            self.run.events.append(TimedAction(action, start, time.monotonic()))
+            self.run.waited[action] = start - began
+
+    def _post_early(self, action: Action | None) -> PendingMessage | None:
+        """Post a receive whose shapes are known already; otherwise it is posted when it is due."""
+        if action is None:
+            return None
+        if action.kind is ActionKind.FORWARD:
+            known = self.activations.knows(self.signatures[action.microbatch])
+            return self._post(action) if known else None
+        return self._post(action) if action.microbatch in self.flying else None
+
+    def _post(self, action: Action) -> PendingMessage | None:
+        """Post the receive of an action, if it has one."""
+        if action.kind is ActionKind.FORWARD:
+            if self.stage.is_first:
+                return None
+            return self.activations.post_message(self.signatures[action.microbatch])
+        if self.stage.is_last:
+            return None
+        specs = [TensorSpec.of(t) for t in self.flying[action.microbatch].sent]
+        return self.gradients.post_tensors(specs)
+
+    def _forward(self, index: int, pending: PendingMessage | None) -> None:
+        stage, flight = self.stage, _InFlight(MicroBatchState())
+        trains = self.loss_of is not None
         if pending is not None:
-            tree, flight.received = unpack(pending, with_grad=loss_of is not None)
-            flight.state.received = tree
+            flight.state.received, flight.received = unpack(pending, with_grad=trains)
 
         def forward() -> Any:
-            result = stage.run(flight.state, lambda: step(index))
+            result = stage.run(flight.state, lambda: self.step(index))
             return result if stage.is_last else stage.outgoing(flight.state)
 
-        result = self._hooks.call(forward)
+        result = self.hooks.call(forward)
         if stage.is_last:
-            run.results[index] = result
-            if loss_of is not None:
-                flight.loss = loss_of(index, result)
+            self.run.results[index] = result
+            if self.loss_of is not None:
+                flight.loss = self.loss_of(index, result)
         else:
-            tensors = self._activations.send_message(result, signatures[index])
+            tensors = self.activations.send_message(result, self.signatures[index])
             flight.sent = [t for t in tensors if t.requires_grad]
         flight.state.recorded.clear()
-        if loss_of is not None:
-            flying[index] = flight
+        if trains:
+            self.flying[index] = flight
 
     def _backward(self, flight: _InFlight, pending: PendingMessage | None) -> None:
-        stage = self._stage
+        stage = self.stage
         with stage.hold(flight.state, in_backward=True):
             if flight.loss is not None:
                 if flight.loss.requires_grad:
-                    flight.loss.backward()  # type: ignore[no-untyped-call]
+                    flight.loss.backward()
             elif pending is not None and flight.sent:
                 torch.autograd.backward(flight.sent, pending.buffers)
         if not stage.is_first:
             leaves = [t for t in flight.received if t.requires_grad]
             grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
-            self._gradients.send_tensors(grads)
+            self.gradients.send_tensors(grads)

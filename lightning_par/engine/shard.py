@@ -9,8 +9,8 @@ zero_stage  parameters              gradients                                opt
 3           gathered block by block reduce-scattered after every backward    sharded
 ==========  ======================  =======================================  ==================
 
-A step has several backwards where a pipeline runs micro-batches. While gradients accumulate over batches, no stage
-communicates gradients.
+A step has several backwards where a pipeline runs micro-batches. While gradients accumulate over
+batches, no stage communicates gradients.
 
 **Source**: Rajbhandari et al. 1910.02054 (ZeRO); Zhao et al. 2304.11277 (FSDP).
 """
@@ -30,7 +30,9 @@ __all__ = ["Sharding", "shard_model"]
 
 
 class _StepRoot(nn.Module):
-    """Root of the FSDP units: its forward is one call of the user's step, which may call any part of the model."""
+    """Root of the FSDP units: its forward is one call of the user's step, which may call any part
+    of the model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,20 +1,21 @@
 """Cutting a model into pipeline stages without changing it or the step that calls it.
 
-Note [Leave at the boundary]: every stage runs the user's own step on the whole micro-batch. Blocks of earlier stages
-are stubs; the one just before the local blocks answers with what was received. The stub after the last local
-block raises `Leave`, which unwinds the step. So user code between two blocks runs where its result is needed, the
-loss is computed on the last stage, and nothing runs twice on one stage.
+Note [Leave at the boundary]: every stage runs the user's own step on the whole micro-batch. Blocks
+of earlier stages are stubs; the one just before the local blocks answers with what was received.
+The stub after the last local block raises `Leave`, which unwinds the step. So user code between two
+blocks runs where its result is needed, the loss is computed on the last stage, and nothing runs
+twice on one stage.
 
-Note [Poison]: what belongs to another stage answers with NaN, never with zeros, so that a step which uses it
-shows a NaN loss instead of a plausible number.
+Note [Poison]: what belongs to another stage answers with NaN, never with zeros, so that a step
+which uses it shows a NaN loss instead of a plausible number.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import nn, Tensor
@@ -26,20 +27,20 @@ from lightning_par.layout import ModelLayout
 __all__ = ["Leave", "Message", "MicroBatchState", "Stage", "StageStub", "cut_stage"]
 
 Message = dict[str, Any]
-"""What crosses a boundary: ``"3"`` -> output tree of block 3, ``"3.name"`` -> attribute it stored."""
+"""What crosses a boundary: ``"3"`` -> output tree of block 3, ``"3.name"`` -> attribute it
+stored.
+"""
 
 
-class Leave(BaseException):  # noqa: N818 - not an error: it unwinds a step that has done its part
-    """Unwinds the user's step at the end of a stage; user code must let it pass, as any BaseException."""
+class Leave(BaseException):
+    """Unwinds the user's step at the end of a stage; user code must let it pass, as any
+    BaseException.
+    """
 
 
+@dataclass(frozen=True)
 class _Elided:
     """Stands for hidden states that nobody needs any more in an output tree that is carried on."""
-
-
-pytree.register_pytree_node(
-    _Elided, lambda _: ([], None), lambda *_: _Elided(), serialized_type_name="lightning_par.Elided"
-)
 
 
 @dataclass(eq=False)
@@ -74,7 +75,9 @@ class Stage:
         in_backward: True while gradients are computed; then blocks only run to recompute.
     """
 
-    def __init__(self, index: int, bounds: Sequence[tuple[int, int]], carried: Sequence[str]) -> None:
+    def __init__(
+        self, index: int, bounds: Sequence[tuple[int, int]], carried: Sequence[str]
+    ) -> None:
         self.index, self.count, self.bounds = index, len(bounds), tuple(bounds)
         self.first_block, self.end_block = bounds[index]
         self.carried = tuple(carried)
@@ -122,7 +125,8 @@ class Stage:
                 state.left = True
         if not self.is_last and not state.left:
             raise PipelineError(
-                f"the step returned before block {self.end_block}: it skipped blocks, returned early, or caught the "
+                f"the step returned before block {self.end_block}: it skipped blocks, returned "
+                "early, or caught the "
                 "BaseException that ends a stage (a bare `except:` around the model call)."
             )
         if self.is_last and self.end_block - 1 not in state.called:
@@ -130,7 +134,9 @@ class Stage:
         return result
 
     def outgoing(self, state: MicroBatchState) -> Message:
-        """Return what the next stage needs: everything carried so far and the last block's output."""
+        """Return what the next stage needs: everything carried so far and the last block's
+        output.
+        """
         message = dict(state.received)
         if not self.is_first:
             key = str(self.first_block - 1)
@@ -144,7 +150,8 @@ class Stage:
             return
         if block in state.called:
             raise PipelineError(
-                f"block {block} was called twice in one step; a pipeline passes through the blocks once."
+                f"block {block} was called twice in one step; a pipeline passes through the blocks "
+                "once."
             )
         state.called.add(block)
         if self.is_last:
@@ -217,8 +224,7 @@ def _elide_hidden(tree: Any) -> Any:
 
 
 def _fill_hidden(tree: Any, hidden: Any) -> Any:
-    is_elided = lambda leaf: isinstance(leaf, _Elided)  # noqa: E731
-    return pytree.tree_map(lambda t: hidden if is_elided(t) else t, tree, is_leaf=is_elided)
+    return pytree.tree_map(lambda t: hidden if isinstance(t, _Elided) else t, tree)
 
 
 def _poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -234,7 +240,9 @@ def _poison_parameter(owner: nn.Module, name: str) -> None:
 
 
 class _EarlierBlock(StageStub):
-    """Answers for a block of an earlier stage; mixed with the block's class, which models may look for."""
+    """Answers for a block of an earlier stage; mixed with the block's class, which models may look
+    for.
+    """
 
     _stage: Stage
     _number: int
@@ -254,14 +262,15 @@ class _EarlierBlock(StageStub):
         return _fill_hidden(answer, next(t for t in leaves if isinstance(t, Tensor)))
 
 
-@lru_cache(maxsize=None)
-def _stub_class(block: type[nn.Module]) -> type[_EarlierBlock]:
+@cache
+def _stub_class(block: Hashable) -> type[_EarlierBlock]:
+    assert isinstance(block, type)
     members = {"forward": torch._dynamo.disable(_EarlierBlock.forward)}
     return type(f"Earlier{block.__name__}", (_EarlierBlock, block), members)
 
 
 def _earlier_block(block: nn.Module, stage: Stage, number: int) -> nn.Module:
-    kind = _stub_class(type(block))
+    kind = _stub_class(cast(Hashable, type(block)))
     stub = kind.__new__(kind)
     nn.Module.__init__(stub)
     stub.__dict__["_stage"], stub.__dict__["_number"] = stage, number
@@ -289,7 +298,8 @@ class _Absent(StageStub):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PipelineError(
-            f"{self.fqn} belongs to the last pipeline stage but was called before the blocks; name it in "
+            f"{self.fqn} belongs to the last pipeline stage but was called before the blocks; name "
+            "it in "
             "ParallelPlan(first=...) or ParallelPlan(replicated=...)."
         )
 

@@ -2,10 +2,11 @@
 
 Shapes: B batch, T tokens, D model dim, N heads; a rank holds D/tp features or T/tp tokens.
 
-Note [Local computation]: parameters are DTensors, so that optimizers, norms and checkpoints know what they
-hold; inside a module's forward they stand for their local shards, and the collectives are explicit. No operation of
-the model is dispatched through DTensor. With sequence parallelism the activations between the modules are shards
-along T, and the pair all-reduce + identity becomes all-gather + reduce-scatter, which moves the same bytes.
+Note [Local computation]: parameters are DTensors, so that optimizers, norms and checkpoints know
+what they hold; inside a module's forward they stand for their local shards, and the collectives are
+explicit. No operation of the model is dispatched through DTensor. With sequence parallelism the
+activations between the modules are shards along T, and the pair all-reduce + identity becomes
+all-gather + reduce-scatter, which moves the same bytes.
 
 **Source**: Shoeybi et al. 1909.08053; Korthikanti et al. 2205.05198, section 4.2.2.
 """
@@ -13,7 +14,7 @@ along T, and the pair all-reduce + identity becomes all-gather + reduce-scatter,
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,8 @@ class _Context:
 def apply_tensor_parallel(
     model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, sequence_parallel: bool
 ) -> TensorParallel:
-    """Make every module with a style compute its share; parameters are sharded later, by `shard_parameter`.
+    """Make every module with a style compute its share; parameters are sharded later, by
+    `shard_parameter`.
 
     Args:
         model: Parameters may be on meta. Modules of other pipeline stages may be missing.
@@ -160,13 +162,20 @@ def _placement(style: str, name: str) -> Placement:
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
     """Let the module's own parameters stand for their local shards while its forward runs."""
-    saved = {n: p for n, p in module._parameters.items() if isinstance(p, DTensor)}
+    items = cast(dict[str, Any], module._parameters).items()
+    saved = {name: value for name, value in items if isinstance(value, DTensor)}
     try:
         for name, parameter in saved.items():
-            module._parameters[name] = parameter.to_local()  # type: ignore[assignment]
+            _swap(module, name, parameter.to_local())
         yield
     finally:
-        module._parameters.update(saved)  # type: ignore[arg-type]
+        for name, parameter in saved.items():
+            _swap(module, name, parameter)
+
+
+def _swap(module: nn.Module, name: str, value: Any) -> None:
+    """Set what ``module.name`` means, without the checks that make it a registered parameter."""
+    module._parameters[name] = value
 
 
 _Forward = Callable[..., Any]
@@ -183,7 +192,7 @@ def _wrap_forward(module: nn.Module, style: _Style, context: _Context) -> None:
         with _local_parameters(module):
             return style(module, original, context, args, kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _plain(module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any) -> Any:
@@ -200,11 +209,11 @@ def _colwise_gather_output(
 
 def _rowwise(module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any) -> Any:
     bias = module._parameters.get("bias")
-    module._parameters["bias"] = None
+    _swap(module, "bias", None)
     try:
         out = call(*args, **kwargs)
     finally:
-        module._parameters["bias"] = bias
+        _swap(module, "bias", bias)
     out = ctx.leave(out)
     return out if bias is None else out + bias
 
@@ -213,7 +222,9 @@ def _vocab_embedding(
     module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any
 ) -> Any:
     if getattr(module, "padding_idx", None) is not None or getattr(module, "max_norm", None):
-        raise PlanError("vocab_embedding: an embedding with padding_idx or max_norm stays 'replicated'.")
+        raise PlanError(
+            "vocab_embedding: an embedding with padding_idx or max_norm stays 'replicated'."
+        )
     (ids,) = args or tuple(kwargs.values())
     weight = module._parameters["weight"]
     assert weight is not None
@@ -279,9 +290,11 @@ def _draws_random_numbers(block: nn.Module) -> bool:
 
 
 def _separate_random_numbers(block: nn.Module, tp_rank: int) -> None:
-    """Draw other random numbers on every rank inside the block: each holds other tokens, then other heads.
+    """Draw other random numbers on every rank inside the block: each holds other tokens, then other
+    heads.
 
-    The seed comes from the state that all ranks share, which moves on alike, and is restored afterwards.
+    The seed comes from the state that all ranks share, which moves on alike, and is restored
+    afterwards.
     """
     original = block.forward
 
@@ -295,4 +308,4 @@ def _separate_random_numbers(block: nn.Module, tp_rank: int) -> None:
             torch.manual_seed(seed)
             return original(*args, **kwargs)
 
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward

@@ -1,12 +1,12 @@
 """Point-to-point messages between neighbouring pipeline stages.
 
-A message is a tree of tensors and other values. Shapes, dtypes and everything that is not a tensor travel in a header,
-once for every signature of the batch that both ends know; after that only tensors are sent, and a receive can be
-posted before it is needed.
+A message is a tree of tensors and other values. Shapes, dtypes and everything that is not a tensor
+travel in a header, once for every signature of the batch that both ends know; after that only
+tensors are sent, and a receive can be posted before it is needed.
 
-Note [Two groups]: activations and gradients use separate process groups. On NCCL the messages between two ranks of
-one group are executed in the order they were issued, so a stage that sends an activation while its neighbour
-sends a gradient would wait forever.
+Note [Two groups]: activations and gradients use separate process groups. On NCCL the messages
+between two ranks of one group are executed in the order they were issued, so a stage that sends an
+activation while its neighbour sends a gradient would wait forever.
 """
 
 import pickle
@@ -47,8 +47,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Header:
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
+    tree: Any
     tensors: tuple[TensorSpec, ...]
 
 
@@ -137,13 +136,15 @@ class Channel:
             self._isend(tensor.contiguous())
 
     def post_message(self, signature: Hashable) -> PendingMessage:
-        """Post the receives of a message; waits for the header if it is the first of its signature."""
+        """Post the receives of a message; waits for the header if it is the first of its
+        signature.
+        """
         if signature not in self._seen:
             size = torch.zeros(1, dtype=torch.long)
             dist.recv(size, self._source, group=self._group)
             text = torch.empty(int(size), dtype=torch.uint8)
             dist.recv(text, self._source, group=self._group)
-            self._seen[signature] = pickle.loads(text.numpy().tobytes())  # noqa: S301 - own ranks
+            self._seen[signature] = pickle.loads(text.numpy().tobytes())
         header = self._seen[signature]
         pending = self.post_tensors(header.tensors)
         pending.header = header
@@ -181,21 +182,25 @@ def unpack(pending: PendingMessage, *, with_grad: bool) -> tuple[Any, list[Tenso
     assert header is not None
     for tensor, spec in zip(tensors, header.tensors, strict=True):
         tensor.requires_grad_(with_grad and spec.requires_grad)
-    leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in header.leaves]
-    return pytree.tree_unflatten(leaves, header.spec), tensors
+
+    def fill(leaf: Any) -> Any:
+        return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
+
+    return pytree.tree_map(fill, header.tree), tensors
 
 
 def _pack(message: Any) -> tuple[_Header, list[Tensor]]:
-    leaves, spec = pytree.tree_flatten(message)
+    """Put a `_Slot` in the place of every tensor."""
     tensors: list[Tensor] = []
     slots: dict[int, _Slot] = {}
-    packed: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if id(leaf) not in slots:
-                slots[id(leaf)] = _Slot(len(tensors))
-                tensors.append(leaf)
-            packed.append(slots[id(leaf)])
-        else:
-            packed.append(leaf)
-    return _Header(spec, tuple(packed), tuple(map(TensorSpec.of, tensors))), tensors
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in slots:
+            slots[id(leaf)] = _Slot(len(tensors))
+            tensors.append(leaf)
+        return slots[id(leaf)]
+
+    tree = pytree.tree_map(place, message)
+    return _Header(tree, tuple(map(TensorSpec.of, tensors))), tensors

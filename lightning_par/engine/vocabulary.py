@@ -19,11 +19,19 @@ _METADATA = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta",
 
 
 class _VocabParallelNLL(torch.autograd.Function):
-    """Negative log likelihood of every token from sharded logits; the softmax shard is kept for backward."""
+    """Negative log likelihood of every token from sharded logits; the softmax shard is kept for
+    backward.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, start: int, size: int, smoothing: float, group: Any
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        start: int,
+        size: int,
+        smoothing: float,
+        group: Any,
     ) -> Tensor:
         columns = logits.shape[-1]
         highest = logits.amax(-1) if columns else logits.new_full(target.shape, -torch.inf)
@@ -32,9 +40,7 @@ class _VocabParallelNLL(torch.autograd.Function):
         exponentials = shifted.exp()
         inside = (target >= start) & (target < start + columns)
         local = torch.where(inside, target - start, 0)
-        picked = (
-            shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if columns else shifted.sum(-1)
-        )
+        picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if columns else shifted.sum(-1)
         parts = [exponentials.sum(-1), torch.where(inside, picked, 0)]
         if smoothing:
             parts.append(shifted.sum(-1))
@@ -71,7 +77,8 @@ def vocab_parallel_cross_entropy(
     """Cross-entropy of logits whose vocabulary is sharded over `group`; equals `F.cross_entropy`.
 
     Args:
-        logits: [N, V/tp], the columns of this rank. Half precision is computed in float32, as under autocast.
+        logits: [N, V/tp], the columns of this rank. Half precision is computed in float32, as under
+            autocast.
         target: [N] int64, class indices, the same on every rank.
         vocab_size: V.
         group: The tensor-parallel ranks.
@@ -82,7 +89,8 @@ def vocab_parallel_cross_entropy(
     Returns:
         A scalar, or [N] for "none"; the same on every rank.
 
-    **Communicates**: all-reduces of N maxima and of 2 N sums (3 N with smoothing) forward, nothing backward.
+    **Communicates**: all-reduces of N maxima and of 2 N sums (3 N with smoothing) forward, nothing
+    backward.
 
     **Source**: Shoeybi et al. 1909.08053, section 3 (parallel cross-entropy).
     """
@@ -103,9 +111,10 @@ def vocab_parallel_cross_entropy(
 class VocabShardedLogits(Tensor):
     """Logits [..., V] of which this rank holds the columns [..., V/tp].
 
-    `F.cross_entropy` on it (also after reshaping, slicing or moving the vocabulary to dim 1) runs sharded. Every
-    other operation first gathers the whole logits, so that any code that treats it as a tensor is right; the gather
-    is a collective, so all tensor-parallel ranks have to run the same operations.
+    `F.cross_entropy` on it (also after reshaping, slicing or moving the vocabulary to dim 1) runs
+    sharded. Every other operation first gathers the whole logits, so that any code that treats it
+    as a tensor is right; the gather is a collective, so all tensor-parallel ranks have to run the
+    same operations.
     """
 
     local: Tensor
@@ -126,14 +135,14 @@ class VocabShardedLogits(Tensor):
         """
         dim = vocab_dim % local.ndim
         shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
-        made: Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Tensor = torch.Tensor._make_wrapper_subclass(
             VocabShardedLogits, shape, dtype=local.dtype, device=local.device
         )
         assert isinstance(made, VocabShardedLogits)
         made.local, made.group, made.vocab_dim = local, group, dim
         return made
 
-    def gather(self) -> Tensor:
+    def full(self) -> Tensor:
         """Return the whole logits as a plain tensor; differentiable.
 
         **Communicates**: one all-gather over the tensor-parallel ranks.
@@ -159,28 +168,31 @@ class VocabShardedLogits(Tensor):
         return func(*plain[0], **plain[1])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Nothing reaches the dispatcher unless torch functions were disabled on purpose."""
+        """Gather first; only code that disabled torch functions on purpose comes here."""
         plain = torch.utils._pytree.tree_map(_gathered, (tuple(args), dict(kwargs or {})))
         return func(*plain[0], **plain[1])
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"VocabShardedLogits(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
 
 
 def _gathered(value: Any) -> Any:
-    return value.gather() if isinstance(value, VocabShardedLogits) else value
+    return value.full() if isinstance(value, VocabShardedLogits) else value
 
 
 def _answer_from_shard(
-    func: Callable[..., Any], x: VocabShardedLogits, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
+    func: Callable[..., Any],
+    x: VocabShardedLogits,
+    rest: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     name = getattr(func, "__name__", "")
     if name == "__get__":
@@ -195,15 +207,22 @@ def _answer_from_shard(
         return func(x.local, *rest) if func is Tensor.register_hook else x.__repr__()
     if func is F.cross_entropy:
         return _cross_entropy(x, size, *rest, **kwargs)
-    if func in (Tensor.float, Tensor.double, Tensor.contiguous, Tensor.to, Tensor.clone, Tensor.detach):
+    if func in (
+        Tensor.float,
+        Tensor.double,
+        Tensor.contiguous,
+        Tensor.to,
+        Tensor.clone,
+        Tensor.detach,
+    ):
         return VocabShardedLogits.wrap(func(x.local, *rest, **kwargs), size, x.group, dim)
     if kwargs or dim != len(shape) - 1:
         return NotImplemented
     if func is Tensor.__getitem__ and _keeps_last(rest[0], len(shape)):
         return VocabShardedLogits.wrap(x.local[rest[0]], size, x.group)
-    if func in (Tensor.transpose, torch.transpose) and len(shape) == 3:
-        if sorted(d % 3 for d in rest) == [1, 2]:
-            return VocabShardedLogits.wrap(x.local.transpose(1, 2), size, x.group, 1)
+    swaps = func in (Tensor.transpose, torch.transpose) and len(shape) == 3
+    if swaps and sorted(d % 3 for d in rest) == [1, 2]:
+        return VocabShardedLogits.wrap(x.local.transpose(1, 2), size, x.group, 1)
     leading = _new_leading_shape(func, shape, rest)
     if leading is None:
         return NotImplemented
@@ -237,7 +256,11 @@ def _new_leading_shape(
     """Return the dims before the vocabulary after a reshape that keeps it last, or None."""
     if func in (Tensor.view, Tensor.reshape, torch.reshape):
         wanted = rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest
-        if not all(isinstance(n, int) for n in wanted) or not wanted or wanted[-1] not in (shape[-1], -1):
+        if (
+            not all(isinstance(n, int) for n in wanted)
+            or not wanted
+            or wanted[-1] not in (shape[-1], -1)
+        ):
             return None
         return list(wanted[:-1]) if wanted[-1] == shape[-1] or -1 not in wanted[:-1] else None
     if func in (Tensor.flatten, torch.flatten) and rest:
@@ -258,7 +281,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`F.cross_entropy` with the vocabulary where torch has the classes: dim 1, or dim 0 without a batch."""
+    """`F.cross_entropy` with the vocabulary where torch has the classes: dim 1, or dim 0 without a
+    batch.
+    """
     classes = 0 if x.local.ndim == 1 else 1
     plain = weight is None and size_average is None and reduce is None
     if not plain or target.is_floating_point() or x.vocab_dim != classes:

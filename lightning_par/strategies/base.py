@@ -1,5 +1,8 @@
-"""`MeshStrategy`: one path from a LightningModule to a mesh; the named strategies are presets of it."""
+"""`MeshStrategy`: one path from a LightningModule to a mesh; the named strategies are presets of
+it.
+"""
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -8,38 +11,28 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn, Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.engine.initialise import ConstructionRecord, record_construction
-from lightning_par.engine.schedule import SCHEDULES
-from lightning_par.errors import ConfigurationError, MeshError, raise_problems
-from lightning_par.mesh import build_mesh, fit_sizes, ParallelMesh, ParallelSizes, Size
+from lightning_par.engine.schedule import SCHEDULES, TimedAction
+from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.mesh import AutoRule, Size
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.strategies.checks import check_batch, check_loader, check_module, check_trainer
-from lightning_par.strategies.launcher import PreflightLauncher
-from lightning_par.strategies.parallelise import Parallelised, parallelise
+from lightning_par.strategies.parallelise import parallelise, Parallelised
+from lightning_par.strategies.processes import MeshProcesses
 from lightning_par.strategies.sharing import BatchSharing
 
 __all__ = ["MeshStrategy"]
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(MeshProcesses):
     """Trains an unchanged LightningModule on a mesh of tensor, pipeline and data parallelism.
 
     Sizes are whole numbers or ``"auto"``; what "auto" gives is said by each named strategy.
@@ -48,15 +41,19 @@ class MeshStrategy(ParallelStrategy):
         tensor_parallel_size: Ranks over which every layer's weights are sharded.
         pipeline_parallel_size: Stages into which the blocks are cut.
         data_parallel_size: Replicas that see different samples.
-        data_parallel_replicate_size: How many of the replicas hold a whole copy of the sharded state ("auto": 1, at
-            ZeRO stage 0 all).
-        zero_stage: What the replicas shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
-        num_microbatches: Micro-batches per batch of a replica ("auto": 4 per stage, or the batch size if smaller).
+        data_parallel_replicate_size: How many of the replicas hold a whole copy of the sharded
+            state ("auto": 1, at ZeRO stage 0 all).
+        zero_stage: What the replicas shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
+            parameters.
+        num_microbatches: Micro-batches per batch of a replica ("auto": 4 per stage, or the batch
+            size if smaller).
         schedule: ``"1f1b"`` or ``"gpipe"``.
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
-        compile_blocks: Compile every block with `torch.compile`.
-        plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the LightningModule.
+        compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
+            ``{"mode": "max-autotune"}``.
+        plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
+            LightningModule.
         process_group_backend: Of torch.distributed; by default gloo for the CPU and NCCL for CUDA.
         timeout: After which a collective gives up.
 
@@ -66,7 +63,7 @@ class MeshStrategy(ParallelStrategy):
     """
 
     strategy_name: ClassVar[str] = "mesh"
-    _auto: ClassVar[Any] = "balanced"
+    _auto_rule: ClassVar[AutoRule] = "balanced"
 
     def __init__(
         self,
@@ -80,20 +77,25 @@ class MeshStrategy(ParallelStrategy):
         schedule: str = "1f1b",
         stage_blocks: Sequence[int] | None = None,
         sequence_parallel: bool = True,
-        compile_blocks: bool = False,
+        compile_blocks: bool | dict[str, Any] = False,
         plan: ParallelPlan | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         **lightning_options: Any,
     ) -> None:
-        super().__init__(**lightning_options)
-        self._sizes_asked = {
-            "tensor": tensor_parallel_size,
-            "pipeline": pipeline_parallel_size,
-            "data": data_parallel_size,
-            "data_replicate": data_parallel_replicate_size,
-            "zero_stage": zero_stage,
-        }
+        super().__init__(
+            sizes={
+                "tensor": tensor_parallel_size,
+                "pipeline": pipeline_parallel_size,
+                "data": data_parallel_size,
+                "data_replicate": data_parallel_replicate_size,
+                "zero_stage": zero_stage,
+            },
+            auto=self._auto_rule,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            lightning_options=lightning_options,
+        )
         problems = []
         if schedule not in SCHEDULES:
             problems.append(f"schedule={schedule!r} must be one of {sorted(SCHEDULES)}.")
@@ -105,42 +107,9 @@ class MeshStrategy(ParallelStrategy):
         self.zero_stage, self.schedule, self.compile_blocks = zero_stage, schedule, compile_blocks
         self.num_microbatches = None if num_microbatches == "auto" else int(num_microbatches)
         self.stage_blocks, self.sequence_parallel, self.plan = stage_blocks, sequence_parallel, plan
-        self.num_nodes = 1
-        self._process_group_backend, self._timeout = process_group_backend, timeout
-        self._sizes: ParallelSizes | None = None
-        self._mesh: ParallelMesh | None = None
         self._record: ConstructionRecord | None = None
         self._parallelised: Parallelised | None = None
         self._sharing: BatchSharing | None = None
-
-    # ------------------------------------------------------------------ sizes and processes
-
-    @property
-    def sizes(self) -> ParallelSizes:
-        """The size of every axis.
-
-        Raises:
-            MeshError: They do not fit the devices.
-        """
-        if self._sizes is None:
-            self._sizes = fit_sizes(
-                num_devices=self.num_nodes * self.num_processes,
-                devices_per_node=self.num_processes,
-                auto=self._auto,
-                **self._sizes_asked,  # type: ignore[arg-type]
-            )
-        return self._sizes
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        """The mesh of this run.
-
-        Raises:
-            MeshError: The processes have not been set up.
-        """
-        if self._mesh is None:
-            raise MeshError("the mesh exists once the Trainer has set up its processes.")
-        return self._mesh
 
     @property
     def parallelised(self) -> Parallelised:
@@ -148,46 +117,20 @@ class MeshStrategy(ParallelStrategy):
         assert self._parallelised is not None
         return self._parallelised
 
-    @property
-    def num_processes(self) -> int:
-        """Devices on this node."""
-        return len(self.parallel_devices) if self.parallel_devices else 1
+    def pipeline_timeline(self) -> list[list[TimedAction]]:
+        """Return when every stage ran its actions in the last pipelined step, in seconds.
 
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        Every rank has to call this. Without a pipeline, or before a step, the list is empty. The
+        clock is `time.monotonic`, which the processes of one node share.
 
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning has to shard the data: only over replicas."""
-        return self.sizes.data > 1
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {
-            "num_replicas": self.sizes.data,
-            "rank": self.sizes.data_rank(self.global_rank),
-        }
-
-    @property
-    def process_group_backend(self) -> str:
-        """Backend of torch.distributed; CUDA runs also get gloo, for objects and batches on the CPU."""
-        if self._process_group_backend is not None:
-            return self._process_group_backend
-        if self.root_device.type == "cpu":
-            return "gloo"
-        return f"cpu:gloo,cuda:{_get_default_process_group_backend_for_device(self.root_device)}"
-
-    @override
-    def _configure_launcher(self) -> None:
-        _ = self.sizes
-        assert self.cluster_environment is not None
-        self._launcher = PreflightLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, self._preflight
-        )
+        **Communicates**: the actions of every stage, over the ``pp`` axis.
+        """
+        run = self.parallelised.steps.last_run
+        if run is None:
+            return []
+        rows: list[Any] = [None] * self.sizes.pipeline
+        dist.all_gather_object(rows, run.events, group=self.mesh.group("pp"))
+        return rows
 
     def _preflight(self, trainer: pl.Trainer | None, model: Any) -> None:
         """Refuse what cannot work before any other process starts."""
@@ -195,30 +138,6 @@ class MeshStrategy(ParallelStrategy):
             check_trainer(trainer, model, self.sizes)
             if self._parallelised is None and next(model.parameters(), None) is not None:
                 check_module(model, self._find_plan(model), self)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
-
-    @override
-    def setup_environment(self) -> None:
-        sizes = self.sizes
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        _init_dist_connection(
-            self.cluster_environment, self.process_group_backend, timeout=self._timeout
-        )
-        if self._mesh is None:
-            self._mesh = build_mesh(sizes, self.root_device.type)
-            self._sharing = BatchSharing(self._mesh)
-
-    # ------------------------------------------------------------------ the model
 
     def _find_plan(self, model: nn.Module) -> ParallelPlan | None:
         return self.plan if self.plan is not None else find_plan(model)
@@ -235,16 +154,22 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
         if self._parallelised is None or self._parallelised.module is not module:
             check_trainer(trainer, module, self.sizes)
             layout = check_module(module, self._find_plan(module), self)
+            if self._record is not None:
+                self._record.remember(module)
             self.model = self.precision_plugin.convert_module(self.model)
             self._parallelised = parallelise(module, layout, self.mesh, self._record, self)
             self._clip_over_the_mesh()
+        if self.sizes.data == 1:
+            # All ranks log the same values; Lightning cannot know.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -253,7 +178,9 @@ class MeshStrategy(ParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _clip_over_the_mesh(self) -> None:
-        """Let the precision plugin clip by the norm of the whole model; it only knows the local gradients."""
+        """Let the precision plugin clip by the norm of the whole model; it only knows the local
+        gradients.
+        """
         plugin = self.precision_plugin
         parallelised = self.parallelised
 
@@ -271,8 +198,6 @@ class MeshStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Parameters are made on the device by `setup`."""
 
-    # ------------------------------------------------------------------ steps
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if self.sizes.pipeline > 1:
@@ -284,7 +209,8 @@ class MeshStrategy(ParallelStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        assert self._sharing is not None
+        if self._sharing is None:
+            self._sharing = BatchSharing(self.mesh)
         batch = self._sharing.share(batch)
         check_batch(batch, self.parallelised.layout.plan.batch, self.sizes, self.sequence_parallel)
         return batch
@@ -296,7 +222,9 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+        return self._evaluate(
+            "validation_step", self.precision_plugin.val_step_context, args, kwargs
+        )
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -349,45 +277,6 @@ class MeshStrategy(ParallelStrategy):
     def on_predict_end(self) -> None:
         self.parallelised.sharding.release()
 
-    # ------------------------------------------------------------------ collectives that Lightning asks for
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas, or over `group`; ranks of one replica hold the same values."""
-        if not isinstance(tensor, Tensor) or self._mesh is None:
-            return tensor
-        group = self._mesh.data_group if group is None else group
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decide together with every rank of the world."""
-        if not _distributed_is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        group = self.mesh.data_group if group is None else group
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    # ------------------------------------------------------------------ checkpoints
-
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
@@ -407,7 +296,9 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict as one process would have it on rank 0, empty elsewhere."""
+        """Return the optimizer's state dict as one process would have it on rank 0, empty
+        elsewhere.
+        """
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return self.parallelised.states.gather_optimizer(self.parallelised.module, inner)
 
@@ -421,7 +312,8 @@ class MeshStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._parallelised is not None:
             self._parallelised.sharding.release()
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -431,5 +323,3 @@ class MeshStrategy(ParallelStrategy):
         """Leave process groups, and what holds them, behind."""
         left = ("_mesh", "_parallelised", "_sharing", "_record", "_launcher")
         return {**super().__getstate__(), **dict.fromkeys(left)}
-
-

@@ -40,32 +40,33 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
     problems = []
     if sizes.pipeline > 1 and not module.automatic_optimization:
         problems.append(
-            f"pipeline_parallel_size={sizes.pipeline}: {type(module).__name__} uses manual optimization, but the "
+            f"pipeline_parallel_size={sizes.pipeline}: {type(module).__name__} uses manual "
+            "optimization, but the "
             "schedule has to run the backward. Set automatic_optimization=True, or use "
             "pipeline_parallel_size=1."
         )
     if sizes.world_size > 1 and trainer.precision not in _PRECISIONS:
         problems.append(
-            f"precision={trainer.precision!r} is not supported on {sizes}: use one of {_PRECISIONS}."
+            f"precision={trainer.precision!r} is not supported on {sizes}: use one of "
+            f"{_PRECISIONS}."
         )
     if sizes.world_size > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
         problems.append(
-            f"sync_batchnorm=True is not supported on {sizes}: batch statistics are those of one replica's "
+            f"sync_batchnorm=True is not supported on {sizes}: batch statistics are those of one "
+            "replica's "
             "micro-batch. Use LayerNorm or RMSNorm, or sync_batchnorm=False."
         )
     if sizes.world_size > 1:
-        for callback in getattr(trainer, "callbacks", ()):
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-                problems.append(
-                    f"{type(callback).__name__} copies the whole model before it is sharded, which is not "
-                    f"supported on {sizes}. Remove the callback, or train on 1 device."
-                )
+        problems += [
+            f"{type(callback).__name__} copies the whole model before it is sharded, which is not "
+            f"supported on {sizes}. Remove the callback, or train on 1 device."
+            for callback in getattr(trainer, "callbacks", ())
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging)
+        ]
     raise_problems(ConfigurationError, problems)
 
 
-def check_module(
-    module: nn.Module, plan: ParallelPlan | None, options: _Options
-) -> ModelLayout:
+def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options) -> ModelLayout:
     """Check the model's plan at the sizes of the mesh.
 
     Args:
@@ -91,9 +92,12 @@ def check_module(
             needs.append(f"tensor_parallel_size={sizes.tensor} (how each module is sharded)")
         if needs:
             raise PlanError(
-                f"{type(module).__name__} offers no parallel_plan(), which {' and '.join(needs)} needs. Define "
-                "parallel_plan() on the LightningModule or its model, pass plan= to the strategy, or use "
-                "tensor_parallel_size=1 and pipeline_parallel_size=1 (data parallelism needs no plan)."
+                f"{type(module).__name__} offers no parallel_plan(), which {' and '.join(needs)} "
+                "needs. Define "
+                "parallel_plan() on the LightningModule or its model, pass plan= to the strategy, "
+                "or use "
+                "tensor_parallel_size=1 and pipeline_parallel_size=1 (data parallelism needs no "
+                "plan)."
             )
         plan = ParallelPlan()
     return check_plan(
@@ -116,7 +120,8 @@ def check_loader(dataloader: object, num_microbatches: int | None) -> None:
     size = dataloader.batch_size
     if size is not None and size < num_microbatches:
         raise ConfigurationError(
-            f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be cut into so many. Use "
+            f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be cut into so "
+            "many. Use "
             f"num_microbatches={size} or less, or batch_size={num_microbatches} or more."
         )
 
@@ -135,7 +140,9 @@ def check_batch(
         tokens = batch_entry(batch, entry).shape[dim]
         if tokens % sizes.tensor:
             raise ConfigurationError(
-                f"tensor_parallel_size={sizes.tensor} with sequence_parallel=True: {entry!r} has T={tokens} tokens in "
-                f"dim {dim}, not divisible by {sizes.tensor}. Pad to {-(-tokens // sizes.tensor) * sizes.tensor}, or "
+                f"tensor_parallel_size={sizes.tensor} with sequence_parallel=True: {entry!r} has "
+                f"T={tokens} tokens in "
+                f"dim {dim}, not divisible by {sizes.tensor}. Pad to "
+                f"{-(-tokens // sizes.tensor) * sizes.tensor}, or "
                 "use sequence_parallel=False."
             )

@@ -1,10 +1,10 @@
 """`self.log` under a mesh: the values of the whole batch, known to every rank.
 
-Micro-batches are combined with the weights of the loss. With ``sync_dist=True`` the replicas are, too, so that a mean
-is the mean that one process would have logged.
+Micro-batches are combined with the weights of the loss. With ``sync_dist=True`` the replicas are,
+too, so that a mean is the mean that one process would have logged.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,8 @@ class BatchShares:
     """What this replica's micro-batches weigh in the global batch.
 
     Attributes:
-        scales: For every micro-batch, replicas * (its valid entries) / (those of the global batch); the gradient
-            of a mean over replicas of losses times these is that of the global mean.
+        scales: For every micro-batch, replicas * (its valid entries) / (those of the global batch);
+            the gradient of a mean over replicas of losses times these is that of the global mean.
         total: Their sum: 1 on average over the replicas.
         samples: Samples in the global batch, or None if nobody counted.
     """
@@ -84,7 +84,9 @@ def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[No
 
 @contextmanager
 def adjust_logs(module: pl.LightningModule, shares: BatchShares | None) -> Iterator[None]:
-    """Weight what is logged with ``sync_dist=True`` so that Lightning's mean over replicas is the global mean."""
+    """Weight what is logged with ``sync_dist=True`` so that Lightning's mean over replicas is the
+    global mean.
+    """
     if shares is None:
         yield
         return
@@ -101,7 +103,9 @@ def adjust_logs(module: pl.LightningModule, shares: BatchShares | None) -> Itera
 def _weighted(
     value: Any, options: dict[str, Any], shares: BatchShares | None
 ) -> tuple[Any, dict[str, Any]]:
-    """Scale a mean over replicas; a call with its own ``batch_size`` already says how its value weighs."""
+    """Scale a mean over replicas; a call with its own ``batch_size`` already says how its value
+    weighs.
+    """
     mean = options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
     explicit = options.get("batch_size") is not None
     if shares is None or not options.get("sync_dist") or not mean or explicit:
@@ -150,7 +154,11 @@ def combine_values(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
     if name in ("mean", "avg"):
         used = weights[weights > 0]
         return (counted * used).sum() / used.sum() if used.numel() else counted.mean()
-    reductions = {"sum": values.sum, "max": counted.amax, "min": counted.amin}
+    reductions: dict[str, Callable[[], Tensor]] = {
+        "sum": values.sum,
+        "max": counted.amax,
+        "min": counted.amin,
+    }
     if name not in reductions:
         raise ConfigurationError(f"self.log(reduce_fx={reduce_fx!r}): use mean, sum, max or min.")
     return reductions[name]()

@@ -12,8 +12,8 @@ __all__ = ["merge_results"]
 def merge_results(results: Sequence[Any], weights: Tensor) -> Any:
     """Merge what a step returned for every micro-batch.
 
-    Mappings and tuples merge entry by entry, tensors with dims and lists are joined along dim 0, scalars give their
-    mean, and values that are all equal stay; anything else becomes a list.
+    Mappings and tuples merge entry by entry, tensors with dims and lists are joined along dim 0,
+    scalars give their mean, and values that are all equal stay; anything else becomes a list.
 
     Args:
         results: In order of the micro-batches.

@@ -3,9 +3,9 @@
 cut stages -> tensor -> compile -> materialise and shard, unit by unit -> optimizer
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -40,7 +40,7 @@ class _Options(Protocol):
     num_microbatches: int | None
     stage_blocks: Sequence[int] | None
     sequence_parallel: bool
-    compile_blocks: bool
+    compile_blocks: bool | dict[str, Any]
 
     @property
     def root_device(self) -> torch.device: ...
@@ -59,6 +59,8 @@ class Parallelised:
         steps: Runs the user's steps.
         states: Translates weights and optimizer states.
         shared: Parameters whose gradients are summed after the backward.
+        groups: Name -> process group, for a `Ledger`: the mesh axes, and the two directions of the
+            pipeline.
         counted_elsewhere: Ids of parameters that another pipeline stage counts in the norm.
     """
 
@@ -70,10 +72,12 @@ class Parallelised:
     steps: StepRunner
     states: StateMap
     shared: tuple[SharedGradients, ...]
+    groups: Mapping[str, dist.ProcessGroup]
     counted_elsewhere: frozenset[int]
 
     def finish_gradients(self) -> None:
-        """Sum the gradients of which several ranks computed a part, unless batches are being accumulated.
+        """Sum the gradients of which several ranks computed a part, unless batches are being
+        accumulated.
 
         **Communicates**: one all-reduce for every group that shares parameters.
         """
@@ -116,32 +120,28 @@ def parallelise(
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
-    device = options.root_device
+    device, place = options.root_device, mesh.place
     seed = _agree_on_seed(device)
-    values = {id(t): t for t in (*module.parameters(), *module.buffers())}
     if mesh.sizes.world_size > 1:
+        values = {id(t): t for t in (*module.parameters(), *module.buffers())}
         broadcast_values(values.values(), device)
-    states = StateMap(
-        mesh, list(module.state_dict()), [n for n, _ in module.named_parameters()], layout.canonical
-    )
+    names = [name for name, _ in module.named_parameters()]
+    states = StateMap(mesh, list(module.state_dict()), names, layout.canonical)
     stages = mesh.sizes.pipeline
     bounds = balance_blocks(layout, stages, options.stage_blocks) if stages > 1 else ()
-    stage = cut_stage(module, layout, mesh.place["pp"], bounds) if stages > 1 else None
-    tensor = None
-    if mesh.sizes.tensor > 1:
-        tensor = apply_tensor_parallel(
-            module, layout, mesh.device_mesh["tp"], sequence_parallel=options.sequence_parallel
-        )
-    if options.compile_blocks:
-        _compile_blocks(module, layout)
+    stage = cut_stage(module, layout, place["pp"], bounds) if stages > 1 else None
+    tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
+    if options.compile_blocks is not False:
+        _compile_blocks(module, layout, options.compile_blocks)
     materialiser = Materialiser(
         canonical=layout.canonical, record=record, seed=seed, device=device, tensor=tensor
     )
     sharding = shard_model(
         module, layout, mesh, zero_stage=options.zero_stage, materialise=materialiser.materialise
     )
+    groups = mesh.named_groups()
+    executor = None if stage is None else _executor(stage, mesh, sharding, device, groups)
     shared, elsewhere = _shared_gradients(module, layout, mesh, bounds, tensor)
-    executor = None if stage is None else _executor(stage, mesh, sharding, device)
     steps = StepRunner(
         module=module,
         mesh=mesh,
@@ -162,8 +162,18 @@ def parallelise(
         steps=steps,
         states=states,
         shared=shared,
+        groups=groups,
         counted_elsewhere=elsewhere,
     )
+
+
+def _apply_tensor(
+    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, *, sequence_parallel: bool
+) -> TensorParallel | None:
+    if mesh.sizes.tensor == 1:
+        return None
+    axis = mesh.device_mesh["tp"]
+    return apply_tensor_parallel(module, layout, axis, sequence_parallel=sequence_parallel)
 
 
 def _agree_on_seed(device: torch.device) -> int:
@@ -172,21 +182,29 @@ def _agree_on_seed(device: torch.device) -> int:
     return int(seed)
 
 
-def _compile_blocks(module: nn.Module, layout: ModelLayout) -> None:
+def _compile_blocks(module: nn.Module, layout: ModelLayout, options: bool | dict[str, Any]) -> None:
+    """Compile the forward of every block; hooks of sharding and of the pipeline stay outside."""
+    chosen = options if isinstance(options, dict) else {}
     for fqn in layout.block_names:
         block = module.get_submodule(fqn)
         if not isinstance(block, StageStub):
-            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, **chosen)
 
 
 def _executor(
-    stage: Stage, mesh: ParallelMesh, sharding: Sharding, device: torch.device
+    stage: Stage,
+    mesh: ParallelMesh,
+    sharding: Sharding,
+    device: torch.device,
+    groups: dict[str, dist.ProcessGroup],
 ) -> PipelineExecutor:
     before = None if stage.is_first else mesh.neighbour("pp", stage.index - 1)
     after = None if stage.is_last else mesh.neighbour("pp", stage.index + 1)
     stages = [list(range(stage.count))]
     forward, backward = (mesh.subgroup(("pp",), stages) for _ in range(2))
-    assert forward is not None and backward is not None
+    assert forward is not None
+    assert backward is not None
+    groups |= {"pp activations": forward, "pp gradients": backward}
     activations = Channel(forward, before, after, device)
     gradients = Channel(backward, after, before, device)
     return PipelineExecutor(stage, activations, gradients, sharding)
@@ -199,7 +217,9 @@ def _shared_gradients(
     bounds: Sequence[tuple[int, int]],
     tensor: TensorParallel | None,
 ) -> tuple[tuple[SharedGradients, ...], frozenset[int]]:
-    """Find the parameters that several stages hold, and those that tensor parallelism computes in parts."""
+    """Find the parameters that several stages hold, and those that tensor parallelism computes in
+    parts.
+    """
     named = dict(module.named_parameters(remove_duplicate=False))
     shared: list[SharedGradients] = []
     elsewhere: set[int] = set()
@@ -234,5 +254,3 @@ def _by_owners(
         if len(stages) > 1:
             found.setdefault(stages, []).append(name)
     return found
-
-

@@ -34,8 +34,9 @@ def to_cpu(tree: Any) -> Any:
 class BatchSharing:
     """Gives every rank of a replica the batch of its first rank.
 
-    Data loader workers are seeded by global rank, so that augmentations, and the order of a shuffle without a seed,
-    would differ between the ranks that hold parts of one model. Nothing would fail: the gradients would be wrong.
+    Data loader workers are seeded by global rank, so that augmentations, and the order of a shuffle
+    without a seed, would differ between the ranks that hold parts of one model. Nothing would fail:
+    the gradients would be wrong.
 
     Args:
         mesh: Its replica group shares.
@@ -51,9 +52,11 @@ class BatchSharing:
         """Return the first rank's batch.
 
         Args:
-            batch: This rank's; only the first rank's is used, tensors arrive on the device they have there.
+            batch: This rank's; only the first rank's is used, tensors arrive on the device they
+                have there.
 
-        **Communicates**: over the replica, 16 bytes, then what is not a tensor if it changed, then every tensor.
+        **Communicates**: over the replica, 16 bytes, then what is not a tensor if it changed, then
+        every tensor.
         """
         if self._group.size() == 1:
             return batch
@@ -77,7 +80,9 @@ class BatchSharing:
         return map_tensors(skeleton[0], lambda _: next(filled))
 
     def _exchange_skeleton(self, batch: Any, tensors: list[Tensor]) -> Any:
-        """Agree on the nest without its tensors, and on their shapes; sent again only when it changed."""
+        """Agree on the nest without its tensors, and on their shapes; sent again only when it
+        changed.
+        """
         text, changed = self._header, 0
         if self._is_source:
             hollow = map_tensors(batch, lambda t: t.new_empty(0, device="cpu"))
@@ -91,14 +96,14 @@ class BatchSharing:
                 buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             dist.broadcast(buffer, self._source, group=self._group)
             self._header = buffer.numpy().tobytes()
-        return pickle.loads(self._header)  # noqa: S301 - from a rank of this run
+        return pickle.loads(self._header)
 
 
 def bind_metrics(module: nn.Module, mesh: ParallelMesh, in_step: Any) -> None:
     """Make the torchmetrics of `module` right on the mesh.
 
-    They are reduced over the replicas only, and what the last pipeline stage gathered is given to the other stages
-    when a metric is computed outside of a step.
+    They are reduced over the replicas only, and what the last pipeline stage gathered is given to
+    the other stages when a metric is computed outside of a step.
 
     Args:
         module: The user's.

@@ -1,6 +1,8 @@
-"""Weights and optimizer states under global names and global shapes: gathered to rank 0, cut again on loading.
+"""Weights and optimizer states under global names and global shapes: gathered to rank 0, cut again
+on loading.
 
-What is gathered is what a single process would have: `Trainer()` reads it, and any layout reads what `Trainer()` wrote.
+What is gathered is what a single process would have: `Trainer()` reads it, and any layout reads
+what `Trainer()` wrote.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +45,8 @@ class StateMap:
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the whole state dict on rank 0, on the CPU; elsewhere an empty dict.
 
-        **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline stages.
+        **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
+        stages.
         """
         local = {name: self._whole(value) for name, value in module.state_dict().items()}
         merged: dict[str, Tensor] = {}
@@ -75,15 +78,19 @@ class StateMap:
                 found, wanted = tuple(state[name].shape), tuple(tensor.shape)
                 problems.append(f"{name} has shape {found}, the model {wanted}")
         if problems:
-            raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(problems) + ".")
+            raise CheckpointError(
+                "the checkpoint does not fit the model: " + "; ".join(problems) + "."
+            )
         for name, tensor in target.items():
             if name in state and isinstance(tensor, Tensor):
                 _local(tensor).copy_(_part_like(tensor, state[name]))
 
     def gather_optimizer(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict as one process would have it, on rank 0; elsewhere an empty dict.
+        """Return the optimizer's state dict as one process would have it, on rank 0; elsewhere an
+        empty dict.
 
-        **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline stages.
+        **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
+        stages.
         """
         names = self._names(module)
         states = {
@@ -102,7 +109,10 @@ class StateMap:
             merged.update(part)
         numbers, numbered = self._number([names for _, names in parts])
         return {
-            "state": {numbers[name]: state for name, state in sorted(merged.items(), key=lambda i: numbers[i[0]])},
+            "state": {
+                numbers[name]: state
+                for name, state in sorted(merged.items(), key=lambda i: numbers[i[0]])
+            },
             "param_groups": [
                 {**o, "params": ids} for o, ids in zip(options, numbered, strict=True)
             ],
@@ -134,7 +144,8 @@ class StateMap:
         saved = state["param_groups"]
         if [len(g["params"]) for g in saved] != [len(ids) for ids in numbered]:
             raise CheckpointError(
-                f"the checkpoint's optimizer has groups of {[len(g['params']) for g in saved]} parameters, this one "
+                f"the checkpoint's optimizer has groups of {[len(g['params']) for g in saved]} "
+                "parameters, this one "
                 f"of {[len(ids) for ids in numbered]}."
             )
         local_state, local_groups, position = {}, [], 0
@@ -156,7 +167,9 @@ class StateMap:
     def _number(
         self, stages: Sequence[Sequence[Sequence[str]]]
     ) -> tuple[dict[str, int], list[list[int]]]:
-        """Number the parameters of all stages as one process would: group by group, in the model's order."""
+        """Number the parameters of all stages as one process would: group by group, in the model's
+        order.
+        """
         numbers: dict[str, int] = {}
         numbered = []
         for parts in zip(*stages, strict=True):

@@ -38,10 +38,14 @@ _Context = Callable[[], AbstractContextManager[Any]]
 
 
 class _ScheduledLoss(torch.autograd.Function):
-    """The loss of a step whose gradients a schedule has computed; backward(g) puts them in place, times g."""
+    """The loss of a step whose gradients a schedule has computed; backward(g) puts them in place,
+    times g.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, install: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, value: Tensor, install: Callable[[Tensor], None]
+    ) -> Tensor:
         ctx.install = install
         return value.clone()
 
@@ -149,7 +153,9 @@ class StepRunner:
 
     @contextmanager
     def _random(self, key: Any, micro_batch: int) -> Iterator[None]:
-        """Give all ranks of a replica the same random numbers, other ones for every step and micro-batch."""
+        """Give all ranks of a replica the same random numbers, other ones for every step and
+        micro-batch.
+        """
         sizes = self.mesh.sizes
         if sizes.world_size == sizes.data:
             yield
@@ -159,7 +165,7 @@ class StepRunner:
         try:
             torch.manual_seed(seed)
             random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002 - user code may draw from the global state
+            np.random.seed(seed % 2**32)
             yield
         finally:
             _set_rng_states(states)
@@ -248,7 +254,12 @@ class StepRunner:
         return shared
 
     def _pipelined_evaluation(
-        self, executor: PipelineExecutor, name: str, context: _Context, args: Sequence[Any], key: Any
+        self,
+        executor: PipelineExecutor,
+        name: str,
+        context: _Context,
+        args: Sequence[Any],
+        key: Any,
     ) -> Any:
         parts, schedule = self._split(args[0], training=False)
         shares = self._shares(parts)
@@ -272,16 +283,21 @@ class StepRunner:
         return broadcast_object(value, source, self.mesh.group("pp"))
 
     def _check_poison(self, loss: Tensor, signatures: Sequence[Any]) -> None:
-        """Refuse a NaN loss in the first step of every batch shape: it may come from another stage's stub."""
+        """Refuse a NaN loss in the first step of every batch shape: it may come from another
+        stage's stub.
+        """
         shapes = tuple(signatures)
         if shapes in self._checked:
             return
         self._checked.add(shapes)
         if bool(loss.isnan()):
             raise NonFiniteError(
-                "the loss of the first pipelined step is NaN. Either the model itself gives NaN, or the step uses a "
-                "value that lives on another pipeline stage (such values are NaN on purpose): name its module in "
-                "ParallelPlan(replicated=...), or run once with pipeline_parallel_size=1 to tell. No weight was "
+                "the loss of the first pipelined step is NaN. Either the model itself gives NaN, "
+                "or the step uses a "
+                "value that lives on another pipeline stage (such values are NaN on purpose): name "
+                "its module in "
+                "ParallelPlan(replicated=...), or run once with pipeline_parallel_size=1 to tell. "
+                "No weight was "
                 "changed."
             )
 
@@ -295,7 +311,8 @@ def loss_of(result: Any) -> Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ConfigurationError(
-            f"training_step returned {type(result).__name__}; under a pipeline it has to return the loss as a "
+            f"training_step returned {type(result).__name__}; under a pipeline it has to return "
+            "the loss as a "
             "scalar tensor, or a dict with one under 'loss'."
         )
     return loss.reshape(())
@@ -319,7 +336,9 @@ def _take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
 def _put_gradients(
     parameters: Sequence[nn.Parameter], computed: list[Tensor | None], factor: Tensor
 ) -> None:
-    """Add the computed gradients times `factor`; without a gradient before, they move without a copy."""
+    """Add the computed gradients times `factor`; without a gradient before, they move without a
+    copy.
+    """
     for index, parameter in enumerate(parameters):
         grad, computed[index] = computed[index], None
         if grad is None:

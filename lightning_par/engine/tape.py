@@ -1,0 +1,322 @@
+"""A tape of what a constructor does to tensors, from which single tensors can be made later.
+
+Note [Buffers of the tape]. The unit of the tape is a *buffer*: one storage, whatever views of it
+exist. An entry says which buffers it reads and writes, and refers to tensors by buffer and
+geometry, so that an operation on a slice, a transpose or ``.data`` of a parameter needs no case of
+its own. What one buffer needs is found by walking the tape backwards from it.
+
+Note [Seeds of draws]. A random draw that ends in one parameter only is seeded by that parameter's
+name. A draw that ends in several (a layer that is copied, a parameter computed from another one) is
+seeded by its number on the tape, so that all of them see the same values. Neither depends on what
+else a rank makes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par.errors import PlanError
+
+__all__ = ["ConstructionTape", "TapeEntry", "TensorView"]
+
+_aten = torch.ops.aten
+_EMPTY = (
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorView:
+    """A tensor as the tape refers to it: a buffer, and how the tensor lies in it (in elements)."""
+
+    buffer: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return this view of a real storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TapeEntry:
+    """One operation.
+
+    Attributes:
+        function: What ran.
+        args: Its arguments, tensors as `TensorView`.
+        kwargs: Its keyword arguments, likewise.
+        outputs: The new tensors among its flattened results; None for the others.
+        reads: Buffers of the arguments.
+        writes: Buffers that it made or changed in place.
+        random: Whether it draws random numbers.
+        default_dtype: The default dtype when it ran.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[TensorView | None, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    random: bool
+    default_dtype: torch.dtype
+
+    @property
+    def allocates(self) -> bool:
+        """Whether it only allocates, so that the values are whatever was in memory."""
+        return self.function in _EMPTY
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return found
+
+
+class ConstructionTape(TorchDispatchMode):
+    """Records while it is entered. Operations on meta tensors run on meta; others really run.
+
+    Attributes:
+        entries: The operations in order; after `finish` only those that a parameter needs.
+        labels: Buffer -> how messages name the parameter that it became.
+        shared: id of an entry that draws for several tensors -> its number among those.
+        leaked: ids of entries whose draw also lives on in a real tensor (a buffer of the model).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries: list[TapeEntry] = []
+        self.labels: dict[int, str] = {}
+        self.shared: dict[int, int] = {}
+        self.leaked: set[int] = set()
+        self._writers: dict[int, list[int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._constants: dict[int, Tensor] = {}
+        self._real: dict[int, StorageWeakRef] = {}
+        self._count = 0
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run operations without recording them."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Tell whether the tape has met the storage of `tensor`."""
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def view(self, tensor: Tensor) -> TensorView:
+        """Return how the tape refers to `tensor`, a new buffer if it has not met its storage."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._name(storage, self._count)
+            if not tensor.is_meta:
+                self._real[self._count] = self._storages[storage._cdata][0]
+            self._count += 1
+        return TensorView(
+            buffer=self._storages[storage._cdata][1],
+            size=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+            dtype=tensor.dtype,
+        )
+
+    def _name(self, storage: torch.UntypedStorage, buffer: int) -> None:
+        self._storages[storage._cdata] = (StorageWeakRef(storage), buffer)
+
+    def adopt(self, tensor: Tensor, label: str) -> Tensor:
+        """Return a meta tensor that stands for `tensor`: one history from now on.
+
+        Args:
+            tensor: A parameter about to be registered; real or meta.
+            label: How messages name it.
+        """
+        view = self._input(tensor)
+        self.labels.setdefault(view.buffer, label)
+        if tensor.is_meta:
+            return tensor
+        with self.paused(), torch.no_grad():
+            entries = tensor.untyped_storage().nbytes() // tensor.element_size()
+            base = torch.empty(entries, dtype=tensor.dtype, device="meta")
+            self._name(base.untyped_storage(), view.buffer)
+            return base.as_strided(view.size, view.stride, view.offset)
+
+    def _input(self, tensor: Tensor) -> TensorView:
+        """Like `view`; the present values of a real tensor that the tape has not met are kept."""
+        met = self.knows(tensor)
+        view = self.view(tensor)
+        if not met and not tensor.is_meta:
+            with self.paused():
+                flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                self._constants[view.buffer] = flat.set_(tensor.untyped_storage())
+        return view
+
+    def record(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        written: Sequence[Tensor],
+        result: Any = None,
+        random: bool,
+    ) -> None:
+        """Append one operation that has run, or that stands for what would have run."""
+        as_view = lambda x: self._input(x) if isinstance(x, Tensor) else x  # noqa: E731
+        viewed_args, viewed_kwargs = tree_map(as_view, args), tree_map(as_view, kwargs)
+        inputs = [x for x in tree_leaves((viewed_args, viewed_kwargs)) if isinstance(x, TensorView)]
+        reads = frozenset(v.buffer for v in inputs)
+        outputs = tuple(
+            self.view(t) if isinstance(t, Tensor) and not self.knows(t) else None
+            for t in tree_leaves(result)
+        )
+        writes = frozenset(self.view(t).buffer for t in written)
+        writes |= {v.buffer for v in outputs if v is not None}
+        if writes:
+            entry = TapeEntry(
+                function=function,
+                args=viewed_args,
+                kwargs=viewed_kwargs,
+                outputs=outputs,
+                reads=reads,
+                writes=writes,
+                random=random,
+                default_dtype=torch.get_default_dtype(),
+            )
+            for buffer in writes:
+                self._writers.setdefault(buffer, []).append(len(self.entries))
+            self.entries.append(entry)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation, on meta if a meta tensor takes part, and record it."""
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        written = _written(func, args, kwargs)
+        with self.paused():
+            for tensor in written:
+                self._keep_before_write(tensor)
+            on_meta = any(t.is_meta for t in tensors)
+            result = (
+                self._on_meta(func, args, kwargs, written) if on_meta else func(*args, **kwargs)
+            )
+            if torch.Tag.inplace_view not in func.tags:
+                random = torch.Tag.nondeterministic_seeded in func.tags
+                self.record(func, args, kwargs, written=written, result=result, random=random)
+        return result
+
+    def _keep_before_write(self, tensor: Tensor) -> None:
+        view = self._input(tensor)
+        if view.buffer in self._constants and not tensor.is_meta:
+            self._constants[view.buffer] = self._constants[view.buffer].clone()
+
+    def _on_meta(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
+    ) -> Any:
+        real = [t for t in written if not t.is_meta]
+        if real or func is _aten._local_scalar_dense.default:
+            self._refuse(tree_leaves((args, kwargs)), str(func))
+        returns = func._schema.returns
+        aliases = all(r.alias_info is not None and r.alias_info.is_write for r in returns)
+        if written and aliases and torch.Tag.inplace_view not in func.tags:
+            if not returns:
+                return None
+            return written[0] if len(returns) == 1 else tuple(written)
+        to_meta = lambda x: x.to("meta") if isinstance(x, Tensor) else x  # noqa: E731
+        try:
+            return func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
+        except NotImplementedError:
+            self._refuse(tree_leaves((args, kwargs)), str(func))
+            raise
+
+    def _refuse(self, leaves: Iterable[Any], operation: str) -> None:
+        """Raise if values of a parameter are asked for; otherwise let torch say what it has to."""
+        metas = [t for t in leaves if isinstance(t, Tensor) and t.is_meta and self.knows(t)]
+        for tensor in metas:
+            buffers = {self.view(tensor).buffer}
+            buffers.update(b for e in self.slice_of(self.view(tensor).buffer) for b in e.reads)
+            names = sorted(self.labels[b] for b in buffers if b in self.labels)
+            if names:
+                raise PlanError(
+                    f"{operation} needs the values of {', '.join(names)} while the model is built, "
+                    "but parameters have no values yet. Compute it from shapes, keep it a "
+                    "tensor, or move it to the first step."
+                )
+
+    def slice_of(self, buffer: int) -> list[TapeEntry]:
+        """Return the entries that `buffer` depends on, in order."""
+        end = len(self.entries)
+        found: set[int] = set()
+        reach, todo = {buffer: end}, [(buffer, end)]
+        while todo:
+            needed, before = todo.pop()
+            for place in self._writers.get(needed, ()):
+                if place >= before or place in found:
+                    continue
+                found.add(place)
+                for read in self.entries[place].reads:
+                    if reach.get(read, -1) < place:
+                        reach[read] = place
+                        todo.append((read, place))
+        return [self.entries[place] for place in sorted(found)]
+
+    def constant(self, buffer: int) -> Tensor | None:
+        """Return the bytes that `buffer` held when the tape met it, None if it saw it made."""
+        return self._constants.get(buffer)
+
+    def finish(self) -> None:
+        """Forget what no parameter needs, and number the draws that several tensors share."""
+        gone = {b for b, ref in self._real.items() if ref.expired()}
+        held = set(self._real) - gone - set(self.labels)
+        sinks: dict[int, set[int]] = {b: {b} for b in self.labels}
+        wanted = set(range(self._count)) - set(self._real) | set(self.labels)
+        leaking: set[int] = set(held)
+        kept: list[TapeEntry] = []
+        for entry in reversed(self.entries):
+            ends = set().union(*(sinks.setdefault(b, {b}) for b in entry.writes))
+            for buffer in entry.reads:
+                sinks.setdefault(buffer, set()).update(ends)
+            if entry.writes & leaking:
+                leaking |= entry.reads
+            if entry.writes & wanted:
+                wanted |= entry.reads
+                kept.append(entry)
+        self.entries = kept[::-1]
+        self._index()
+        draws = [e for e in self.entries if e.random]
+        shared = [e for e in draws if len(set().union(*(sinks[b] for b in e.writes))) > 1]
+        self.shared = {id(e): number for number, e in enumerate(shared)}
+        self.leaked = {id(e) for e in draws if e.writes & leaking}
+        self._constants = {b: t for b, t in self._constants.items() if b in wanted}
+        self._storages = {k: v for k, v in self._storages.items() if not v[0].expired()}
+
+    def _index(self) -> None:
+        self._writers = {}
+        for place, entry in enumerate(self.entries):
+            for buffer in entry.writes:
+                self._writers.setdefault(buffer, []).append(place)

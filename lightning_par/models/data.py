@@ -1,0 +1,215 @@
+"""The data module of the language models: text or token files in, batches of token windows out."""
+
+from functools import cached_property
+from typing import Any, Literal
+
+import lightning as L
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.models.loader import ReplicaSampler, ResumableLoader
+from lightning_par.models.text import (
+    encode_files,
+    find_files,
+    load_tokenizer,
+    standard_library_files,
+    Tokenizer,
+)
+from lightning_par.models.token_data import (
+    read_token_file,
+    split_ranges,
+    Tokens,
+    WindowDataset,
+)
+
+__all__ = ["TextDataModule"]
+
+Split = Literal["train", "val", "test"]
+
+
+class TextDataModule(L.LightningDataModule):
+    """Batches ``{"input_ids": [B, T], "labels": [B, T]}``, int64, of text or of token files.
+
+    Labels are already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``. Every
+    replica sees its own samples; ranks that hold parts of one copy of the model see the same. A run
+    that is resumed in the middle of an epoch goes on with the next batch.
+
+    Args:
+        paths: Text files, folders (every ``*.txt`` below), glob patterns, or one token file
+            ``*.bin`` (see `write_token_file`). None: the sources of Python's standard library.
+        length: T.
+        batch_size: B, per replica.
+        tokenizer: ``"bytes"``, a ``tokenizer.json`` file, or the name of a Hugging Face model. Of a
+            token file it is only used to decode.
+        max_bytes: Read no more text than this; None: everything.
+        validation_fraction: Share of the corpus held out for validation.
+        test_fraction: Share of the corpus held out for test and predict.
+        shuffle: Whether every training epoch has another order.
+        seed: Of that order; the same on all ranks.
+        num_workers: Processes that load samples; 0: in the training process.
+
+    Raises:
+        ConfigurationError: A value is out of range, a path names nothing, or a split is too short
+            for one batch.
+    """
+
+    def __init__(
+        self,
+        paths: list[str] | None = None,
+        length: int = 128,
+        batch_size: int = 8,
+        tokenizer: str = "bytes",
+        max_bytes: int | None = 4_000_000,
+        validation_fraction: float = 0.05,
+        test_fraction: float = 0.05,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        counts = {"length": length, "batch_size": batch_size, "max_bytes": max_bytes}
+        problems = [
+            f"{name}={value} must be 1 or more."
+            for name, value in counts.items()
+            if value is not None and value < 1
+        ]
+        if num_workers < 0:
+            problems.append(f"num_workers={num_workers} must be 0 or more.")
+        raise_problems(ConfigurationError, problems)
+        self.save_hyperparameters()
+        self.paths = paths
+        self.max_length = length
+        self.batch_size = batch_size
+        self.tokenizer_name = tokenizer
+        self.max_bytes = max_bytes
+        self.fractions = {"validation": validation_fraction, "test": test_fraction}
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_workers = num_workers
+        self._splits: dict[Split, WindowDataset] = {}
+        self._train_loader: ResumableLoader[dict[str, Tensor]] | None = None
+        self._place: dict[str, int] = {}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Turns text into tokens and back."""
+        return load_tokenizer(self.tokenizer_name)
+
+    @cached_property
+    def _corpus(self) -> tuple[Tokens, int]:
+        """The tokens [S] and the size of their vocabulary."""
+        if self.paths and any(path.endswith(".bin") for path in self.paths):
+            if len(self.paths) > 1:
+                raise ConfigurationError(
+                    f"paths={self.paths}: give one token file, or text files only; "
+                    "write_token_file() joins several into one."
+                )
+            tokens, vocab_size = read_token_file(self.paths[0])
+            return tokens, vocab_size or self.tokenizer.vocab_size
+        files = find_files(self.paths) if self.paths else standard_library_files()
+        text = encode_files(files, self.tokenizer, max_bytes=self.max_bytes)
+        return text, self.tokenizer.vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is less than this."""
+        return self._corpus[1]
+
+    def setup(self, stage: str) -> None:
+        """Read the corpus and split it, once.
+
+        Args:
+            stage: Not used; all splits are cheap.
+        """
+        if self._splits:
+            return
+        tokens, _ = self._corpus
+        ranges = split_ranges(
+            len(tokens), validation=self.fractions["validation"], test=self.fractions["test"]
+        )
+        self._splits = {
+            name: WindowDataset(tokens, runs, self.max_length) for name, runs in ranges.items()
+        }
+
+    def train_dataloader(self) -> ResumableLoader[dict[str, Tensor]]:
+        """Return the training batches of this replica; a last one that is not full is left out."""
+        sampler = self._sampler("train", shuffle=self.shuffle, drop_last=True)
+        if sampler.num_samples < self.batch_size:
+            raise ConfigurationError(
+                f"the training split has {len(self._splits['train'])} samples of {self.max_length} "
+                f"tokens, too few for batch_size={self.batch_size} on {sampler.num_replicas} "
+                "replicas; use more text, or a smaller batch_size or length."
+            )
+        loader: ResumableLoader[dict[str, Tensor]] = ResumableLoader(
+            self._splits["train"],
+            batch_size=self.batch_size,
+            sampler=sampler,
+            drop_last=True,
+            num_workers=self.num_workers,
+        )
+        limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
+        loader.batches_per_epoch = limit if isinstance(limit, int) else int(limit * len(loader))
+        self._train_loader, place = loader, self._place
+        self._place = {}
+        loader.load_state_dict(place)
+        return loader
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Return the validation batches of this replica."""
+        return self._eval_loader("val")
+
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Return the test batches of this replica."""
+        return self._eval_loader("test")
+
+    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Return the test batches of this replica."""
+        return self._eval_loader("test")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the training data.
+
+        The Trainer stores the loader's own state, too, but does not restore it if
+        `configure_optimizers` has asked for ``trainer.estimated_stepping_batches`` (Lightning 2.6:
+        the loader then exists before the state is read).
+        """
+        return {} if self._train_loader is None else self._train_loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at a place in the training data.
+
+        Args:
+            state_dict: From `state_dict`.
+        """
+        if self._train_loader is None:
+            self._place = state_dict
+        else:
+            self._train_loader.load_state_dict(state_dict)
+
+    def _eval_loader(self, split: Split) -> DataLoader[dict[str, Tensor]]:
+        if not len(self._splits[split]):
+            raise ConfigurationError(
+                f"the {split} split has no sample of {self.max_length} tokens; use more text, a "
+                "smaller length, or a larger validation_fraction and test_fraction."
+            )
+        return DataLoader(
+            self._splits[split],
+            batch_size=self.batch_size,
+            sampler=self._sampler(split, shuffle=False, drop_last=False),
+            num_workers=self.num_workers,
+        )
+
+    def _sampler(self, split: Split, *, shuffle: bool, drop_last: bool) -> ReplicaSampler:
+        """Return a sampler for the replica that this rank belongs to, as the strategy tells it."""
+        trainer = self.trainer
+        told = None if trainer is None else trainer.distributed_sampler_kwargs
+        replicas = {"num_replicas": 1, "rank": 0, **(told or {})}
+        return ReplicaSampler(
+            self._splits[split],
+            num_replicas=replicas["num_replicas"],
+            rank=replicas["rank"],
+            shuffle=shuffle,
+            seed=self.seed,
+            drop_last=drop_last,
+        )

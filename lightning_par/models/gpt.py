@@ -1,0 +1,232 @@
+"""The reference decoder: a GPT for one device, which declares how it may be cut.
+
+Shapes: B batch, T tokens, D model dim, H head dim, V vocabulary, L layers.
+"""
+
+import math
+
+import torch
+from torch import nn, Tensor
+
+from lightning_par.errors import ConfigurationError
+from lightning_par.models.gpt_config import GPTConfig
+from lightning_par.models.layers import (
+    Attention,
+    GeluMLP,
+    make_norm,
+    RotaryEmbedding,
+    SwiGLU,
+)
+from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
+
+__all__ = ["GPT", "Block"]
+
+_RESIDUAL = ("attention.out.weight", "mlp.down.weight")
+
+
+class Block(nn.Module):
+    """One layer: ``h + attention(norm(h))``, then ``h + mlp(norm(h))``.
+
+    Args:
+        config: Sizes and kinds of the parts.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        dim, ff_dim = config.model_dim, config.ff_dim
+        assert ff_dim is not None
+        mlp = SwiGLU if config.activation == "swiglu" else GeluMLP
+        self.attention_norm = make_norm(config.norm, dim, eps=config.norm_eps, bias=config.bias)
+        self.attention = Attention(
+            dim, config.num_heads, config.kv_heads, bias=config.bias, dropout=config.dropout
+        )
+        self.mlp_norm = make_norm(config.norm, dim, eps=config.norm_eps, bias=config.bias)
+        self.mlp = mlp(dim, ff_dim, bias=config.bias, dropout=config.dropout)
+
+    def forward(self, hidden: Tensor, rotary: Tensor | None = None) -> Tensor:
+        """Refine the hidden state.
+
+        Args:
+            hidden: [B, T, D].
+            rotary: [2, B or 1, 1, T, H], or None with learned positions.
+
+        Returns:
+            [B, T, D].
+        """
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary)
+        result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return result
+
+
+class GPT(nn.Module):
+    """A decoder-only language model.
+
+    Args:
+        config: Sizes and kinds of the parts.
+
+    **Source**: Radford et al. 2019 (GPT-2): pre-norm blocks, weights from N(0, 0.02), those that
+    write to the residual stream from N(0, 0.02 / sqrt(2 L)).
+
+    Example:
+        >>> GPT(GPTConfig.preset("tiny"))(torch.zeros(2, 5, dtype=torch.int64)).shape
+        torch.Size([2, 5, 256])
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        learned = config.positions == "learned"
+        dim = config.model_dim
+        self.embed = nn.Embedding(config.vocab_size, dim)
+        self.position = nn.Embedding(config.max_length, dim) if learned else None
+        self.drop = nn.Dropout(config.dropout)
+        self.rotary = None if learned else RotaryEmbedding(config.head_dim, theta=config.rope_theta)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = make_norm(config.norm, dim, eps=config.norm_eps, bias=config.bias)
+        self.head = nn.Linear(dim, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.head.weight = self.embed.weight
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Draw weights, zero biases; norms keep their ones. One in-place call per parameter."""
+        std = self.config.init_std
+        for name, parameter in self.named_parameters():
+            if name.endswith(_RESIDUAL):
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.num_layers))
+            elif parameter.ndim > 1:
+                nn.init.normal_(parameter, std=std)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: [B, T], int64, 0 .. V - 1.
+            position_ids: [B or 1, T], int64; None: 0 .. T - 1.
+
+        Returns:
+            Logits [B, T, V].
+
+        Raises:
+            ConfigurationError: Positions are learned and T is greater than `max_length`.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        hidden = self.embed(input_ids)
+        if self.position is not None:
+            self._check_length(input_ids.shape[1])
+            hidden = hidden + self.position(position_ids)
+        hidden = self.drop(hidden)
+        rotary = None if self.rotary is None else self.rotary(position_ids)
+        for block in self.blocks:
+            hidden = block(hidden, rotary)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+    def _check_length(self, length: int) -> None:
+        if length > self.config.max_length:
+            raise ConfigurationError(
+                f"{length} tokens do not fit the learned positions of a model with "
+                f"max_length={self.config.max_length}; shorten the input or raise max_length."
+            )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Append sampled tokens; each one costs a forward pass over the last `max_length` tokens.
+
+        Args:
+            input_ids: [B, T], int64, T >= 1.
+            max_new_tokens: How many tokens to append.
+            temperature: Divides the logits; 0 always takes the most likely token.
+            top_k: Sample among this many most likely tokens; None: among all.
+            generator: Source of randomness on the device of `input_ids`; None: torch's own.
+
+        Returns:
+            [B, T + max_new_tokens], int64.
+
+        Raises:
+            ConfigurationError: `temperature` is negative, `top_k` is less than 1, or T is 0.
+        """
+        if temperature < 0 or (top_k is not None and top_k < 1) or input_ids.shape[1] < 1:
+            raise ConfigurationError(
+                f"generate() needs temperature >= 0, top_k >= 1 or None, and 1 token or more; got "
+                f"temperature={temperature}, top_k={top_k}, {input_ids.shape[1]} tokens."
+            )
+        was_training = self.training
+        self.eval()
+        try:
+            for _ in range(max_new_tokens):
+                logits = self(input_ids[:, -self.config.max_length :])[:, -1]
+                chosen = _sample(logits, temperature, top_k, generator)
+                input_ids = torch.cat((input_ids, chosen), dim=1)
+        finally:
+            self.train(was_training)
+        return input_ids
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the whole model, whatever part of it is here."""
+        return self.config.num_parameters
+
+    def flops_per_token(self, length: int) -> int:
+        """Return the operations of training per token; see `GPTConfig.flops_per_token`.
+
+        Args:
+            length: T.
+        """
+        return self.config.flops_per_token(length)
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Return how this model may be cut along every axis."""
+        tensor: dict[str, TensorStyle] = {
+            "embed": "vocab_embedding",
+            "blocks.*.attention_norm": "sequence_parallel",
+            "blocks.*.attention": "gather_sequence",
+            "blocks.*.attention.query": "colwise",
+            "blocks.*.attention.key": "colwise",
+            "blocks.*.attention.value": "colwise",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.mlp_norm": "sequence_parallel",
+            "blocks.*.mlp": "gather_sequence",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "norm": "sequence_parallel",
+            "head": "vocab_head",
+        }
+        if self.config.positions == "learned":
+            tensor["position"] = "split_sequence"
+        if self.config.activation == "swiglu":
+            tensor["blocks.*.mlp.gate"] = "colwise"
+        return ParallelPlan(
+            blocks="blocks",
+            tied=(("embed.weight", "head.weight"),) if self.config.tied_head else (),
+            tensor=tensor,
+            divided={"blocks.*.attention": ("num_heads", "num_kv_heads")},
+            batch=BatchLayout(
+                sequence_dims={"input_ids": 1, "labels": 1}, labels="labels", ignore_index=-100
+            ),
+            checkpointable=("blocks.*.attention", "blocks.*.mlp"),
+        )
+
+
+def _sample(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """Draw one token per row of [B, V]; returns [B, 1]."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)

@@ -1,0 +1,214 @@
+"""Building blocks of the decoder models: rotary positions, grouped-query attention, MLPs and norms.
+
+Shapes: B batch, T tokens, D model dim, N query heads, K key/value heads, H head dim, F feed-forward
+dim.
+
+Note [Sequence length inside a block]: a strategy may hand a block only its share of the tokens and
+gather them right before attention and the MLP. No module here therefore derives positions from the
+hidden state; the model computes rotary tables once, from the whole sequence, and passes them down.
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+
+__all__ = [
+    "Attention",
+    "GeluMLP",
+    "NormKind",
+    "RotaryEmbedding",
+    "SwiGLU",
+    "make_norm",
+    "rotate",
+]
+
+NormKind = Literal["rmsnorm", "layernorm"]
+
+
+def make_norm(kind: NormKind, dim: int, *, eps: float, bias: bool) -> nn.Module:
+    """Return a normalisation over the last dim.
+
+    Args:
+        kind: ``"rmsnorm"`` (never has a bias) or ``"layernorm"``.
+        dim: D.
+        eps: Added to the mean square or the variance.
+        bias: Whether a LayerNorm has one.
+    """
+    if kind == "rmsnorm":
+        return nn.RMSNorm(dim, eps=eps)
+    return nn.LayerNorm(dim, eps=eps, bias=bias)
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of rotary position embeddings; holds no parameter and no buffer.
+
+    The frequencies are computed in float32 at every call: a buffer would be cast along with the
+    weights of a model in bfloat16, and positions above 256 are not exact there.
+
+    Args:
+        head_dim: H, even.
+        theta: Base of the wavelengths, 2 pi theta^(2i/H).
+
+    **Source**: Su et al., RoFormer (2104.09864), section 3.4.2, with pairs (i, i + H/2) as in
+    Llama.
+    """
+
+    def __init__(self, head_dim: int, *, theta: float = 10_000.0) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = theta
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Return cosines and sines.
+
+        Args:
+            position_ids: [B or 1, T], int64.
+
+        Returns:
+            [2, B or 1, 1, T, H], float32: cosines, then sines; the dim of size 1 broadcasts over
+            heads.
+        """
+        exponents = torch.arange(
+            0, self.head_dim, 2, dtype=torch.float32, device=position_ids.device
+        )
+        frequencies = self.theta ** (-exponents / self.head_dim)
+        angles = position_ids[:, None, :, None].to(torch.float32) * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate each pair (i, i + H/2) of the last dim by the angle of its position.
+
+    Args:
+        x: [B, N, T, H], queries or keys.
+        rotary: [2, B or 1, 1, T, H], float32, from `RotaryEmbedding`.
+
+    Returns:
+        [B, N, T, H] in the dtype of `x`; computed in float32 or wider.
+    """
+    cos, sin = rotary.unbind()
+    low, high = x.chunk(2, dim=-1)
+    turned = torch.cat((-high, low), dim=-1)
+    return (x * cos + turned * sin).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries (N query heads share K key/value heads).
+
+    `num_heads` and `num_kv_heads` are read at every call: where the projections are sharded over
+    heads, a strategy lowers them to the local counts. `head_dim` never changes.
+
+    Args:
+        model_dim: D.
+        num_heads: N, a multiple of K.
+        num_kv_heads: K.
+        bias: Whether the four projections have one.
+        dropout: Probability, of attention weights and of the output.
+
+    **Source**: Ainslie et al., GQA (2305.13245).
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        bias: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.head_dim = model_dim // num_heads
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.dropout = dropout
+        self.query = nn.Linear(model_dim, num_heads * self.head_dim, bias=bias)
+        self.key = nn.Linear(model_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.value = nn.Linear(model_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.out = nn.Linear(num_heads * self.head_dim, model_dim, bias=bias)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor, rotary: Tensor | None = None) -> Tensor:
+        """Attend to the same and earlier tokens.
+
+        Args:
+            hidden: [B, T, D].
+            rotary: [2, B or 1, 1, T, H], or None where positions are added to the embeddings.
+
+        Returns:
+            [B, T, D].
+        """
+        query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
+        batch, length, _ = query.shape
+        query = query.view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+        key = key.view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        value = value.view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        if rotary is not None:
+            query, key = rotate(query, rotary), rotate(key, rotary)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )
+        mixed = mixed.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim)
+        result: Tensor = self.drop(self.out(mixed))
+        return result
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))``.
+
+    Args:
+        model_dim: D.
+        ff_dim: F.
+        bias: Whether the projections have one.
+        dropout: Probability, of the output.
+
+    **Source**: Shazeer, GLU variants improve transformer (2002.05202), equation 6.
+    """
+
+    def __init__(
+        self, model_dim: int, ff_dim: int, *, bias: bool = False, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.gate = nn.Linear(model_dim, ff_dim, bias=bias)
+        self.up = nn.Linear(model_dim, ff_dim, bias=bias)
+        self.down = nn.Linear(ff_dim, model_dim, bias=bias)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map [B, T, D] to [B, T, D]."""
+        result: Tensor = self.drop(self.down(F.silu(self.gate(hidden)) * self.up(hidden)))
+        return result
+
+
+class GeluMLP(nn.Module):
+    """``down(gelu(up(x)))`` with the tanh form of GELU that GPT-2 was trained with.
+
+    Args:
+        model_dim: D.
+        ff_dim: F.
+        bias: Whether the projections have one.
+        dropout: Probability, of the output.
+
+    **Source**: Hendrycks and Gimpel (1606.08415), section 2.
+    """
+
+    def __init__(
+        self, model_dim: int, ff_dim: int, *, bias: bool = False, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.up = nn.Linear(model_dim, ff_dim, bias=bias)
+        self.down = nn.Linear(ff_dim, model_dim, bias=bias)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map [B, T, D] to [B, T, D]."""
+        result: Tensor = self.drop(self.down(F.gelu(self.up(hidden), approximate="tanh")))
+        return result

@@ -1,0 +1,48 @@
+"""Metrics of language models that need the loss and a count only, never the logits."""
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+__all__ = ["Perplexity"]
+
+
+class Perplexity(Metric):
+    """exp of the mean negative log-likelihood per token, over all batches and ranks.
+
+    Fed with the loss and not with logits, it costs nothing where logits are sharded over the
+    vocabulary.
+
+    Example:
+        >>> metric = Perplexity()
+        >>> metric.update(torch.tensor(0.0), 3)
+        >>> metric.compute()
+        tensor(1., dtype=torch.float64)
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    loss_sum: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        zero = torch.zeros((), dtype=torch.float64)
+        self.add_state("loss_sum", default=zero, dist_reduce_fx="sum")
+        self.add_state("count", default=zero.clone(), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, count: int | Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            loss: Scalar, the mean over the tokens that count, in nats.
+            count: How many tokens count; 0 leaves the metric as it is, whatever the loss.
+        """
+        if int(count):
+            self.loss_sum += loss.detach().double() * count
+            self.count += count
+
+    def compute(self) -> Tensor:
+        """Return the perplexity, a float64 scalar."""
+        return torch.exp(self.loss_sum / self.count)

@@ -1,0 +1,183 @@
+"""Text files and the tokenizers that turn them into numbers."""
+
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_par.errors import ConfigurationError
+
+__all__ = [
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "Tokenizer",
+    "encode_files",
+    "find_files",
+    "load_tokenizer",
+    "standard_library_files",
+]
+
+_NOT_SOURCE = {"__pycache__", "dist-packages", "site-packages", "test", "tests"}
+
+
+class Tokenizer(Protocol):
+    """What the data module needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is at least 0 and less than this."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the tokens of a text."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens."""
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8.
+
+    Example:
+        >>> list(ByteTokenizer().encode("né"))
+        [110, 195, 169]
+    """
+
+    vocab_size = 256
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the bytes of `text`, 0 .. 255."""
+        return text.encode("utf-8", errors="replace")
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of bytes; broken sequences become U+FFFD."""
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of the Hugging Face `tokenizers` library.
+
+    Args:
+        name: A ``tokenizer.json`` file, or the name of a model, whose tokenizer is then downloaded.
+
+    Raises:
+        ConfigurationError: The `tokenizers` library is not installed, or cannot load `name`.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ConfigurationError(
+                f"tokenizer={name!r} needs the tokenizers library: pip install tokenizers; "
+                "tokenizer='bytes' needs nothing."
+            ) from error
+        is_file = Path(name).is_file()
+        load = tokenizers.Tokenizer.from_file if is_file else tokenizers.Tokenizer.from_pretrained
+        try:
+            self._tokenizer = load(name)
+        except Exception as error:  # the library raises bare Exceptions
+            raise ConfigurationError(
+                f"tokenizer={name!r} is no tokenizer.json file, and no model of that name could "
+                f"be loaded ({error}). Use 'bytes', a file, or the name of a model."
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the tokens of `text`, without special tokens."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens."""
+        return str(self._tokenizer.decode(list(tokens)))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return a tokenizer by name.
+
+    Args:
+        name: ``"bytes"``, a ``tokenizer.json`` file, or the name of a Hugging Face model.
+    """
+    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+
+
+def standard_library_files() -> list[Path]:
+    """Return Python's own sources, without its tests, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = (path.relative_to(root) for path in root.rglob("*.py"))
+    kept = sorted(path.as_posix() for path in found if not _NOT_SOURCE & set(path.parts))
+    return [root / path for path in kept]
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """Return the files that `paths` name, each once, in a fixed order.
+
+    Args:
+        paths: Files, folders (every ``*.txt`` below them) and glob patterns such as
+            ``"corpus/**/*.md"``.
+
+    Raises:
+        ConfigurationError: An entry names no file.
+    """
+    found: dict[Path, None] = {}
+    for entry in paths:
+        hits = sorted(_expand(entry))
+        if not hits:
+            raise ConfigurationError(
+                f"paths: {entry!r} names no text file; give a file, a folder with *.txt files or "
+                "a pattern such as 'folder/**/*.py'."
+            )
+        found.update(dict.fromkeys(hits))
+    return list(found)
+
+
+def _expand(entry: str) -> Iterator[Path]:
+    path = Path(entry).expanduser()
+    if path.is_dir():
+        return path.rglob("*.txt")
+    if path.is_file():
+        return iter([path])
+    fixed = Path(*_leading_parts(path))
+    pattern = path.relative_to(fixed).as_posix()
+    return (hit for hit in fixed.glob(pattern) if hit.is_file())
+
+
+def _leading_parts(path: Path) -> Iterator[str]:
+    """Yield the components before the first one with a wildcard, never the last one."""
+    for part in path.parts[:-1]:
+        if any(sign in part for sign in "*?["):
+            return
+        yield part
+
+
+def encode_files(
+    files: Iterable[Path], tokenizer: Tokenizer, *, max_bytes: int | None = None
+) -> NDArray[np.uint32]:
+    """Return the tokens of files, one after another; after each comes a newline.
+
+    Args:
+        files: UTF-8 text; bytes that are not are replaced.
+        tokenizer: Encodes each file by itself.
+        max_bytes: Stop after this many bytes of text; None reads everything.
+
+    Returns:
+        [S], uint32.
+    """
+    parts: list[NDArray[np.uint32]] = []
+    left = max_bytes
+    for file in files:
+        raw = file.read_bytes()[:left]
+        tokens = tokenizer.encode(raw.decode("utf-8", errors="replace") + "\n")
+        parts.append(np.fromiter(tokens, np.uint32, count=len(tokens)))
+        if left is not None:
+            left -= len(raw)
+            if left <= 0:
+                break
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
