@@ -112,7 +112,9 @@ class Diary(Callback):
         self.calls.append("v")
 
 
-def data(size: int, batch_size: int, replicas: int, *, ordered: bool = False) -> DataLoader[Any]:
+def data(
+    size: int, batch_size: int, replicas: int, *, ordered: bool = False, seed: int = SEED
+) -> DataLoader[Any]:
     """A loader whose whole batches are the same for any number of replicas.
 
     Args:
@@ -120,10 +122,11 @@ def data(size: int, batch_size: int, replicas: int, *, ordered: bool = False) ->
         batch_size: Of the whole batch.
         replicas: Among which it is divided; 0 for one process in the order of replicas.
         ordered: Whether the loop is one that Lightning does not shuffle.
+        seed: Of the shuffle, which Lightning takes from `seed_everything`, or 0.
     """
     samples = ToyData(size)
     shuffled = replicas == 0 and not ordered
-    order = DistributedSampler(samples, 1, 0, seed=SEED) if shuffled else None
+    order = DistributedSampler(samples, 1, 0, seed=seed) if shuffled else None
     return loader(samples, batch_size // max(replicas, 1), sampler=order)
 
 
