@@ -122,10 +122,7 @@ class Channel:
             self._isend(torch.frombuffer(bytearray(text), dtype=torch.uint8))
             self._sent[signature] = header
         elif known != header:
-            raise PipelineError(
-                "what a stage hands on changed its shape for a batch of the same shape: "
-                f"{list(known.tensors)} before, {list(header.tensors)} now."
-            )
+            raise PipelineError(_difference(known, header))
         self.send_tensors([t.detach() for t in tensors])
         return tensors
 
@@ -166,6 +163,25 @@ class Channel:
     def _isend(self, tensor: Tensor) -> None:
         assert self._target is not None
         self._sending.append((dist.isend(tensor, self._target, group=self._group), tensor))
+
+
+def _difference(known: _Header, header: _Header) -> str:
+    """Say what changed between two messages that should have been alike."""
+    advice = "Hand on what changes as a tensor, of one shape for every batch shape."
+    if known.tensors != header.tensors:
+        return (
+            "what a stage hands on changed its shape for a batch of the same shape: "
+            f"{list(known.tensors)} before, {list(header.tensors)} now. {advice}"
+        )
+    before, now = known.tree, header.tree
+    leaves = pytree.tree_leaves(before), pytree.tree_leaves(now)
+    if len(leaves[0]) == len(leaves[1]):
+        pairs = zip(*leaves, strict=True)
+        before, now = next(((k, h) for k, h in pairs if k != h), (before, now))
+    return (
+        "what a stage hands on, besides tensors, changed for a batch of the same shape: "
+        f"{before!r} before, {now!r} now. {advice}"
+    )
 
 
 def unpack(pending: PendingMessage, *, with_grad: bool) -> tuple[Any, list[Tensor]]:

@@ -24,7 +24,13 @@ from lightning_par.engine.schedule import SCHEDULES, TimedAction
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.mesh import AutoRule, Size
 from lightning_par.plan import find_plan, ParallelPlan
-from lightning_par.strategies.checks import check_batch, check_loader, check_module, check_trainer
+from lightning_par.strategies.checks import (
+    check_batch,
+    check_loader,
+    check_module,
+    check_trainer,
+    check_whole,
+)
 from lightning_par.strategies.parallelise import parallelise, Parallelised
 from lightning_par.strategies.processes import MeshProcesses
 from lightning_par.strategies.sharing import BatchSharing
@@ -161,6 +167,7 @@ class MeshStrategy(MeshProcesses):
         assert module is not None
         if self._parallelised is None or self._parallelised.module is not module:
             check_trainer(trainer, module, self.sizes)
+            check_whole(module)
             layout = check_module(module, self._find_plan(module), self)
             if self._record is not None:
                 self._record.remember(module)

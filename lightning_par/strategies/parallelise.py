@@ -120,16 +120,14 @@ def parallelise(
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
-    device, place = options.root_device, mesh.place
+    device = options.root_device
     seed = _agree_on_seed(device)
     if mesh.sizes.world_size > 1:
         values = {id(t): t for t in (*module.parameters(), *module.buffers())}
         broadcast_values(values.values(), device)
     names = [name for name, _ in module.named_parameters()]
     states = StateMap(mesh, list(module.state_dict()), names, layout.canonical)
-    stages = mesh.sizes.pipeline
-    bounds = balance_blocks(layout, stages, options.stage_blocks) if stages > 1 else ()
-    stage = cut_stage(module, layout, place["pp"], bounds) if stages > 1 else None
+    stage, bounds = _cut(module, layout, mesh, options.stage_blocks)
     tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
     if options.compile_blocks is not False:
         _compile_blocks(module, layout, options.compile_blocks)
@@ -165,6 +163,16 @@ def parallelise(
         groups=groups,
         counted_elsewhere=elsewhere,
     )
+
+
+def _cut(
+    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, stage_blocks: Sequence[int] | None
+) -> tuple[Stage | None, tuple[tuple[int, int], ...]]:
+    stages = mesh.sizes.pipeline
+    if stages == 1:
+        return None, ()
+    bounds = balance_blocks(layout, stages, stage_blocks)
+    return cut_stage(module, layout, mesh.place["pp"], bounds), bounds
 
 
 def _apply_tensor(
