@@ -1,6 +1,4 @@
-"""A small language model as a user would write it: no rank, no mesh; it only declares a plan at the
-end.
-"""
+"""A small language model as a user would write it: no rank, no mesh, and a plan at the end."""
 
 from typing import Any
 
@@ -16,7 +14,7 @@ VOCAB, WIDTH, TOKENS = 19, 24, 12
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: 6 query heads, 2 key/value heads."""
+    """Grouped-query attention: several query heads share a key/value head."""
 
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -38,9 +36,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm block; blocks differ in the width of their MLP, so that stages are unequal."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, 6, 2)
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, kv_heads)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
@@ -50,13 +48,22 @@ class Block(nn.Module):
 
 
 class ToyLM(nn.Module):
-    """Learned positions; the head is tied to the embedding."""
+    """Learned positions; the head may be tied to the embedding."""
 
-    def __init__(self, blocks: int = 4, tied: bool = True, vocab: int = VOCAB) -> None:
+    def __init__(
+        self,
+        blocks: int = 4,
+        tied: bool = True,
+        heads: int = 6,
+        kv_heads: int = 2,
+        vocab: int = VOCAB,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, WIDTH)
         self.position = nn.Embedding(32, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, 8 * (2 + i % 3)) for i in range(blocks))
+        self.blocks = nn.ModuleList(
+            Block(WIDTH, 8 * (2 + i % 3), heads, kv_heads) for i in range(blocks)
+        )
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, vocab, bias=False)
         if tied:
@@ -120,15 +127,14 @@ class ToyModule(pl.LightningModule):
 
 
 class ToyData(Dataset[dict[str, Tensor]]):
-    """Random tokens; with `ignored`, labels at the start of a sample do not count, unevenly over
-    the samples.
+    """Random tokens; with `ignored`, labels at the start of a sample do not count.
+
+    How many differs over the samples: none of sample 0, all of sample 5.
     """
 
-    def __init__(
-        self, size: int, ignored: bool = False, tokens: int = TOKENS, vocab: int = VOCAB
-    ) -> None:
+    def __init__(self, size: int, ignored: bool = False, vocab: int = VOCAB) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(0, vocab, (size, tokens + 1), generator=generator)
+        self.ids = torch.randint(0, vocab, (size, TOKENS + 1), generator=generator)
         self.ignored = ignored
 
     def __len__(self) -> int:

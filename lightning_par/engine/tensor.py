@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 from lightning_par.engine.collectives import (
     copy_to_group,
@@ -39,6 +40,12 @@ from lightning_par.layout import ModelLayout
 __all__ = ["TensorParallel", "apply_tensor_parallel", "shard_parameter"]
 
 _SEQUENCE_DIM = 1
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)
+def _any_true(flags: Any) -> list[Any]:
+    """Let autograd's anomaly detection look for NaN in a DTensor; torch has no rule for it."""
+    return [([Replicate()], [Replicate()])]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,4 +17,4 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 def test_compiled_blocks_equal_one_process(layout: str) -> None:
     world, replicas, options = LAYOUTS[layout]
     options = {**options, "compile_blocks": {"backend": "aot_eager"}}
-    assert_parity("hybrid3d", options, world, replicas, batch_size=4 // replicas)
+    assert_parity("hybrid3d", options, world, replicas, batch_size=4)

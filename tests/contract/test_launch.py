@@ -1,0 +1,165 @@
+"""Every way to start the processes of a run gives the same run, and leaves no process behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity import quiet_trainer
+from tests.toy import loader, ToyData, ToyModule
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).with_name("train_script.py")
+LAUNCHERS = ("RANK", "LOCAL_", "WORLD_", "NODE_", "MASTER_", "SLURM_", "TORCHELASTIC_", "GROUP_")
+MARK = "LIGHTNING_PAR_TEST_RUN"
+LIMIT = 100.0
+pytestmark = [pytest.mark.contract, pytest.mark.slow]
+
+
+def free_port() -> str:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def environment(folder: Path, **more: Any) -> dict[str, str]:
+    """The environment of a user's shell on a machine without a launcher, and a mark."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
+    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: str(folder)}
+    return {**kept, **fixed, **{k: str(v) for k, v in more.items()}}
+
+
+def marked(folder: Path) -> list[int]:
+    """Processes that a run in this folder has started."""
+    mark = f"{MARK}={folder}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def run(folder: Path, commands: list[tuple[list[str], dict[str, Any]]]) -> list[tuple[int, str]]:
+    """Run commands side by side; give how each one ended and what it said; none may be left."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=environment(folder, **more),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, more in commands
+    ]
+    deadline, ended = time.monotonic() + LIMIT, []
+    try:
+        for process in running:
+            text, _ = process.communicate(timeout=deadline - time.monotonic())
+            ended.append((process.returncode, text))
+        left = marked(folder)
+    finally:
+        for pid in marked(folder):
+            os.kill(pid, signal.SIGKILL)
+    assert left == [], "these processes are left"
+    return ended
+
+
+def script(folder: Path, devices: int = 2, nodes: int = 1, failing: int = -1) -> list[str]:
+    return [str(SCRIPT), str(folder / "result"), str(devices), str(nodes), str(failing)]
+
+
+def plainly(folder: Path, **options: int) -> Any:
+    return [(script(folder, **options), {})]
+
+
+def with_torchrun(folder: Path, **options: int) -> Any:
+    module = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    return [([*module, *script(folder, **options)], {})]
+
+
+def on_slurm(folder: Path, **options: int) -> Any:
+    shared = {
+        "SLURM_JOB_ID": 7,
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": 2,
+        "SLURM_NTASKS_PER_NODE": 2,
+        "SLURM_NODEID": 0,
+        "SLURM_NODELIST": "127.0.0.1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    tasks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(2)]
+    return [(script(folder, **options), {**shared, **task}) for task in tasks]
+
+
+def on_two_nodes(folder: Path, **options: int) -> Any:
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = script(folder, **{"devices": 1, "nodes": 2, **options})
+    return [(command, {**shared, "NODE_RANK": node}) for node in range(2)]
+
+
+WAYS = {
+    "plain script": (plainly, 2, "tp 2"),
+    "torchrun": (with_torchrun, 2, "tp 2"),
+    "slurm": (on_slurm, 2, "tp 2"),
+    "two nodes": (on_two_nodes, 2, "pp 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_device() -> dict[str, float]:
+    """What one device gives."""
+    trainer = quiet_trainer(devices=1, max_epochs=1)
+    trainer.fit(ToyModule("sgd"), loader(ToyData(12), 4), loader(ToyData(4), 4))
+    metrics = {"loss": "train_loss", "val_loss": "val_loss"}
+    return {name: float(trainer.callback_metrics[key]) for name, key in metrics.items()}
+
+
+def check(folder: Path, ended: list[tuple[int, str]], sizes: str, world: int) -> dict[str, float]:
+    assert [code for code, _ in ended] == [0] * len(ended), "\n".join(text for _, text in ended)
+    found = [json.loads((folder / f"result.{rank}").read_text()) for rank in range(world)]
+    assert [r["rank"] for r in found] == list(range(world))
+    assert {(r["world"], r["sizes"]) for r in found} == {(world, sizes)}
+    assert len({(r["loss"], r["val_loss"]) for r in found}) == 1
+    return dict(found[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_launcher_gives_the_loss_of_one_device(
+    way: str, tmp_path: Path, one_device: dict[str, float]
+) -> None:
+    make, world, sizes = WAYS[way]
+    found = check(tmp_path, run(tmp_path, make(tmp_path)), sizes, world)
+    for name, value in one_device.items():
+        assert found[name] == pytest.approx(value, rel=1e-5)  # fp32, sums in another order
+
+
+def test_two_nodes_with_two_devices_each_put_tensor_parallelism_inside_a_node(
+    tmp_path: Path, one_device: dict[str, float]
+) -> None:
+    found = check(tmp_path, run(tmp_path, on_two_nodes(tmp_path, devices=2)), "pp 2 x tp 2", 4)
+    for name, value in one_device.items():
+        assert found[name] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_script_that_raises_on_one_rank_ends_everywhere(failing: int, tmp_path: Path) -> None:
+    """The user sees the rank's own message, and no process waits for it."""
+    began = time.monotonic()
+    ((code, text),) = run(tmp_path, plainly(tmp_path, failing=failing))
+    assert code != 0
+    assert f"KeyError: 'no key on {failing}'" in text
+    assert time.monotonic() - began < LIMIT / 2
