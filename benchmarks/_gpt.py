@@ -69,7 +69,7 @@ class _Samples(Dataset[Batch]):
 
 
 def loader(
-    batch_size: int, *, tokens: int = TOKENS, vocab: int = CONFIG.vocab_size
+    batch_size: int, *, tokens: int = TOKENS, vocab: int = CONFIG.vocab_size, pin: bool = False
 ) -> DataLoader[Batch]:
     """Return batches without end, for all practical purposes.
 
@@ -77,5 +77,6 @@ def loader(
         batch_size: Of a replica.
         tokens: T.
         vocab: V.
+        pin: Whether in memory from which a GPU copies by itself.
     """
-    return DataLoader(_Samples(2**20, tokens, vocab), batch_size=batch_size)
+    return DataLoader(_Samples(2**20, tokens, vocab), batch_size=batch_size, pin_memory=pin)

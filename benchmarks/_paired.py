@@ -26,7 +26,16 @@ import torch.multiprocessing as mp
 from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-__all__ = ["Arguments", "Turn", "compare", "fit", "launch", "make_trainer", "parse_arguments"]
+__all__ = [
+    "Arguments",
+    "Turn",
+    "add_arguments",
+    "compare",
+    "fit",
+    "launch",
+    "parse_arguments",
+    "read_arguments",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +60,33 @@ class Arguments:
         return (self.warmup + self.pairs) * self.steps + 1
 
 
-def parse_arguments(description: str | None, *, pairs: int = 15, steps: int = 4) -> Arguments:
-    """Read the command line.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the fields of `Arguments` to a command line."""
+    parser.add_argument("--pairs", type=int, default=15, help="blocks that count")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a block")
+    parser.add_argument("--warmup", type=int, default=2, help="blocks that do not count")
+    parser.add_argument("--profile", action="store_true", help="print a cProfile of every one")
+
+
+def read_arguments(options: argparse.Namespace) -> Arguments:
+    """Return the fields that `add_arguments` added."""
+    return Arguments(
+        pairs=options.pairs, steps=options.steps, warmup=options.warmup, profile=options.profile
+    )
+
+
+def parse_arguments(description: str | None) -> Arguments:
+    """Read the command line of a script that has no options of its own.
 
     Args:
         description: Of the script.
-        pairs: Default.
-        steps: Default.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--pairs", type=int, default=pairs, help="blocks that count")
-    parser.add_argument("--steps", type=int, default=steps, help="steps of a block")
-    parser.add_argument("--warmup", type=int, default=2, help="blocks that do not count")
-    parser.add_argument("--profile", action="store_true", help="print a cProfile of every one")
-    return Arguments(**vars(parser.parse_args()))
+    add_arguments(parser)
+    return read_arguments(parser.parse_args())
 
 
-class _Stopped(Exception):
+class _StoppedError(Exception):
     """Another contender failed."""
 
 
@@ -98,7 +117,7 @@ class _Round:
         with self.changed:
             self.changed.wait_for(lambda: self.failed or self.names[self.current] == name)
             if self.failed:
-                raise _Stopped
+                raise _StoppedError
 
 
 class Turn:
@@ -141,7 +160,10 @@ class Turn:
 
 
 def _barrier() -> None:
-    if dist.is_initialized():
+    """Wait for what was queued here, and for the other ranks."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 
@@ -161,7 +183,7 @@ def compare(
     arguments: Arguments,
     *,
     targets: Mapping[str, float],
-) -> None:
+) -> dict[str, float]:
     """Run the contenders in turns and print a table on rank 0.
 
     Args:
@@ -170,6 +192,9 @@ def compare(
             every step.
         arguments: How long.
         targets: Contender -> largest ratio of its step time to the first one's.
+
+    Returns:
+        Median seconds of a step, by contender.
     """
     rounds = _Round(list(contenders), arguments)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -186,13 +211,14 @@ def compare(
         raise RuntimeError(rounds.failed)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("\n".join(_table(title, rounds, targets)), flush=True)
+    return {n: statistics.median(t[arguments.warmup :]) for n, t in rounds.wall.items()}
 
 
 def _run(name: str, contender: Callable[[Turn], None], rounds: _Round) -> None:
     try:
         rounds.wait_for(name)
         contender(Turn(name, rounds))
-    except _Stopped:
+    except _StoppedError:
         pass
     except BaseException:
         rounds.failed = f"{name} failed:\n{traceback.format_exc()}"
@@ -209,9 +235,9 @@ def _table(title: str, rounds: _Round, targets: Mapping[str, float]) -> Iterator
     yield f"{title}; {arguments.pairs} pairs of {arguments.steps} steps"
     yield f"{'':{width}}  step ms  ratio  quartiles      range          CPU ratio  target"
     for name in rounds.names:
-        step = f"{name:{width}}  {1000 * statistics.median(wall[name]):7.1f}"
+        start = f"{name:{width}}  {1000 * statistics.median(wall[name]):7.1f}"
         if name == first:
-            yield f"{step}  1.000"
+            yield f"{start}  1.000"
             continue
         ratios = _ratios(wall[name], wall[first])
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -219,8 +245,8 @@ def _table(title: str, rounds: _Round, targets: Mapping[str, float]) -> Iterator
         target = targets.get(name)
         met = "" if target is None else f"<= {target:.2f} {'met' if middle <= target else 'missed'}"
         yield (
-            f"{step}  {middle:5.3f}  {low:5.3f}..{high:5.3f}  {min(ratios):5.3f}..{max(ratios):5.3f}"
-            f"  {of_cpu:9.3f}  {met}"
+            f"{start}  {middle:5.3f}  {low:5.3f}..{high:5.3f}"
+            f"  {min(ratios):5.3f}..{max(ratios):5.3f}  {of_cpu:9.3f}  {met}"
         )
 
 
@@ -236,10 +262,19 @@ class _TurnCallback(Callback):
         self.turn.next()
 
 
-def make_trainer(strategy: Any, turn: Turn, arguments: Arguments, **options: Any) -> pl.Trainer:
-    """Return a Trainer that takes turns and does nothing but train.
+def fit(
+    module: pl.LightningModule,
+    loader: Any,
+    strategy: Any,
+    turn: Turn,
+    arguments: Arguments,
+    **options: Any,
+) -> None:
+    """Train in turns, with a Trainer that does nothing but train.
 
     Args:
+        module: What to train.
+        loader: Its batches.
         strategy: As for `Trainer`.
         turn: Of this contender.
         arguments: How long.
@@ -257,14 +292,7 @@ def make_trainer(strategy: Any, turn: Turn, arguments: Arguments, **options: Any
         "enable_model_summary": False,
         "callbacks": [_TurnCallback(turn)],
     }
-    return pl.Trainer(strategy=strategy, **{**defaults, **options})
-
-
-def fit(
-    module: pl.LightningModule, loader: Any, strategy: Any, turn: Turn, arguments: Arguments
-) -> None:
-    """Train `module` in turns."""
-    make_trainer(strategy, turn, arguments).fit(module, loader)
+    pl.Trainer(strategy=strategy, **{**defaults, **options}).fit(module, loader)
 
 
 def launch(body: Callable[[Arguments], None], arguments: Arguments, *, ranks: int) -> None:

@@ -21,8 +21,8 @@ BATCH_SIZE = 4
 
 
 class CPUFSDPStrategy(FSDPStrategy):
-    """FSDPStrategy for gloo: the Trainer refuses the class itself on the CPU, and it never tells FSDP
-    that the CPU is meant.
+    """FSDPStrategy on gloo: the Trainer refuses the class itself on the CPU, and it never tells
+    FSDP that the CPU is meant.
     """
 
     def _setup_model(self, model: nn.Module) -> nn.Module:

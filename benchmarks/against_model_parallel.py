@@ -1,7 +1,7 @@
 """Step time of `tensor_parallel` against Lightning's ModelParallelStrategy, tp 2 on two ranks.
 
-Both shard the same GPT in the same way: sequence parallelism between the blocks, vocabulary-parallel
-embedding, head and loss (theirs under torch's `loss_parallel`, ours by itself).
+Both shard the same GPT in the same way: sequence parallelism between the blocks, embedding, head
+and loss parallel over the vocabulary (theirs under torch's `loss_parallel`, ours by itself).
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from lightning_par.models.gpt import Block, GPT
+from lightning_par.models.gpt import Block
 from lightning_par.strategies import TensorParallelStrategy
 
 BATCH_SIZE = 8

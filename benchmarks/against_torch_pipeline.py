@@ -1,8 +1,8 @@
 """Step time of `pipeline_1f1b` against torch's own Schedule1F1B, pp 2 on two ranks.
 
 The same stages (embedding and half of the blocks; the other half, norm and head), micro-batches and
-loss. Theirs is a bare loop; ours is measured as a bare loop over the engine's `PipelineExecutor`, and
-through the Trainer.
+loss. Theirs is a bare loop; ours is measured as a bare loop over the engine's `PipelineExecutor`,
+and through the Trainer.
 """
 
 import itertools
