@@ -101,9 +101,7 @@ def main() -> None:
             parser_kwargs={"prog": "lightning-par", "description": lightning_par.__doc__},
             save_config_kwargs={"overwrite": True},
         )
-    except (
-        ValueError
-    ) as error:  # what failed while it ran is another error, and keeps its traceback
+    except ValueError as error:  # what fails while it runs is no ValueError
         ours = _find_ours(error)
         if ours is None:
             raise

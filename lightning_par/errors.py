@@ -24,6 +24,7 @@ __all__ = [
     "PipelineError",
     "PlanError",
     "ScheduleError",
+    "either",
     "raise_problems",
 ]
 
@@ -74,3 +75,13 @@ def raise_problems(error: type[LightningParError], problems: Sequence[str]) -> N
         raise error(problems[0])
     if problems:
         raise error(f"{len(problems)} problems:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def either(values: Sequence[object]) -> str:
+    """Return ``1, 2 or 4``, for a message that says what would work.
+
+    Args:
+        values: At least one.
+    """
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last

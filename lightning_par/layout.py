@@ -5,22 +5,24 @@ device.
 """
 
 import difflib
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
-from lightning_par.errors import PlanError, raise_problems
+from lightning_par.errors import either, PlanError, raise_problems
 from lightning_par.mesh import ParallelSizes
 from lightning_par.plan import match_pattern, ParallelPlan, TensorStyle
+from lightning_par.units import classify_units, edge_weights, Place, role_problems
 
 __all__ = ["ModelLayout", "balance_blocks", "check_plan", "resolve_plan"]
 
 _T = TypeVar("_T")
-Place = Literal["first", "last", "every"]
 
 _SHARDED_DIM: Mapping[str, int] = {
     "colwise": 0,
@@ -30,6 +32,7 @@ _SHARDED_DIM: Mapping[str, int] = {
     "vocab_head": 0,
 }
 _MAY_BE_UNEVEN = ("vocab_embedding", "vocab_head")
+_MOST_DEGREES = 64  # of those that a message lists
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,13 +106,15 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ModelLayout:
             for fqn in getattr(plan, role)
             if fqn not in modules and fqn not in parameters
         ]
+    problems += role_problems(plan, blocks)
     styles = _match_patterns(plan.tensor, list(modules), "tensor", problems)
     divided = _match_patterns(plan.divided, list(modules), "divided", problems)
     for kind, patterns in (("experts", plan.experts), ("checkpointable", plan.checkpointable)):
         _match_patterns(dict.fromkeys(patterns, kind), list(modules), kind, problems)
     for fqn, names in divided.items():
         problems += [
-            f"divided: {fqn} has no whole number attribute {name!r}."
+            f"divided: {fqn} has no attribute {name!r} that is a whole number"
+            + _nearest(name, [n for n, v in vars(modules[fqn]).items() if isinstance(v, int)])
             for name in names
             if not isinstance(getattr(modules[fqn], name, None), int)
         ]
@@ -118,14 +123,18 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ModelLayout:
         unknown = [fqn for fqn in group if fqn not in parameters]
         problems += [_missing(f"tied names {fqn!r}", fqn, list(parameters)) for fqn in unknown]
         if not unknown and len({canonical[fqn] for fqn in group}) > 1:
-            problems.append(f"tied: {' and '.join(group)} are different parameters in this model.")
+            first, *others = group
+            problems.append(
+                f"tied: {' and '.join(group)} are different parameters in this model; make them "
+                f"one ({others[-1]} = {first}), or take the group out of tied."
+            )
     raise_problems(PlanError, problems)
-    units = _classify_units(model, plan)
+    units = classify_units(model, plan)
     return ModelLayout(
         plan=plan,
         block_names=tuple(blocks),
         block_weights=tuple(_num_parameters(modules[name]) for name in blocks),
-        edge_weights=_edge_weights(model, units),
+        edge_weights=edge_weights(model, units),
         units=units,
         canonical=canonical,
         styles=styles,
@@ -230,23 +239,26 @@ def _match_patterns(
     found: dict[str, _T] = {}
     source: dict[str, str] = {}
     for pattern, value in patterns.items():
-        hits = [name for name in names if match_pattern(pattern, name)]
+        hits = [name for name in names if name and match_pattern(pattern, name)]
         if not hits:
-            problems.append(_missing(f"{kind}: {pattern!r} matches no module", pattern, names))
+            problems.append(f"{kind}: {pattern!r} matches no module{_nearest(pattern, names)}")
         for name in hits:
             if name in found:
                 problems.append(
-                    f"{kind}: {name} is matched by both {source[name]!r} and {pattern!r}."
+                    f"{kind}: {name} is matched by both {source[name]!r} and {pattern!r}; make one "
+                    "of them narrower."
                 )
             found[name], source[name] = value, pattern
     return found
 
 
 def _missing(what: str, name: str, names: Sequence[str]) -> str:
+    return f"{what}, but the model has no such name{_nearest(name, names)}"
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, [n for n in names if n], n=1, cutoff=0.3)
-    return f"{what}, but the model has no such name" + (
-        f"; did you mean {near[0]!r}?" if near else "."
-    )
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
@@ -255,49 +267,8 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
 
-def _classify_units(model: nn.Module, plan: ParallelPlan) -> dict[str, Place]:
-    """Say which stages hold what stands outside the blocks, from the order of definition around
-    them.
-    """
-    units: dict[str, Place] = {}
-    module, prefix = model, ""
-    for step in plan.blocks.split(".") if plan.blocks else ():
-        passed = False
-        for name, _ in module.named_parameters(recurse=False):
-            units[prefix + name] = _declared(plan, prefix + name) or "first"
-        for name, child in module.named_children():
-            passed = passed or name == step
-            if name != step:
-                free = next(child.parameters(), None) is None
-                place: Place = "every" if free else "last" if passed else "first"
-                units[prefix + name] = _declared(plan, prefix + name) or place
-        module, prefix = getattr(module, step), f"{prefix}{step}."
-    return units
-
-
-def _declared(plan: ParallelPlan, fqn: str) -> Place | None:
-    lists: dict[Place, tuple[str, ...]] = {
-        "first": plan.first,
-        "last": plan.last,
-        "every": plan.replicated,
-    }
-    return next((place for place, names in lists.items() if fqn in names), None)
-
-
 def _num_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _edge_weights(model: nn.Module, units: Mapping[str, Place]) -> tuple[int, int]:
-    weights = {"first": 0, "last": 0}
-    modules = dict(model.named_modules())
-    for fqn, place in units.items():
-        if fqn in modules and place in weights:
-            tables = (m for m in modules[fqn].modules() if isinstance(m, nn.Embedding))
-            looked_up = {id(p) for table in tables for p in table.parameters()}
-            counted = (p for p in modules[fqn].parameters() if id(p) not in looked_up)
-            weights[place] += sum(p.numel() for p in counted)
-    return weights["first"], weights["last"]
 
 
 def _check_pipeline(
@@ -314,22 +285,21 @@ def _check_pipeline(
             "blocks; return "
             f"{near} from its parallel_plan(), or pass plan= to the strategy."
         ]
-    problems = []
-    if num_stages > count:
-        problems.append(
-            f"pipeline_parallel_size={num_stages}: {layout.plan.blocks} has {count} blocks, and "
-            "every stage needs "
-            f"one. Use at most {count}."
-        )
     if stage_blocks is not None:
         fits = len(stage_blocks) == num_stages and sum(stage_blocks) == count
-        if not fits or min(stage_blocks) < 1:
-            problems.append(
-                f"stage_blocks={list(stage_blocks)} must give {num_stages} numbers of 1 or more "
-                "that sum to the "
-                f"{count} blocks of {layout.plan.blocks}."
-            )
-    return problems
+        if fits and min(stage_blocks) >= 1:
+            return []
+        return [
+            f"stage_blocks={list(stage_blocks)} has {len(stage_blocks)} entries with the sum "
+            f"{sum(stage_blocks)}; give pipeline_parallel_size={num_stages} numbers of 1 or more "
+            f"that sum to the {count} blocks of {layout.plan.blocks}, or leave stage_blocks out."
+        ]
+    if num_stages > count:
+        return [
+            f"pipeline_parallel_size={num_stages}: {layout.plan.blocks} has {count} blocks, and "
+            f"every stage needs one. Use at most {count}."
+        ]
+    return []
 
 
 def _check_tensor(
@@ -344,48 +314,64 @@ def _check_tensor(
             'ParallelPlan(tensor={"blocks.*.query": "colwise", ...}) from its parallel_plan(), '
             "or use tensor_parallel_size=1."
         ]
-    problems = []
     modules = dict(model.named_modules())
-    for fqn, names in layout.divided.items():
-        for name in names:
-            count = getattr(modules[fqn], name)
-            if count % degree:
-                fit = [n for n in range(1, count + 1) if count % n == 0]
-                problems.append(
-                    f"tensor_parallel_size={degree}: {fqn} has {name}={count}, not divisible by "
-                    f"{degree}. "
-                    f"Use one of {fit}."
-                )
+    counts = [
+        (fqn, f" has {name}={getattr(modules[fqn], name)}", getattr(modules[fqn], name))
+        for fqn, names in layout.divided.items()
+        for name in names
+    ]
+    problems: list[str] = []
     for fqn, style in layout.styles.items():
-        problems += _check_shapes(fqn, modules[fqn], style, degree)
+        counts += _sharded_sizes(fqn, modules[fqn], style, degree, problems)
+    fit = _fitting_degrees([size for *_, size in counts])
+    misfits = [(f, t) for f, t, size in counts if size % degree]
+    asked = f"tensor_parallel_size={degree}"
+    problems += [f"{asked}: {p}, not divisible by {degree}. Use {fit}." for p in _alike(misfits)]
     if sequence_parallel:
-        covered = [*layout.styles]
-        for name, _ in model.named_parameters():
-            owner = name.rpartition(".")[0]
-            if owner not in covered:
-                problems.append(
-                    f"tensor_parallel_size={degree} with sequence_parallel=True: no tensor style "
-                    f"says how {name} is "
-                    f"used; give {owner or 'its owner'} one ('sequence_parallel' or 'replicated' "
-                    "keep it whole)."
-                )
+        owners = {n.rpartition(".")[0]: n for n, _ in model.named_parameters()}
+        bare = [(owner, " holds parameters") for owner in owners if owner not in layout.styles]
+        problems += [
+            f"{asked} with sequence_parallel=True: {p} and has no tensor style; give it one "
+            "('sequence_parallel' or 'replicated' keep it whole), or use sequence_parallel=False."
+            for p in _alike(bare)
+        ]
     return problems
 
 
-def _check_shapes(fqn: str, module: nn.Module, style: str, degree: int) -> list[str]:
+def _sharded_sizes(
+    fqn: str, module: nn.Module, style: str, degree: int, problems: list[str]
+) -> list[tuple[str, str, int]]:
+    """Return what must divide by the degree: the FQN, the words about it and the size."""
     dim = _SHARDED_DIM.get(style)
     if dim is None:
         return []
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
-        return [f"tensor: {fqn} is a {type(module).__name__}; {style!r} needs a weight of 2 dims."]
-    size = weight.shape[dim]
-    if size < degree:
-        return [f"tensor_parallel_size={degree}: {fqn}.weight has size {size} in dim {dim}."]
-    if size % degree and style not in _MAY_BE_UNEVEN:
-        return [
-            f"tensor_parallel_size={degree}: {fqn}.weight has size {size} in dim {dim} ({style}), "
-            "not divisible by "
-            f"{degree}."
-        ]
-    return []
+        problems.append(
+            f"tensor: {fqn} is a {type(module).__name__}, but {style!r} needs a module with a "
+            "weight of 2 dims; name the Linear or Embedding inside it, or use 'gather_sequence' "
+            "for a container."
+        )
+        return []
+    if style in _MAY_BE_UNEVEN:
+        rows = weight.shape[0]
+        if rows < degree:
+            problems.append(f"tensor: {fqn}.weight has {rows} rows, fewer than the {degree} ranks.")
+        return []
+    return [(f"{fqn}.weight", f" has size {weight.shape[dim]} in dim {dim}", weight.shape[dim])]
+
+
+def _fitting_degrees(sizes: Sequence[int]) -> str:
+    common = math.gcd(*sizes) or 1
+    return either([n for n in range(1, min(common, _MOST_DEGREES) + 1) if common % n == 0])
+
+
+def _alike(found: Sequence[tuple[str, str]]) -> list[str]:
+    """Join FQN and text, once for all blocks that say the same."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for fqn, text in found:
+        groups.setdefault((re.sub(r"\b\d+\b", "*", fqn), text), []).append(fqn)
+    return [
+        names[0] + (f" (as {len(names) - 1} others)" if len(names) > 1 else "") + text
+        for (_, text), names in groups.items()
+    ]

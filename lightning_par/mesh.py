@@ -15,13 +15,14 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_par.errors import MeshError, raise_problems
+from lightning_par.errors import either, MeshError, raise_problems
 
 __all__ = ["AXES", "AutoRule", "ParallelMesh", "ParallelSizes", "Size", "build_mesh", "fit_sizes"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 Size = int | Literal["auto"]
+_NO_CONTEXT = ("context_parallel_size", 1)
 AutoRule = Literal["tensor", "pipeline", "balanced", "data"]
 
 
@@ -44,8 +45,10 @@ class ParallelSizes:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        bad = [f"{n}={s} must be 1 or more." for n, s in vars(self).items() if s < 1]
-        raise_problems(MeshError, bad)
+        bad = {n: s for n, s in vars(self).items() if not _is_size(s)}
+        raise_problems(
+            MeshError, [f"{n}={s!r} must be a whole number of 1 or more." for n, s in bad.items()]
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,8 +100,14 @@ class ParallelSizes:
         return " x ".join(f"{axis} {size}" for axis, size in named if size > 1) or "1 device"
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _divisors(number: int) -> str:
+    """Return ``one of 1, 2 or 4``."""
+    found = [n for n in range(1, number + 1) if number % n == 0]
+    return f"one of {either(found)}" if len(found) > 1 else "1"
 
 
 def fit_sizes(
@@ -149,7 +158,7 @@ def fit_sizes(
     pp, left = _take(pipeline, left, auto, "pipeline", left)
     dp, left = (left, 1) if data == "auto" else (data, left)
     if left != 1:
-        raise MeshError(_misfit(given, fixed, num_devices))
+        raise MeshError(_unused(given, tp, pp, dp, num_devices))
     replicate = (dp if zero_stage == 0 else 1) if data_replicate == "auto" else data_replicate
     problems = _check_fit(tp, devices_per_node, dp, replicate, zero_stage)
     raise_problems(MeshError, problems)
@@ -166,7 +175,7 @@ def _check_values(given: Mapping[str, Size], zero_stage: int) -> None:
     problems = [
         f"{name}={value!r} must be a whole number of 1 or more, or 'auto'."
         for name, value in given.items()
-        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+        if value != "auto" and not _is_size(value)
     ]
     if zero_stage not in (0, 1, 2, 3):
         problems.append(f"zero_stage={zero_stage!r} must be 0, 1, 2 or 3.")
@@ -177,13 +186,13 @@ def _check_fit(tp: int, node: int, dp: int, replicate: int, zero_stage: int) -> 
     problems = []
     if node % tp:
         problems.append(
-            f"tensor_parallel_size={tp} does not divide the {node} devices of a node; use one of "
+            f"tensor_parallel_size={tp} does not divide the {node} devices of a node; use "
             f"{_divisors(node)}."
         )
     if dp % replicate:
         problems.append(
             f"data_parallel_replicate_size={replicate} does not divide data_parallel_size={dp}; "
-            f"use one of {_divisors(dp)}."
+            f"use {_divisors(dp)}."
         )
     elif zero_stage == 0 and replicate != dp:
         problems.append(
@@ -203,18 +212,33 @@ def _take(size: Size, left: int, auto: AutoRule, axis: str, most: int) -> tuple[
     return chosen, left // chosen
 
 
+def _product(given: Mapping[str, Size]) -> str:
+    shown = {n: v for n, v in given.items() if v != "auto" and (n, v) != _NO_CONTEXT}
+    return " x ".join(f"{name}={value}" for name, value in shown.items())
+
+
 def _misfit(given: Mapping[str, Size], fixed: int, num_devices: int) -> str:
-    asked = " x ".join(
-        f"{name}={value}" for name, value in given.items() if value not in ("auto", 1)
-    )
-    advice = (
-        f"pass devices={fixed}" if fixed > num_devices else f"use a multiple of {fixed} devices"
-    )
+    """Say that the product of the given sizes does not divide the number of devices."""
+    below = num_devices // fixed * fixed
+    counts = f"{below} or {below + fixed}" if below else str(fixed)
+    hint = " (on the CPU, devices='auto' means 1)" if num_devices == 1 else ""
     return (
-        f"{asked or 'the sizes'} need {fixed} devices (or a multiple), but the Trainer has "
-        f"{num_devices}: {advice}, or "
-        f"sizes whose product divides {num_devices} (each one of {_divisors(num_devices)}). "
-        "On the CPU, devices='auto' means 1 device."
+        f"{_product(given)} needs {fixed} devices or a multiple, but the Trainer has "
+        f"{num_devices}. Use {counts} devices{hint}, or sizes whose product is "
+        f"{_divisors(num_devices)}."
+    )
+
+
+def _unused(given: Mapping[str, Size], tp: int, pp: int, dp: int, num_devices: int) -> str:
+    """Say that a given `data_parallel_size` leaves devices without work."""
+    chosen = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    by_auto = [f"{n}={v}" for n, v in chosen.items() if given[n] == "auto"]
+    note = f" with {' and '.join(by_auto)}, which 'auto' gave," if by_auto else ""
+    needs = math.prod(chosen.values()) * dp * int(given["context_parallel_size"])
+    return (
+        f"{_product(given)}{note} needs exactly {needs} devices, but the Trainer has "
+        f"{num_devices}. Use {needs} devices, or data_parallel_size={num_devices // needs * dp} "
+        "or 'auto'."
     )
 
 

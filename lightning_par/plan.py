@@ -9,13 +9,13 @@ pattern, ``*`` stands for exactly one component: ``blocks.*.attention`` matches
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any, get_args, Literal
 
 from torch import nn
 
-from lightning_par.errors import PlanError
+from lightning_par.errors import PlanError, raise_problems
 
 __all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "find_plan", "match_pattern"]
 
@@ -62,8 +62,36 @@ def match_pattern(pattern: str, fqn: str) -> bool:
     return len(wanted) == len(given) and all(map(fnmatchcase, given, wanted))
 
 
-def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    return MappingProxyType(dict(mapping))
+class _Frozen(dict[str, Any]):
+    """A dict that cannot be changed; unlike `MappingProxyType` it can be hashed and pickled."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a ParallelPlan is a value and does not support item assignment")
+
+    __delitem__ = __ior__ = __setitem__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return _Frozen, (dict(self),)
+
+
+def _names(where: str, value: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise PlanError(f"{where}={value!r} must hold several names; write ({value!r},).")
+    return tuple(value)
+
+
+def _refuse_unknown(kind: type, values: Mapping[str, Any]) -> None:
+    fields = list(getattr(kind, "__dataclass_fields__"))  # noqa: B009
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        near = [n for u in unknown for n in get_close_matches(u, fields, n=1)]
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise PlanError(
+            f"unknown entries {unknown} in a {kind.__name__}: it has {', '.join(fields)}.{hint}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +113,7 @@ class BatchLayout:
     label_shift: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sequence_dims", _frozen(self.sequence_dims))
+        object.__setattr__(self, "sequence_dims", _Frozen(self.sequence_dims))
         if self.label_shift < 0:
             raise PlanError(f"label_shift={self.label_shift} must be 0 or more.")
 
@@ -125,16 +153,25 @@ class ParallelPlan:
     checkpointable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        unknown = {k: s for k, s in self.tensor.items() if s not in get_args(TensorStyle)}
-        if unknown:
-            styles = ", ".join(get_args(TensorStyle))
-            raise PlanError(f"unknown tensor style {unknown}: use one of {styles}.")
-        object.__setattr__(self, "tensor", _frozen(self.tensor))
-        divided = {k: tuple(v) for k, v in self.divided.items()}
-        object.__setattr__(self, "divided", _frozen(divided))
-        object.__setattr__(self, "tied", tuple(tuple(group) for group in self.tied))
+        styles = get_args(TensorStyle)
+        problems = []
+        for pattern, style in self.tensor.items():
+            if style not in styles:
+                near = get_close_matches(str(style), styles, n=1)
+                hint = f"did you mean {near[0]!r}? U" if near else "u"
+                problems.append(
+                    f"tensor: {pattern!r}: {style!r} is no tensor style; {hint}se one of "
+                    f"{', '.join(styles)}."
+                )
+        raise_problems(PlanError, problems)
+        divided = {k: _names(f"divided[{k!r}]", v) for k, v in self.divided.items()}
+        tied = tuple(_names(f"tied[{i}]", group) for i, group in enumerate(self.tied))
+        values: dict[str, Any] = {"tensor": _Frozen(self.tensor), "divided": _Frozen(divided)}
+        values["tied"] = tied
         for name in ("first", "last", "replicated", "carried", "experts", "checkpointable"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            values[name] = _names(name, getattr(self, name))
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def under(self, prefix: str) -> "ParallelPlan":
         """Return the same plan as seen from a parent, in which the model stands at `prefix`.
@@ -175,19 +212,15 @@ class ParallelPlan:
         Raises:
             PlanError: A key is not a field of the plan.
         """
-        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
-        if unknown:
-            fields = ", ".join(cls.__dataclass_fields__)
-            raise PlanError(f"unknown entries {unknown} in a ParallelPlan: it has {fields}.")
+        _refuse_unknown(cls, values)
         batch = values.get("batch", {})
-        layout = batch if isinstance(batch, BatchLayout) else BatchLayout(**batch)
-        return cls(**{**values, "batch": layout})
+        if not isinstance(batch, BatchLayout):
+            _refuse_unknown(BatchLayout, batch)
+            batch = BatchLayout(**batch)
+        return cls(**{**values, "batch": batch})
 
     def __str__(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
-
-    def __hash__(self) -> int:
-        return hash(json.dumps(self.to_dict(), sort_keys=True))
 
 
 def find_plan(module: nn.Module) -> ParallelPlan | None:

@@ -4,7 +4,8 @@ A batch is any nest of mappings, tuples and lists of tensors and other values. B
 samples.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+import copy
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -28,11 +29,16 @@ def map_tensors(batch: Any, function: Any) -> Any:
     """Apply `function` to every tensor; containers keep their type, other values stay.
 
     Args:
-        batch: Mappings of any class are rebuilt from a dict of their items.
+        batch: A mapping that can be changed is copied, so that it keeps what else it holds; any
+            other is rebuilt from a dict of its items.
         function: Tensor -> anything.
     """
     if isinstance(batch, Tensor):
         return function(batch)
+    if isinstance(batch, MutableMapping):
+        mapped = copy.copy(batch)
+        mapped.update({k: map_tensors(v, function) for k, v in batch.items()})
+        return mapped
     if isinstance(batch, Mapping):
         return type(batch)({k: map_tensors(v, function) for k, v in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -99,15 +105,21 @@ def batch_entry(batch: Any, path: str) -> Any:
     Raises:
         PlanError: There is no such entry.
     """
-    value = batch
+    value, passed = batch, list[str]()
     for step in path.split("."):
         if isinstance(value, Mapping) and step in value:
             value = value[step]
         elif isinstance(value, list | tuple) and step.isdecimal() and int(step) < len(value):
             value = value[int(step)]
         else:
-            has = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-            raise PlanError(f"the plan names the batch entry {path!r}, but the batch has {has}.")
+            where = repr(".".join(passed)) if passed else "the batch"
+            has = f"is a {type(value).__name__}"
+            if isinstance(value, Mapping):
+                has = f"has {sorted(map(str, value))}"
+            elif isinstance(value, list | tuple):
+                has = f"has {len(value)} entries ({type(value).__name__})"
+            raise PlanError(f"the plan names the batch entry {path!r}, but {where} {has}.")
+        passed.append(step)
     return value
 
 
@@ -121,8 +133,9 @@ def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
             B samples.
     """
     if layout.labels is None:
-        device = next(iter(tensors_of(batch))).device
-        return torch.tensor(float(batch_size(batch)), dtype=torch.float64, device=device)
+        size = batch_size(batch)
+        device = next(tensors_of(batch)).device
+        return torch.tensor(float(size), dtype=torch.float64, device=device)
     labels = batch_entry(batch, layout.labels)
     if layout.label_shift:
         dim = layout.sequence_dims.get(layout.labels, 1)

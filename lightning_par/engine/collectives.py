@@ -10,7 +10,7 @@ copy (identity)        all-reduce            whole input of sharded weights
 all-reduce             identity              partial output, made whole
 all-gather             reduce-scatter        shard -> whole, used by sharded weights
 reduce-scatter         all-gather            partial output -> shard
-slice                  all-gather            whole -> shard, computed alike on every rank
+slice                  own part, 0 elsewhere whole -> shard, computed alike on every rank
 all-gather             slice                 shard -> whole, used alike on every rank
 =====================  ====================  =====================
 
@@ -73,14 +73,16 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
 
     **Communicates**: one all-gather whose result has `size` (or n * shard) entries in `dim`.
     """
-    ranks = group.size()
+    ranks, dim = group.size(), dim % x.ndim
     step = x.shape[dim] if size is None else -(-size // ranks)
     if x.shape[dim] < step:
         missing = step - x.shape[dim]
         x = torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
     out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
     joined: Tensor = out if dim == 0 else torch.cat(out.chunk(ranks), dim)
-    return joined if size is None else joined.narrow(dim, 0, size)
+    if size is not None:
+        joined = torch.narrow(joined, dim, 0, size).contiguous()
+    return joined
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -102,7 +104,8 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+    sizes = split_sizes(x.shape[dim], group.size())
+    return x.split(sizes, dim)[group.rank()].contiguous()
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -157,7 +160,8 @@ class _SliceToShard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         whole = grad.new_zeros(ctx.shape)
-        whole.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].copy_(grad)
+        sizes = split_sizes(whole.shape[ctx.dim], ctx.group.size())
+        whole.split(sizes, ctx.dim)[ctx.group.rank()].copy_(grad)
         return whole, None, None
 
 

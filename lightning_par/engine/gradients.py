@@ -98,6 +98,8 @@ def total_norm(
         for p in with_gradients(parameters)
         if p.grad is not None and counts(p) and _is_counted_here(p.grad)
     ]
+    if dist.get_world_size() == 1:
+        return torch.nn.utils.get_total_norm(grads)
     double = any(g.dtype is torch.float64 for g in grads)
     dtype = torch.float64 if double else torch.float32
     norms: Any = torch._foreach_norm(grads, 2, dtype=dtype) if grads else []

@@ -58,8 +58,9 @@ class Materialiser:
                     continue
                 if buffer.is_meta:
                     raise PlanError(
-                        f"the buffer {base}.{key} is a copy of a parameter made in configure_model; "
-                        "parameters have no values there yet. Make the buffer from values of its own."
+                        f"the buffer {base}.{key} is a copy of a parameter made in "
+                        "configure_model, where parameters have no values yet. Make the buffer "
+                        "from values of its own."
                     )
                 module._buffers[key] = buffer.to(self.device)
 

@@ -38,13 +38,9 @@ class Leave(BaseException):
     """
 
 
+@dataclass(frozen=True)
 class _Elided:
     """Stands for hidden states that nobody needs any more in an output tree that is carried on."""
-
-
-pytree.register_pytree_node(
-    _Elided, lambda _: ([], None), lambda *_: _Elided(), serialized_type_name="lightning_par.Elided"
-)
 
 
 @dataclass(eq=False)
@@ -228,10 +224,7 @@ def _elide_hidden(tree: Any) -> Any:
 
 
 def _fill_hidden(tree: Any, hidden: Any) -> Any:
-    def is_elided(leaf: Any) -> bool:
-        return isinstance(leaf, _Elided)
-
-    return pytree.tree_map(lambda t: hidden if is_elided(t) else t, tree, is_leaf=is_elided)
+    return pytree.tree_map(lambda t: hidden if isinstance(t, _Elided) else t, tree)
 
 
 def _poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

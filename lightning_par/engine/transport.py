@@ -47,8 +47,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Header:
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
+    tree: Any
     tensors: tuple[TensorSpec, ...]
 
 
@@ -123,10 +122,7 @@ class Channel:
             self._isend(torch.frombuffer(bytearray(text), dtype=torch.uint8))
             self._sent[signature] = header
         elif known != header:
-            raise PipelineError(
-                "what a stage hands on changed its shape for a batch of the same shape: "
-                f"{list(known.tensors)} before, {list(header.tensors)} now."
-            )
+            raise PipelineError(_difference(known, header))
         self.send_tensors([t.detach() for t in tensors])
         return tensors
 
@@ -169,6 +165,27 @@ class Channel:
         self._sending.append((dist.isend(tensor, self._target, group=self._group), tensor))
 
 
+def _difference(known: _Header, header: _Header) -> str:
+    """Say what changed between two messages that should have been alike."""
+    advice = "Hand on what changes as a tensor, of one shape for every batch shape."
+    if known.spec != header.spec:
+        return (
+            "what a stage hands on changed its nest for a batch of the same shape: "
+            f"{known.spec} before, {header.spec} now. {advice}"
+        )
+    if known.tensors != header.tensors:
+        return (
+            "what a stage hands on changed its shape for a batch of the same shape: "
+            f"{list(known.tensors)} before, {list(header.tensors)} now. {advice}"
+        )
+    pairs = zip(known.leaves, header.leaves, strict=True)
+    before, now = next((k, h) for k, h in pairs if k != h)
+    return (
+        "what a stage hands on holds a value that is not a tensor and that changed: "
+        f"{before!r} before, {now!r} now. {advice}"
+    )
+
+
 def unpack(pending: PendingMessage, *, with_grad: bool) -> tuple[Any, list[Tensor]]:
     """Wait for a message and put its tree together.
 
@@ -183,21 +200,25 @@ def unpack(pending: PendingMessage, *, with_grad: bool) -> tuple[Any, list[Tenso
     assert header is not None
     for tensor, spec in zip(tensors, header.tensors, strict=True):
         tensor.requires_grad_(with_grad and spec.requires_grad)
-    leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in header.leaves]
-    return pytree.tree_unflatten(leaves, header.spec), tensors
+
+    def fill(leaf: Any) -> Any:
+        return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
+
+    return pytree.tree_map(fill, header.tree), tensors
 
 
 def _pack(message: Any) -> tuple[_Header, list[Tensor]]:
-    leaves, spec = pytree.tree_flatten(message)
+    """Put a `_Slot` in the place of every tensor."""
     tensors: list[Tensor] = []
     slots: dict[int, _Slot] = {}
-    packed: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if id(leaf) not in slots:
-                slots[id(leaf)] = _Slot(len(tensors))
-                tensors.append(leaf)
-            packed.append(slots[id(leaf)])
-        else:
-            packed.append(leaf)
-    return _Header(spec, tuple(packed), tuple(map(TensorSpec.of, tensors))), tensors
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in slots:
+            slots[id(leaf)] = _Slot(len(tensors))
+            tensors.append(leaf)
+        return slots[id(leaf)]
+
+    tree = pytree.tree_map(place, message)
+    return _Header(tree, tuple(map(TensorSpec.of, tensors))), tensors

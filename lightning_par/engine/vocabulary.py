@@ -3,7 +3,9 @@
 Shapes: B batch, T tokens, V vocabulary; a rank holds V/tp columns (later ranks may hold fewer).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.engine.collectives import all_reduce, gather_from_shards, split_sizes
+from lightning_par.errors import ConfigurationError
 
 __all__ = ["VocabShardedLogits", "vocab_parallel_cross_entropy"]
 
@@ -79,7 +82,8 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: [N, V/tp], the columns of this rank. Half precision is computed in float32, as under
             autocast.
-        target: [N] int64, class indices, the same on every rank.
+        target: [N] int64, class indices, the same on every rank. One outside of V raises on the
+            CPU, as in torch, and makes the loss NaN elsewhere, without waiting for the device.
         vocab_size: V.
         group: The tensor-parallel ranks.
         ignore_index: Targets of this value count nothing.
@@ -88,6 +92,9 @@ def vocab_parallel_cross_entropy(
 
     Returns:
         A scalar, or [N] for "none"; the same on every rank.
+
+    Raises:
+        IndexError: A target is outside of V, on the CPU.
 
     **Communicates**: all-reduces of N maxima and of 2 N sums (3 N with smoothing) forward, nothing
     backward.
@@ -98,11 +105,14 @@ def vocab_parallel_cross_entropy(
         logits = logits.float()
     start = sum(split_sizes(vocab_size, group.size())[: group.rank()])
     valid = target != ignore_index
+    outside = valid & ((target < 0) | (target >= vocab_size))
+    if target.device.type == "cpu" and bool(outside.any()):
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
     safe = torch.where(valid, target, 0)
     losses: Tensor = _VocabParallelNLL.apply(  # type: ignore[no-untyped-call]
         logits, safe, start, vocab_size, label_smoothing, group
     )
-    losses = torch.where(valid, losses, 0)
+    losses = torch.where(outside, torch.nan, torch.where(valid, losses, 0))
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / valid.sum()
@@ -158,9 +168,12 @@ class VocabShardedLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Answer from the shard where that is exact, else gather first."""
-        kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("input")
+        kwargs = dict(kwargs or {})
+        if not args and isinstance(kwargs.get("input"), VocabShardedLogits):
+            args = (kwargs.pop("input"),)
+        first = args[0] if args else None
         if isinstance(first, VocabShardedLogits):
+            _refuse_change(func)
             answer = _answer_from_shard(func, first, tuple(args[1:]), kwargs)
             if answer is not NotImplemented:
                 return answer
@@ -182,6 +195,17 @@ class VocabShardedLogits(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"VocabShardedLogits(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
+
+
+def _refuse_change(func: Callable[..., Any]) -> None:
+    """Refuse what would change the gathered copy and leave the logits as they were."""
+    name = getattr(func, "__name__", "")
+    if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")):
+        raise ConfigurationError(
+            f"{name} would change logits that are sharded over the vocabulary in place. Use the "
+            "version that returns a new tensor (masked_fill instead of masked_fill_, torch.where "
+            "instead of an assignment), or give the head the style 'colwise_gather_output'."
+        )
 
 
 def _gathered(value: Any) -> Any:
@@ -242,12 +266,11 @@ def _answer_property(func: Any, x: VocabShardedLogits) -> Any:
 def _keeps_last(index: Any, ndim: int) -> bool:
     """Whether `x[index]` leaves the last dim whole and last."""
     parts = index if isinstance(index, tuple) else (index,)
-    if any(not isinstance(p, int | slice) and p is not Ellipsis for p in parts):
+    if any(isinstance(p, bool) or not isinstance(p, int | slice | EllipsisType) for p in parts):
         return False
-    if Ellipsis in parts:
-        after = parts[parts.index(Ellipsis) + 1 :]
-        return not after or after[-1] == slice(None)
-    return len(parts) < ndim or parts[-1] == slice(None)
+    if len(parts) - (Ellipsis in parts) < ndim and (Ellipsis not in parts or parts[-1] is Ellipsis):
+        return True
+    return parts[-1] == slice(None) or (parts[-1] is Ellipsis and parts[-2] == slice(None))
 
 
 def _new_leading_shape(
@@ -255,18 +278,16 @@ def _new_leading_shape(
 ) -> list[int] | None:
     """Return the dims before the vocabulary after a reshape that keeps it last, or None."""
     if func in (Tensor.view, Tensor.reshape, torch.reshape):
-        wanted = rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest
-        if (
-            not all(isinstance(n, int) for n in wanted)
-            or not wanted
-            or wanted[-1] not in (shape[-1], -1)
-        ):
+        wanted = rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple) else rest
+        if not wanted or not all(isinstance(n, int) for n in wanted):
             return None
-        return list(wanted[:-1]) if wanted[-1] == shape[-1] or -1 not in wanted[:-1] else None
+        # On meta: torch resolves a -1, also where this rank's shard is empty.
+        whole = torch.empty(shape, device="meta").reshape(*wanted).shape
+        return list(whole[:-1]) if whole[-1] == shape[-1] else None
     if func in (Tensor.flatten, torch.flatten) and rest:
         start, end = rest[0] % len(shape), (rest[1] if len(rest) > 1 else -1) % len(shape)
         if end < len(shape) - 1:
-            return [*shape[:start], -1, *shape[end + 1 : -1]]
+            return [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 : -1]]
     return None
 
 
@@ -286,11 +307,12 @@ def _cross_entropy(
     """
     classes = 0 if x.local.ndim == 1 else 1
     plain = weight is None and size_average is None and reduce is None
+    plain = plain and reduction in ("mean", "sum", "none")
     if not plain or target.is_floating_point() or x.vocab_dim != classes:
         return NotImplemented
     local = x.local.movedim(classes, -1)
     loss = vocab_parallel_cross_entropy(
-        local.reshape(-1, local.shape[-1]),
+        local.reshape(math.prod(local.shape[:-1]), local.shape[-1]),
         target.reshape(-1),
         vocab_size=size,
         group=x.group,

@@ -148,6 +148,8 @@ class TextDataModule(L.LightningDataModule):
             drop_last=True,
             num_workers=self.num_workers,
         )
+        limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
+        loader.batches_per_epoch = limit if isinstance(limit, int) else int(limit * len(loader))
         self._train_loader, place = loader, self._place
         self._place = {}
         loader.load_state_dict(place)

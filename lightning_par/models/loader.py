@@ -78,43 +78,58 @@ class ResumableLoader(DataLoader[_T_co]):
     that workers have prefetched do not count as seen. Takes the arguments of `DataLoader`; needs a
     `ReplicaSampler`, except that one put in its place by the Trainer (``overfit_batches``) makes it
     an ordinary loader.
+
+    Note [Own epochs]: the loader counts epochs itself and takes the Trainer's count only to begin
+    with. A run that stops at ``max_steps`` in the middle of an epoch is stored as if the epoch were
+    over; by the Trainer's count, a longer run would then skip the rest of it.
+
+    Attributes:
+        batches_per_epoch: Where the Trainer ends an epoch early (``limit_train_batches``).
     """
 
-    _seen = 0
-    _resume: tuple[int, int] | None = None
+    batches_per_epoch: int | None = None
+    _place: tuple[int, int] | None = None
+    _started = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator is enough
-        # A generator: nothing runs before the first batch is asked for. The Trainer creates the
-        # iterator before it tells the sampler the epoch, and workers would prefetch the previous
-        # epoch's order.
+        # Nothing runs before the first batch is asked for: the Trainer creates the iterator before
+        # it tells a new sampler the epoch, and workers would prefetch the wrong order.
         sampler = self.sampler
         if not isinstance(sampler, ReplicaSampler):
             yield from super().__iter__()
             return
-        self._seen = 0
-        if self._resume is not None and self._resume[0] == sampler.epoch:
-            self._seen = self._resume[1]
-        sampler.start = self._seen // sampler.num_replicas
+        epoch, seen = self._place or (sampler.epoch, 0)
+        if self._started:  # what was left of the previous iteration is given up
+            epoch, seen = epoch + 1, 0
+        epoch, seen = self._whole_epochs(epoch, seen)
+        sampler.set_epoch(epoch)
+        sampler.start = seen // sampler.num_replicas
         for batch in super().__iter__():
-            self._resume, sampler.start = None, 0
-            self._seen = min(self._seen + self._global_batch, sampler.total_size)
+            sampler.start = 0
+            self._started = True
+            seen = min(seen + self._global_batch, sampler.total_size)
+            self._place = (epoch, seen)
             yield batch
+
+    def _whole_epochs(self, epoch: int, seen: int) -> tuple[int, int]:
+        """Return the place as the beginning of the next epoch if the epoch is over."""
+        length = len(self)
+        if self.batches_per_epoch is not None:
+            length = min(length, self.batches_per_epoch)
+        assert isinstance(self.sampler, ReplicaSampler)
+        whole = min(length * self._global_batch, self.sampler.total_size)
+        return (epoch + 1, 0) if seen >= whole else (epoch, seen)
 
     @property
     def _global_batch(self) -> int:
-        sampler = self.sampler
-        assert isinstance(sampler, ReplicaSampler)
-        return (self.batch_size or 1) * sampler.num_replicas
+        assert isinstance(self.sampler, ReplicaSampler)
+        return (self.batch_size or 1) * self.sampler.num_replicas
 
     def state_dict(self) -> dict[str, int]:
         """Return the place after the last batch that was handed out; the same on every replica."""
-        sampler = self.sampler
-        if not isinstance(sampler, ReplicaSampler):
+        if not isinstance(self.sampler, ReplicaSampler):
             return {}
-        if self._resume is not None:  # loaded, and nothing handed out since
-            epoch, seen = self._resume
-        else:
-            epoch, seen = sampler.epoch, self._seen
+        epoch, seen = self._whole_epochs(*(self._place or (self.sampler.epoch, 0)))
         return {"epoch": epoch, "samples": seen, "global_batch_size": self._global_batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -128,8 +143,7 @@ class ResumableLoader(DataLoader[_T_co]):
             state: From `state_dict`, of a run with any number of replicas.
 
         Raises:
-            ConfigurationError: The number of samples seen does not divide by the number of
-                replicas.
+            ConfigurationError: The samples seen do not divide by the number of replicas.
         """
         sampler = self.sampler
         if not state or not isinstance(sampler, ReplicaSampler):
@@ -148,5 +162,4 @@ class ResumableLoader(DataLoader[_T_co]):
                 state["global_batch_size"],
                 self._global_batch,
             )
-        self._resume = (state["epoch"], seen)
-        sampler.set_epoch(state["epoch"])
+        self._place, self._started = (state["epoch"], seen), False

@@ -2,6 +2,7 @@
 it.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,7 +24,13 @@ from lightning_par.engine.schedule import SCHEDULES, TimedAction
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.mesh import AutoRule, Size
 from lightning_par.plan import find_plan, ParallelPlan
-from lightning_par.strategies.checks import check_batch, check_loader, check_module, check_trainer
+from lightning_par.strategies.checks import (
+    check_batch,
+    check_loader,
+    check_module,
+    check_trainer,
+    check_whole,
+)
 from lightning_par.strategies.parallelise import parallelise, Parallelised
 from lightning_par.strategies.processes import MeshProcesses
 from lightning_par.strategies.sharing import BatchSharing
@@ -49,7 +56,8 @@ class MeshStrategy(MeshProcesses):
         schedule: ``"1f1b"`` or ``"gpipe"``.
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
-        compile_blocks: Compile every block with `torch.compile`.
+        compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
+            ``{"mode": "max-autotune"}``.
         plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
             LightningModule.
         process_group_backend: Of torch.distributed; by default gloo for the CPU and NCCL for CUDA.
@@ -75,7 +83,7 @@ class MeshStrategy(MeshProcesses):
         schedule: str = "1f1b",
         stage_blocks: Sequence[int] | None = None,
         sequence_parallel: bool = True,
-        compile_blocks: bool = False,
+        compile_blocks: bool | dict[str, Any] = False,
         plan: ParallelPlan | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -159,12 +167,16 @@ class MeshStrategy(MeshProcesses):
         assert module is not None
         if self._parallelised is None or self._parallelised.module is not module:
             check_trainer(trainer, module, self.sizes)
+            check_whole(module)
             layout = check_module(module, self._find_plan(module), self)
             if self._record is not None:
                 self._record.remember(module)
             self.model = self.precision_plugin.convert_module(self.model)
             self._parallelised = parallelise(module, layout, self.mesh, self._record, self)
             self._clip_over_the_mesh()
+        if self.sizes.data == 1:
+            # All ranks log the same values; Lightning cannot know.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)

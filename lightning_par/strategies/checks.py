@@ -5,15 +5,17 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry
+from lightning_par.engine.stages import StageStub
 from lightning_par.errors import ConfigurationError, PlanError, raise_problems
 from lightning_par.layout import check_plan, ModelLayout
 from lightning_par.mesh import ParallelSizes
 from lightning_par.plan import BatchLayout, ParallelPlan
 
-__all__ = ["check_batch", "check_loader", "check_module", "check_trainer"]
+__all__ = ["check_batch", "check_loader", "check_module", "check_trainer", "check_whole"]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
@@ -107,6 +109,22 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
         sequence_parallel=options.sequence_parallel,
         stage_blocks=options.stage_blocks,
     )
+
+
+def check_whole(module: nn.Module) -> None:
+    """Refuse a module of which another Trainer has already kept one rank's part.
+
+    Raises:
+        ConfigurationError: It holds stubs of pipeline stages, or sharded parameters.
+    """
+    stubs = [name for name, child in module.named_modules() if isinstance(child, StageStub)]
+    shards = [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    if stubs or shards:
+        raise ConfigurationError(
+            f"this {type(module).__name__} is already on a mesh: another Trainer left "
+            f"{(stubs or shards)[0]!r} and {len(stubs) + len(shards) - 1} more here as parts of "
+            "it. Use the same Trainer again, or make a new module and pass ckpt_path= to fit."
+        )
 
 
 def check_loader(dataloader: object, num_microbatches: int | None) -> None:

@@ -5,7 +5,7 @@ cut stages -> tensor -> compile -> materialise and shard, unit by unit -> optimi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -40,7 +40,7 @@ class _Options(Protocol):
     num_microbatches: int | None
     stage_blocks: Sequence[int] | None
     sequence_parallel: bool
-    compile_blocks: bool
+    compile_blocks: bool | dict[str, Any]
 
     @property
     def root_device(self) -> torch.device: ...
@@ -120,19 +120,17 @@ def parallelise(
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
-    device, place = options.root_device, mesh.place
+    device = options.root_device
     seed = _agree_on_seed(device)
     if mesh.sizes.world_size > 1:
         values = {id(t): t for t in (*module.parameters(), *module.buffers())}
         broadcast_values(values.values(), device)
     names = [name for name, _ in module.named_parameters()]
     states = StateMap(mesh, list(module.state_dict()), names, layout.canonical)
-    stages = mesh.sizes.pipeline
-    bounds = balance_blocks(layout, stages, options.stage_blocks) if stages > 1 else ()
-    stage = cut_stage(module, layout, place["pp"], bounds) if stages > 1 else None
+    stage, bounds = _cut(module, layout, mesh, options.stage_blocks)
     tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
-    if options.compile_blocks:
-        _compile_blocks(module, layout)
+    if options.compile_blocks is not False:
+        _compile_blocks(module, layout, options.compile_blocks)
     materialiser = Materialiser(
         canonical=layout.canonical, record=record, seed=seed, device=device, tensor=tensor
     )
@@ -167,6 +165,16 @@ def parallelise(
     )
 
 
+def _cut(
+    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, stage_blocks: Sequence[int] | None
+) -> tuple[Stage | None, tuple[tuple[int, int], ...]]:
+    stages = mesh.sizes.pipeline
+    if stages == 1:
+        return None, ()
+    bounds = balance_blocks(layout, stages, stage_blocks)
+    return cut_stage(module, layout, mesh.place["pp"], bounds), bounds
+
+
 def _apply_tensor(
     module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, *, sequence_parallel: bool
 ) -> TensorParallel | None:
@@ -182,11 +190,13 @@ def _agree_on_seed(device: torch.device) -> int:
     return int(seed)
 
 
-def _compile_blocks(module: nn.Module, layout: ModelLayout) -> None:
+def _compile_blocks(module: nn.Module, layout: ModelLayout, options: bool | dict[str, Any]) -> None:
+    """Compile the forward of every block; hooks of sharding and of the pipeline stay outside."""
+    chosen = options if isinstance(options, dict) else {}
     for fqn in layout.block_names:
         block = module.get_submodule(fqn)
         if not isinstance(block, StageStub):
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, **chosen)
 
 
 def _executor(

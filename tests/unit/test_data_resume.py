@@ -128,7 +128,7 @@ def test_run_may_be_resumed_again_and_again(tmp_path: Path) -> None:
     for part, steps in enumerate((4, 7, 31, 61, 90)):
         module = Recorder()
         save = SaveOn("on_train_end", 1, tmp_path / f"{part}.ckpt")
-        fit(module, data(tmp_path), [save], resume, max_steps=steps)
+        fit(module, data(tmp_path), [save], resume, max_steps=steps, max_epochs=-1)
         seen += module.seen
         resume = tmp_path / f"{part}.ckpt"
     assert seen == whole.seen

@@ -51,7 +51,7 @@ def fit(options: dict, path: Path | None = None, **limits: object) -> tuple[L.Tr
 
 
 def test_training_reduces_the_loss_below_a_tenth():
-    run, _model = fit({"lr": 1e-2}, max_epochs=10)
+    run, _ = fit({"lr": 1e-2}, max_epochs=10)
     first = 2.4  # ln 11
     assert run.callback_metrics["train_loss"] < first / 10
     assert run.global_step == 100

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 
+import lightning_par
 from lightning_par.engine.schedule import (
     Action,
     ActionKind,
@@ -217,8 +219,11 @@ def test_the_bubble_of_nothing_is_zero():
 
 
 def test_schedules_import_neither_torch_nor_lightning():
+    root = Path(lightning_par.__file__).parent
     code = (
-        "import sys; import lightning_par.engine.simulate, lightning_par.engine.draw; "
+        "import sys, types; package = types.ModuleType('lightning_par'); "
+        f"package.__path__ = [{str(root)!r}]; sys.modules['lightning_par'] = package; "
+        "import lightning_par.engine.simulate, lightning_par.engine.draw; "
         "print({'torch', 'lightning', 'matplotlib'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,5 +1,5 @@
-import itertools
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +88,7 @@ def test_split_covers_every_token_once_and_repeats():
     runs = sorted(run for runs in splits.values() for run in runs)
     assert runs[0][0] == 0
     assert runs[-1][1] == 100_003
-    assert all(one[1] == two[0] for one, two in itertools.pairwise(runs))
+    assert all(one[1] == two[0] for one, two in pairwise(runs))
     share = {name: sum(hi - lo for lo, hi in runs) / 100_003 for name, runs in splits.items()}
     assert share["val"] == pytest.approx(0.1, abs=0.02)
     assert share["test"] == pytest.approx(0.05, abs=0.02)
@@ -179,14 +179,31 @@ def test_loader_continues_after_the_last_batch_it_handed_out(workers: int):
     expected = firsts(list(whole))
     assert len(resumed) == len(expected) == 6
     assert firsts(list(resumed)) == expected[2:]
-    assert firsts(list(resumed)) == expected  # the place counts once
+    assert resumed.state_dict()["epoch"] == 1
+    assert firsts(list(resumed)) == firsts(list(whole))  # the place counts once; next epoch
 
 
-def test_loader_starts_anew_in_another_epoch_than_it_stopped_in():
-    resumed = loader()
-    resumed.load_state_dict({"epoch": 3, "samples": 6, "global_batch_size": 3})
-    resumed.sampler.set_epoch(4)
-    assert len(firsts(list(resumed))) == 6
+def test_loader_gives_up_the_rest_of_an_epoch_that_is_started_again():
+    whole, broken = loader(), loader()
+    next(iter(broken))
+    iter(broken)  # asks for nothing
+    assert broken.state_dict()["samples"] == 3
+    epochs = [firsts(list(whole)) for _ in range(2)]
+    assert firsts(list(broken)) == epochs[1] != epochs[0]
+
+
+def test_new_loader_begins_with_the_epoch_that_its_sampler_is_told():
+    told, whole = loader(), loader()
+    told.sampler.set_epoch(2)
+    assert firsts(list(told)) == [firsts(list(whole)) for _ in range(3)][2]
+
+
+def test_place_at_the_end_of_a_shortened_epoch_is_the_beginning_of_the_next():
+    short = loader()
+    short.batches_per_epoch = 2
+    taken = iter(short)
+    [next(taken) for _ in range(2)]
+    assert short.state_dict() == {"epoch": 1, "samples": 0, "global_batch_size": 3}
 
 
 def test_loader_warns_if_the_global_batch_has_changed_and_refuses_what_it_cannot_share(
@@ -251,10 +268,14 @@ def test_missing_tokenizer_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 )
 def test_bad_options_are_refused_with_their_numbers(tmp_path: Path, options: dict, text: str):
     (tmp_path / "a.txt").write_text("a" * 6400)
-    with pytest.raises(ConfigurationError, match=text):
+
+    def load() -> None:
         data = TextDataModule([str(tmp_path / "a.txt")], **options)
         data.setup("fit")
         data.train_dataloader()
+
+    with pytest.raises(ConfigurationError, match=text):
+        load()
 
 
 def test_split_without_a_sample_is_refused(tmp_path: Path):

@@ -1,0 +1,99 @@
+"""What stands outside the repeated blocks of a model, and which pipeline stages hold it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from torch import nn
+
+from lightning_par.plan import ParallelPlan
+
+__all__ = ["Place", "classify_units", "edge_weights", "role_problems"]
+
+Place = Literal["first", "last", "every"]
+_ROLES: Mapping[str, Place] = {"first": "first", "last": "last", "replicated": "every"}
+
+
+def role_problems(plan: ParallelPlan, block_names: Sequence[str]) -> Iterator[str]:
+    """Give what is wrong with `first`, `last` and `replicated`: two roles, or a part of a block.
+
+    Args:
+        plan: Its names exist in the model.
+        block_names: FQN of every block.
+    """
+    roles: dict[str, str] = {}
+    for role in _ROLES:
+        for fqn in getattr(plan, role):
+            if roles.setdefault(fqn, role) != role:
+                yield f"{fqn} is named in {roles[fqn]} and in {role}; name it in one of them."
+            block = next((b for b in block_names if f"{fqn}.".startswith(b + ".")), None)
+            if block is not None:
+                yield (
+                    f"{role} names {fqn!r}, which belongs to the block {block}: a block lives on "
+                    "the stage that runs it."
+                )
+
+
+def classify_units(model: nn.Module, plan: ParallelPlan) -> dict[str, Place]:
+    """Say which stages hold what stands outside the blocks.
+
+    What is defined before the blocks is of the first stage, what is defined after them of the last;
+    what has no parameters is on every stage. Names in the plan's roles go before, also those below
+    a module that stands beside the blocks.
+
+    Args:
+        model: Parameters may be on meta.
+        plan: Its names exist in the model.
+
+    Returns:
+        FQN of a module or direct parameter -> the stages that hold it; none lies inside another.
+    """
+    units: dict[str, Place] = {}
+    module, prefix = model, ""
+    for step in plan.blocks.split(".") if plan.blocks else ():
+        passed = False
+        for name, _ in module.named_parameters(recurse=False):
+            units[prefix + name] = _declared(plan, prefix + name) or "first"
+        for name, child in module.named_children():
+            passed = passed or name == step
+            if name != step:
+                _place(child, prefix + name, "last" if passed else "first", plan, units)
+        module, prefix = getattr(module, step), f"{prefix}{step}."
+    return units
+
+
+def edge_weights(model: nn.Module, units: Mapping[str, Place]) -> tuple[int, int]:
+    """Return how many parameters compute before the blocks and after them.
+
+    Args:
+        model: Parameters may be on meta.
+        units: From `classify_units`. Embedding tables are looked up, not multiplied, and count as
+            nothing.
+    """
+    weights = {"first": 0, "last": 0}
+    modules = dict(model.named_modules())
+    for fqn, place in units.items():
+        if fqn in modules and place in weights:
+            tables = (m for m in modules[fqn].modules() if isinstance(m, nn.Embedding))
+            looked_up = {id(p) for table in tables for p in table.parameters()}
+            counted = (p for p in modules[fqn].parameters() if id(p) not in looked_up)
+            weights[place] += sum(p.numel() for p in counted)
+    return weights["first"], weights["last"]
+
+
+def _place(
+    module: nn.Module, fqn: str, place: Place, plan: ParallelPlan, units: dict[str, Place]
+) -> None:
+    declared = _declared(plan, fqn)
+    names = (name for role in _ROLES for name in getattr(plan, role))
+    if declared is not None or not any(name.startswith(fqn + ".") for name in names):
+        free = next(module.parameters(), None) is None
+        units[fqn] = declared or ("every" if free else place)
+        return
+    for name, _ in module.named_parameters(recurse=False):
+        units[f"{fqn}.{name}"] = _declared(plan, f"{fqn}.{name}") or place
+    for name, child in module.named_children():
+        _place(child, f"{fqn}.{name}", place, plan, units)
+
+
+def _declared(plan: ParallelPlan, fqn: str) -> Place | None:
+    return next((p for role, p in _ROLES.items() if fqn in getattr(plan, role)), None)

@@ -1,0 +1,153 @@
+"""Small networks on pipeline stages, run by the executor alone, without a Trainer."""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_par.engine.batch import signature, split_batch
+from lightning_par.engine.pipeline import PipelineExecutor
+from lightning_par.engine.schedule import build_schedule, forward_only
+from lightning_par.engine.stages import cut_stage
+from lightning_par.engine.transport import Channel
+from lightning_par.layout import resolve_plan
+from lightning_par.plan import ParallelPlan
+
+WIDTH = 3
+
+
+class Block(nn.Module):
+    """Blocks differ in their hidden width."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+class Net(nn.Module):
+    """A module before the blocks, three blocks of a kind, one after; the loss is a mean of B."""
+
+    def __init__(self, block=Block, blocks=3):
+        super().__init__()
+        self.enter = nn.Linear(2, WIDTH)
+        self.blocks = nn.ModuleList(block(h) for h in (5, 7, 2, 3)[:blocks])
+        self.leave = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+    def loss(self, batch):
+        return (self(batch["x"]).squeeze(-1) - batch["y"]).square().mean()
+
+
+def data(size):
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 2, dtype=torch.float64, generator=generator)
+    return {"x": x, "y": x.sum(-1).sin()}
+
+
+class Hooks:
+    """Surround nothing; keep what `before_backward` was told."""
+
+    def __init__(self):
+        self.told = []
+
+    def call(self, step):
+        return step()
+
+    def before_backward(self, *, is_last):
+        self.told.append(is_last)
+
+
+class Staged:
+    """One stage of a network on this rank.
+
+    Args:
+        model: The whole network; it is cut.
+        bounds: First and one-past-last block of every stage.
+        plan: Fields of its plan beside `blocks`.
+        channel: The class that sends.
+    """
+
+    def __init__(self, model, bounds, plan=None, channel=Channel):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        layout = resolve_plan(model, ParallelPlan(blocks="blocks", **(plan or {})))
+        self.model, self.bounds = model, bounds
+        self.stage = cut_stage(model, layout, rank, bounds)
+        before = None if rank == 0 else rank - 1
+        after = None if rank == world - 1 else rank + 1
+        activations, gradients = pipeline_groups()
+        self.activations = channel(activations, before, after, torch.device("cpu"))
+        self.gradients = channel(gradients, after, before, torch.device("cpu"))
+        self.hooks = Hooks()
+        self.executor = PipelineExecutor(self.stage, self.activations, self.gradients, self.hooks)
+
+    def train(self, batch, count, schedule="1f1b", step=None):
+        """Run a training step on `count` micro-batches, weighted by their samples."""
+        parts = split_batch(batch, count)
+        weights = [len(part["y"]) / len(batch["y"]) for part in parts]
+        return self.executor.run(
+            build_schedule(schedule, len(self.bounds), len(parts)),
+            step or (lambda index: self.model.loss(parts[index])),
+            [signature(part, "training") for part in parts],
+            lambda index, loss: loss * weights[index],
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batch, count):
+        parts = split_batch(batch, count)
+        return self.executor.run(
+            forward_only(len(self.bounds), len(parts)),
+            lambda index: self.model.loss(parts[index]),
+            [signature(part, "evaluation") for part in parts],
+            None,
+        )
+
+    def gradients_by_name(self):
+        return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+
+
+_GROUPS = {}
+
+
+def pipeline_groups():
+    """Two groups over all ranks, made once per process: groups have to outlive the tests."""
+    world = dist.group.WORLD
+    if world not in _GROUPS:
+        everyone = list(range(dist.get_world_size()))
+        _GROUPS[world] = dist.new_group(everyone), dist.new_group(everyone)
+    return _GROUPS[world]
+
+
+@contextmanager
+def double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(kind=Net, **options):
+    """The same network on every rank."""
+    torch.manual_seed(11)
+    with double():
+        return kind(**options)
+
+
+def assert_equal_to_one_process(staged, whole):
+    """Every rank compares the gradients of its own parameters with those of the whole network."""
+    wanted = {n: p.grad for n, p in whole.named_parameters()}
+    found = staged.gradients_by_name()
+    assert set(found) == {n for n, _ in staged.model.named_parameters()}
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=0, atol=1e-12, msg=name)
+    return set(found)
