@@ -46,7 +46,7 @@ class Arguments:
         pairs: Blocks of every contender that count.
         steps: Steps of a block.
         warmup: Blocks of every contender that do not count.
-        profile: Whether to print, on rank 0, where the steps that count spend their time.
+        profile: Whether to print, on rank 0, what CPU time the steps that count spend where.
     """
 
     pairs: int
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=15, help="blocks that count")
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
     parser.add_argument("--warmup", type=int, default=2, help="blocks that do not count")
-    parser.add_argument("--profile", action="store_true", help="print a cProfile of every one")
+    parser.add_argument("--profile", action="store_true", help="print CPU time by function")
 
 
 def read_arguments(options: argparse.Namespace) -> Arguments:
@@ -139,7 +139,7 @@ class Turn:
             if arguments.profile and self._count == arguments.warmup * arguments.steps:
                 import cProfile
 
-                self._profile = cProfile.Profile()
+                self._profile = cProfile.Profile(time.thread_time)
                 self._profile.enable()
             _barrier()
             self._began = time.perf_counter(), time.process_time()

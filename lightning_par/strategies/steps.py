@@ -14,7 +14,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import nn, Tensor
 
 from lightning_par.engine.batch import batch_size, count_valid, signature, split_batch
-from lightning_par.engine.initialise import seed_of
+from lightning_par.engine.initialise import seed_generators, seed_of
 from lightning_par.engine.pipeline import PipelineExecutor, PipelineRun
 from lightning_par.engine.schedule import build_schedule, forward_only, Schedule
 from lightning_par.engine.shard import Sharding
@@ -163,7 +163,7 @@ class StepRunner:
         states = _collect_rng_states(include_cuda=self.mesh.device_type == "cuda")
         seed = seed_of(self.seed, *key, micro_batch, self.mesh.data_rank)
         try:
-            torch.manual_seed(seed)
+            seed_generators(seed, torch.device(self.mesh.device_type))
             random.seed(seed)
             np.random.seed(seed % 2**32)
             yield
