@@ -105,7 +105,8 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def _shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     sizes = split_sizes(x.shape[dim], group.size())
-    return x.split(sizes, dim)[group.rank()].contiguous()
+    shard: Tensor = x.split(sizes, dim)[group.rank()].contiguous()
+    return shard
 
 
 class _CopyToGroup(torch.autograd.Function):

@@ -168,20 +168,18 @@ class Channel:
 def _difference(known: _Header, header: _Header) -> str:
     """Say what changed between two messages that should have been alike."""
     advice = "Hand on what changes as a tensor, of one shape for every batch shape."
-    if known.spec != header.spec:
-        return (
-            "what a stage hands on changed its nest for a batch of the same shape: "
-            f"{known.spec} before, {header.spec} now. {advice}"
-        )
     if known.tensors != header.tensors:
         return (
             "what a stage hands on changed its shape for a batch of the same shape: "
             f"{list(known.tensors)} before, {list(header.tensors)} now. {advice}"
         )
-    pairs = zip(known.leaves, header.leaves, strict=True)
-    before, now = next((k, h) for k, h in pairs if k != h)
+    before, now = known.tree, header.tree
+    leaves = pytree.tree_leaves(before), pytree.tree_leaves(now)
+    if len(leaves[0]) == len(leaves[1]):
+        pairs = zip(*leaves, strict=True)
+        before, now = next(((k, h) for k, h in pairs if k != h), (before, now))
     return (
-        "what a stage hands on holds a value that is not a tensor and that changed: "
+        "what a stage hands on, besides tensors, changed for a batch of the same shape: "
         f"{before!r} before, {now!r} now. {advice}"
     )
 
