@@ -233,9 +233,10 @@ def _table(title: str, rounds: _Round, targets: Mapping[str, float]) -> Iterator
     cpu = {n: rounds.cpu[n][arguments.warmup :] for n in rounds.names}
     width = max(map(len, rounds.names))
     yield f"{title}; {arguments.pairs} pairs of {arguments.steps} steps"
-    yield f"{'':{width}}  step ms  ratio  quartiles      range          CPU ratio  target"
+    yield f"{'':{width}}  step ms  best ms  ratio  quartiles      range          CPU ratio  target"
     for name in rounds.names:
         start = f"{name:{width}}  {1000 * statistics.median(wall[name]):7.1f}"
+        start += f"  {1000 * min(wall[name]):7.1f}"
         if name == first:
             yield f"{start}  1.000"
             continue
