@@ -32,6 +32,7 @@ from lightning_par.engine.collectives import (
     slice_to_shard,
     split_sizes,
 )
+from lightning_par.engine.initialise import seed_generators
 from lightning_par.engine.stages import StageStub
 from lightning_par.engine.vocabulary import VocabShardedLogits
 from lightning_par.errors import PlanError
@@ -305,7 +306,7 @@ def _separate_random_numbers(block: nn.Module, tp_rank: int) -> None:
         device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
         devices = [device] if device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type="cuda"):
-            torch.manual_seed(seed)
+            seed_generators(seed, device)
             return original(*args, **kwargs)
 
     block.forward = forward

@@ -65,7 +65,6 @@ def _shadow_log(module: pl.LightningModule, log: Any) -> Iterator[None]:
 @contextmanager
 def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[None]:
     """Keep the calls of `self.log` instead of carrying them out."""
-    names = {id(m): name for name, m in module.named_modules() if isinstance(m, Metric)}
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         if args:
@@ -74,7 +73,8 @@ def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[No
             raise ConfigurationError(f"self.log({name!r}, dict): use self.log_dict.")
         metric = None
         if isinstance(value, Metric):
-            metric, value = names[id(value)], value._forward_cache
+            metric = next(name for name, part in module.named_modules() if part is value)
+            value = value._forward_cache
         value = value.detach() if isinstance(value, Tensor) else value
         calls.append(LogCall(name=name, value=value, metric=metric, options=options))
 

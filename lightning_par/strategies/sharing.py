@@ -1,6 +1,8 @@
 """Objects and batches that all ranks of a replica have to agree on."""
 
+import io
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torchmetrics import Metric
 
-from lightning_par.engine.batch import map_tensors, tensors_of
+from lightning_par.engine.batch import map_tensors
 from lightning_par.mesh import ParallelMesh
 
 __all__ = ["BatchSharing", "bind_metrics", "broadcast_object", "to_cpu"]
@@ -60,12 +62,13 @@ class BatchSharing:
         """
         if self._group.size() == 1:
             return batch
-        tensors = list(tensors_of(batch)) if self._is_source else []
-        skeleton = self._exchange_skeleton(batch, tensors)
-        devices = {d.type for _, _, d in skeleton[1]}
+        text, tensors = _hollow(batch) if self._is_source else (b"", [])
+        skeleton = io.BytesIO(self._agree_on(text))
+        specs = pickle.load(skeleton)
+        devices = {d.type for _, _, d in specs}
         local = torch.device("cpu" if devices <= {"cpu"} else "cuda")
         received = []
-        for index, (shape, dtype, device) in enumerate(skeleton[1]):
+        for index, (shape, dtype, device) in enumerate(specs):
             at = device if device.type == "cpu" else local
             buffer = (
                 tensors[index].contiguous()
@@ -76,18 +79,11 @@ class BatchSharing:
             received.append(buffer)
         if self._is_source:
             return batch
-        filled = iter(received)
-        return map_tensors(skeleton[0], lambda _: next(filled))
+        return _Filler(skeleton, received).load()
 
-    def _exchange_skeleton(self, batch: Any, tensors: list[Tensor]) -> Any:
-        """Agree on the nest without its tensors, and on their shapes; sent again only when it
-        changed.
-        """
-        text, changed = self._header, 0
-        if self._is_source:
-            hollow = map_tensors(batch, lambda t: t.new_empty(0, device="cpu"))
-            text = pickle.dumps((hollow, [(tuple(t.shape), t.dtype, t.device) for t in tensors]))
-            changed = int(text != self._header)
+    def _agree_on(self, text: bytes) -> bytes:
+        """Return the text of the first rank; it is sent only when it changed."""
+        changed = int(self._is_source and text != self._header)
         note = torch.tensor([changed, len(text)])
         dist.broadcast(note, self._source, group=self._group)
         if int(note[0]):
@@ -96,7 +92,44 @@ class BatchSharing:
                 buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             dist.broadcast(buffer, self._source, group=self._group)
             self._header = buffer.numpy().tobytes()
-        return pickle.loads(self._header)
+        return self._header
+
+
+class _Hollower(pickle.Pickler):
+    """Pickles a batch without its tensors, which it collects in `tensors`."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        place = self._places.setdefault(id(value), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(value)
+        return place
+
+
+class _Filler(pickle.Unpickler):
+    """Builds a batch that `_Hollower` pickled around the tensors that have arrived."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, place: int) -> Tensor:
+        return self._tensors[place]
+
+
+def _hollow(batch: Any) -> tuple[bytes, list[Tensor]]:
+    """Return the shapes of the tensors and the batch without them, pickled, and the tensors."""
+    file = io.BytesIO()
+    pickler = _Hollower(file)
+    pickler.dump(batch)
+    specs = [(tuple(t.shape), t.dtype, t.device) for t in pickler.tensors]
+    return pickle.dumps(specs) + file.getvalue(), pickler.tensors
 
 
 def bind_metrics(module: nn.Module, mesh: ParallelMesh, in_step: Any) -> None:

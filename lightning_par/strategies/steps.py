@@ -14,7 +14,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import nn, Tensor
 
 from lightning_par.engine.batch import batch_size, count_valid, signature, split_batch
-from lightning_par.engine.initialise import seed_of
+from lightning_par.engine.initialise import seed_generators, seed_of
 from lightning_par.engine.pipeline import PipelineExecutor, PipelineRun
 from lightning_par.engine.schedule import build_schedule, forward_only, Schedule
 from lightning_par.engine.shard import Sharding
@@ -121,7 +121,9 @@ class StepRunner:
     ) -> Any:
         shares = self._shares([args[0]]) if self.mesh.sizes.data > 1 else None
         step = getattr(self.module, name)
-        with context(), self._random(key, 0), adjust_logs(self.module, shares), self._user_step():
+        logs = adjust_logs(self.module, shares)
+        with context(), self._random_restored(), logs, self._user_step():
+            self._seed(key, 0)
             output = self.sharding.call(lambda: step(*args))
         if training:
             self.loss_scale = None if shares is None else shares.total
@@ -151,21 +153,29 @@ class StepRunner:
         finally:
             self.in_step = False
 
-    @contextmanager
-    def _random(self, key: Any, micro_batch: int) -> Iterator[None]:
+    @property
+    def _is_cut(self) -> bool:
+        """Whether several ranks hold parts of one replica."""
+        return self.mesh.sizes.world_size > self.mesh.sizes.data
+
+    def _seed(self, key: Any, micro_batch: int) -> None:
         """Give all ranks of a replica the same random numbers, other ones for every step and
         micro-batch.
         """
-        sizes = self.mesh.sizes
-        if sizes.world_size == sizes.data:
+        if self._is_cut:
+            seed = seed_of(self.seed, *key, micro_batch, self.mesh.data_rank)
+            seed_generators(seed, torch.device(self.mesh.device_type))
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+
+    @contextmanager
+    def _random_restored(self) -> Iterator[None]:
+        """Leave the generators as they were, if `_seed` changes them."""
+        if not self._is_cut:
             yield
             return
         states = _collect_rng_states(include_cuda=self.mesh.device_type == "cuda")
-        seed = seed_of(self.seed, *key, micro_batch, self.mesh.data_rank)
         try:
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
             yield
         finally:
             _set_rng_states(states)
@@ -191,7 +201,8 @@ class StepRunner:
 
         def run(index: int) -> Any:
             logs = record_logs(self.module, calls[index])
-            with context(), self._random(key, index), logs, self._user_step():
+            with context(), logs, self._user_step():
+                self._seed(key, index)
                 return step(parts[index], *rest)
 
         return run
@@ -213,7 +224,8 @@ class StepRunner:
         signatures = [signature(part, "training") for part in parts]
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         held = _take_gradients(parameters)
-        run = self.last_run = executor.run(schedule, step, signatures, scaled_loss)
+        with self._random_restored():
+            run = self.last_run = executor.run(schedule, step, signatures, scaled_loss)
         computed = _take_gradients(parameters)
         for parameter, grad in zip(parameters, held, strict=True):
             parameter.grad = grad
@@ -266,7 +278,8 @@ class StepRunner:
         calls: list[list[LogCall]] = [[] for _ in parts]
         step = self._stepper(name, context, parts, args[1:], key, calls)
         signatures = [signature(part, "evaluation") for part in parts]
-        run = executor.run(schedule, step, signatures, None)
+        with self._random_restored():
+            run = executor.run(schedule, step, signatures, None)
         found = None
         if run.results:
             weights = torch.stack(shares.scales)
