@@ -9,13 +9,16 @@ zero_stage  parameters              gradients                                opt
 3           gathered block by block reduce-scattered after every backward    sharded
 ==========  ======================  =======================================  ==================
 
+Note [Overlap on the CPU]: FSDP2 overlaps through CUDA streams; elsewhere its collectives block. So
+on the CPU a unit's all-gather is started, without waiting, before the unit ahead of it computes.
+
 A step has several backwards where a pipeline runs micro-batches. While gradients accumulate over
 batches, no stage communicates gradients.
 
 **Source**: Rajbhandari et al. 1910.02054 (ZeRO); Zhao et al. 2304.11277 (FSDP).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,4 +127,17 @@ def shard_model(
         return Sharding(None, zero_stage)
     root = _StepRoot(model)
     fully_shard(root, mesh=data_mesh, reshard_after_forward=False)
+    if mesh.device_type == "cpu":
+        _gather_ahead(root, [model.get_submodule(name) for name in units])
     return Sharding(root, zero_stage)
+
+
+def _gather_ahead(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Start a block's all-gather before the block ahead of it computes; see Note [Overlap on the
+    CPU].
+    """
+    assert isinstance(root, FSDPModule)
+    root._set_unshard_async_op(True)
+    for unit, following in zip([root, *blocks], blocks, strict=False):
+        assert isinstance(unit, FSDPModule)
+        unit.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
