@@ -55,6 +55,8 @@ class Sharding:
 
     def __init__(self, root: nn.Module | None, zero_stage: int) -> None:
         self._root, self._stage = root, zero_stage
+        modules = () if root is None else root.modules()
+        self._units = [m for m in modules if isinstance(m, FSDPModule)]
         self._synchronise = True
 
     @property
@@ -83,16 +85,15 @@ class Sharding:
         """
         if isinstance(self._root, FSDPModule):
             reduces = self._synchronise and (is_last or self._stage >= 2)
-            self._root.set_requires_gradient_sync(reduces)
             self._root.set_is_last_backward(is_last)
-            self._root.set_reshard_after_backward(is_last or self._stage == 3)
+            for unit in self._units:
+                unit.set_requires_gradient_sync(reduces, recurse=False)
+                unit.set_reshard_after_backward(is_last or self._stage == 3, recurse=False)
 
     def release(self) -> None:
         """Give up gathered parameters, so that the model holds its shards again."""
-        if self._root is not None:
-            for module in self._root.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for unit in self._units:
+            unit.reshard()
 
 
 def shard_model(
