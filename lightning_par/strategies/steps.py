@@ -357,9 +357,11 @@ def _put_gradients(
     """Add the computed gradients times `factor`; without a gradient before, they move without a
     copy.
     """
+    scales = factor.device.type != "cpu" or float(factor) != 1  # asking another device would wait
     for index, parameter in enumerate(parameters):
         grad, computed[index] = computed[index], None
         if grad is None:
             continue
-        grad.mul_(factor.to(grad.dtype))
+        if scales:
+            grad.mul_(factor.to(grad.dtype))
         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
