@@ -43,7 +43,7 @@ __all__ = ["TensorParallel", "apply_tensor_parallel", "shard_parameter"]
 _SEQUENCE_DIM = 1
 
 
-@register_sharding(torch.ops.aten._is_any_true.default)
+@register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
 def _any_true(flags: Any) -> list[Any]:
     """Let autograd's anomaly detection look for NaN in a DTensor; torch has no rule for it."""
     return [([Replicate()], [Replicate()])]

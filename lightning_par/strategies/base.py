@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn, Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -21,6 +22,8 @@ from typing_extensions import override
 
 from lightning_par.engine.initialise import ConstructionRecord, record_construction
 from lightning_par.engine.schedule import TimedAction
+from lightning_par.errors import LightningParError
+from lightning_par.layout import ModelLayout
 from lightning_par.mesh import AutoRule, Size
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.strategies.checks import (
@@ -162,23 +165,40 @@ class MeshStrategy(MeshProcesses):
         module = self.lightning_module
         assert module is not None
         if self._parallelised is None or self._parallelised.module is not module:
-            check_trainer(trainer, module, self.sizes)
-            check_whole(module)
-            layout = check_module(module, self._find_plan(module), self)
+            layout = self._check(trainer, module)
             if self._record is not None:
                 self._record.remember(module)
             self.model = self.precision_plugin.convert_module(self.model)
             self._parallelised = parallelise(module, layout, self.mesh, self._record, self)
             self._clip_over_the_mesh()
-        if self.sizes.data == 1:
-            # All ranks log the same values; Lightning cannot know.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ModelLayout:
+        """Refuse what cannot work; of the processes that a script started, the first one speaks."""
+        assert self.cluster_environment is not None
+        try:
+            check_trainer(trainer, module, self.sizes)
+            check_whole(module)
+            layout = check_module(module, self._find_plan(module), self)
+        except LightningParError:
+            if self.local_rank and not self.cluster_environment.creates_processes_externally:
+                raise SystemExit(1) from None
+            raise
+        if self.zero_stage == 3 and self.sizes.data_shard > 1 and not layout.block_names:
+            rank_zero_warn(
+                f"zero_stage=3: the plan of {type(module).__name__} names no blocks, so every step "
+                "gathers all parameters at once. Return ParallelPlan(blocks=...) from its "
+                "parallel_plan() to gather them block by block."
+            )
+        if self.sizes.data == 1:
+            # All ranks log the same values; Lightning cannot know.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
+        return layout
 
     def _clip_over_the_mesh(self) -> None:
         """Let the precision plugin clip by the norm of the whole model; it only knows the local

@@ -73,7 +73,13 @@ def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[No
             raise ConfigurationError(f"self.log({name!r}, dict): use self.log_dict.")
         metric = None
         if isinstance(value, Metric):
-            metric = next(name for name, part in module.named_modules() if part is value)
+            names = (path for path, part in module.named_modules() if part is value)
+            metric = next(names, None)
+            if metric is None:
+                raise ConfigurationError(
+                    f"self.log({name!r}, metric): the metric is not an attribute of the "
+                    f"{type(module).__name__}; set it in __init__ as self.{name} = ..."
+                )
             value = value._forward_cache
         value = value.detach() if isinstance(value, Tensor) else value
         calls.append(LogCall(name=name, value=value, metric=metric, options=options))

@@ -38,7 +38,7 @@ class Hybrid3DStrategy(MeshStrategy):
     "auto": ``tensor_parallel_size`` is 2 where the devices of a node are even, then
     ``pipeline_parallel_size`` is 2 where what is left is even, and ``data_parallel_size`` is the
     rest: 2 devices are tp 2, 4 are tp 2 x pp 2, 8 are tp 2 x pp 2 x dp 2, and on 1 device every
-        size is 1. The arguments are those of `MeshStrategy`.
+    size is 1. The arguments are those of `MeshStrategy`.
     """
 
     strategy_name: ClassVar[str] = "hybrid3d"
