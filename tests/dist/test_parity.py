@@ -162,7 +162,7 @@ ROUNDING = {
 
 
 @pytest.mark.parametrize("precision", ROUNDING)
-@pytest.mark.parametrize("name", ["tp2", "pp2", "dp2 zero3", "2x2x2 zero1"])
+@pytest.mark.parametrize("name", ["tp2", "pp2", "dp2 zero3", "pp2 dp2 zero2"])
 def test_lower_precision_is_as_close_as_its_rounding(name: str, precision: str) -> None:
     run = {"batch_size": 4, "ignored": True, "module": SGD}
     options = {"precision": precision, "gradient_clip_val": 0.05}
