@@ -46,8 +46,10 @@ demo: $(STAMP) ## Train a small GPT on four ranks (tensor 2 x pipeline 2) and sh
 	$(BIN)/python -m lightning_par.demo
 
 test: $(STAMP) ## Run the tests (PYTEST_ARGS="tests/unit -k plan" for a part)
-	$(BIN)/python -m pytest -n 2 -m "not alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 -m "not alone" $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
+	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
+	exit $$status
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/python -m ruff check $(CODE)

@@ -132,9 +132,11 @@ class ToyData(Dataset[dict[str, Tensor]]):
     How many differs over the samples: none of sample 0, all of sample 5.
     """
 
-    def __init__(self, size: int, ignored: bool = False, vocab: int = VOCAB) -> None:
+    def __init__(
+        self, size: int, ignored: bool = False, vocab: int = VOCAB, tokens: int = TOKENS
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(0, vocab, (size, TOKENS + 1), generator=generator)
+        self.ids = torch.randint(0, vocab, (size, tokens + 1), generator=generator)
         self.ignored = ignored
 
     def __len__(self) -> int:
