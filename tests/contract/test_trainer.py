@@ -24,6 +24,7 @@ from tests.ranks import run_ranks
 Run = dict[str, Any]
 Scenario = Callable[..., Run]
 Options = Callable[[], Run]
+pytestmark = pytest.mark.contract
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -174,7 +175,6 @@ def resumed(
     *,
     epochs: int,
     ckpt: Path | None = None,
-    accumulate: int = 1,
 ) -> Run:
     """Fit until `epochs`, from a checkpoint or from the start."""
     saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
@@ -183,7 +183,6 @@ def resumed(
         **trainer(),
         max_epochs=epochs,
         enable_checkpointing=True,
-        accumulate_grad_batches=accumulate,
         callbacks=[saver, diary],
     )
     module = TalkativeModule("step", "adamw")
