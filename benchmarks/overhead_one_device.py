@@ -1,11 +1,17 @@
 """Step time of `hybrid3d` on one device against the plain Trainer.
 
-The reference GPT's own LightningModule: it logs, and steps a learning-rate schedule.
+The reference GPT's own LightningModule: it logs, and steps a learning-rate schedule. A bare loop,
+which does neither, shows what Lightning itself takes.
 """
 
-from _gpt import loader
+import itertools
+
+import torch.nn.functional as F
+from _gpt import loader, make_optimizer
 from _paired import Arguments, compare, fit, parse_arguments, Turn
 
+from lightning_par.models.gpt import GPT
+from lightning_par.models.gpt_config import GPTConfig
 from lightning_par.models.gpt_module import GPTModule
 from lightning_par.strategies import Hybrid3DStrategy
 
@@ -22,9 +28,22 @@ def body(arguments: Arguments) -> None:
     def ours(turn: Turn) -> None:
         fit(GPTModule(overrides=SIZES), loader(BATCH_SIZE), Hybrid3DStrategy(), turn, arguments)
 
+    def bare(turn: Turn) -> None:
+        model = GPT(GPTConfig.preset("tiny", **SIZES))
+        optimizer = make_optimizer(list(model.parameters()))
+        batches = itertools.chain.from_iterable(itertools.repeat(loader(BATCH_SIZE)))
+        for _ in range(arguments.total_steps):
+            turn.next()
+            batch = next(batches)
+            logits = model(batch["input_ids"])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
     compare(
         "one device",
-        {"plain Trainer": plain, "hybrid3d": ours},
+        {"plain Trainer": plain, "hybrid3d": ours, "bare loop": bare},
         arguments,
         targets={"hybrid3d": 1.03},
     )
