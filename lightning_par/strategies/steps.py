@@ -231,7 +231,7 @@ class StepRunner:
             parameter.grad = grad
         weights = torch.stack(shares.scales)
         value, extras, logs = self._from_last_stage(run, losses, calls, weights)
-        self._check_poison(value, signatures)
+        self._check_poison(value, signatures, weights)
         replay_logs(
             self.module, logs, shares if shares.samples is not None else None, batch_size(args[0])
         )
@@ -295,12 +295,12 @@ class StepRunner:
         source = self.mesh.neighbour("pp", self.mesh.sizes.pipeline - 1)
         return broadcast_object(value, source, self.mesh.group("pp"))
 
-    def _check_poison(self, loss: Tensor, signatures: Sequence[Any]) -> None:
+    def _check_poison(self, loss: Tensor, signatures: Sequence[Any], weights: Tensor) -> None:
         """Refuse a NaN loss in the first step of every batch shape: it may come from another
-        stage's stub.
+        stage's stub. The mean over no valid entry is NaN by itself.
         """
         shapes = tuple(signatures)
-        if shapes in self._checked:
+        if shapes in self._checked or not bool((weights > 0).any()):
             return
         self._checked.add(shapes)
         if bool(loss.isnan()):

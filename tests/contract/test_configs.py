@@ -30,7 +30,7 @@ def command_line(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=170,
         check=False,
     )
 
