@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -74,8 +75,17 @@ class Sharding:
             self._synchronise = True
 
     def call(self, step: Callable[[], Any]) -> Any:
-        """Run one forward that may use any parameter of the model."""
-        return step() if self._root is None else self._root(step)
+        """Run one forward that may use any parameter of the model.
+
+        FSDP2 cannot gather parameters in inference mode, which Lightning uses for evaluation on
+        CUDA; there `no_grad` takes its place.
+        """
+        if self._root is None:
+            return step()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self._root(step)
+        return self._root(step)
 
     def before_backward(self, *, is_last: bool = True) -> None:
         """Say whether the backward that follows is the last of the step.

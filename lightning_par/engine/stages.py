@@ -357,8 +357,16 @@ class _Ghost(StageStub):
             known[key] = self._run_on_meta(args, kwargs)
         out = known[key]
         return pytree.tree_map(
-            lambda t: _poison(t.shape, t.dtype, device) if isinstance(t, Tensor) else t, out
+            lambda t: self._poisoned(t, device) if isinstance(t, Tensor) else t, out
         )
+
+    def _poisoned(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise PipelineError(
+                f"{self.__dict__['_fqn']} gives a tensor of {tensor.dtype}, which later pipeline "
+                "stages would need: name it in ParallelPlan(replicated=...)."
+            )
+        return _poison(tensor.shape, tensor.dtype, device)
 
     def _run_on_meta(self, args: Any, kwargs: Any) -> Any:
         to_meta = lambda t: t.to("meta") if isinstance(t, Tensor) else t  # noqa: E731

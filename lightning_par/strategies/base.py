@@ -235,7 +235,14 @@ class MeshStrategy(MeshProcesses):
         if self._sharing is None:
             self._sharing = BatchSharing(self.mesh)
         batch = self._sharing.share(batch)
-        check_batch(batch, self.parallelised.layout.plan.batch, self.sizes, self.sequence_parallel)
+        module = self.parallelised.module
+        check_batch(
+            batch,
+            self.parallelised.layout.plan.batch,
+            self.sizes,
+            self.sequence_parallel,
+            labels_needed=not module.trainer.predicting,
+        )
         return batch
 
     @override

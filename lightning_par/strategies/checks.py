@@ -113,6 +113,12 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             "schedule has to run the backward. Set automatic_optimization=True, or use "
             "pipeline_parallel_size=1."
         )
+    elif sizes.world_size > 1 and not module.automatic_optimization:
+        problems.append(
+            f"{type(module).__name__} uses manual optimization, which is not supported on {sizes}: "
+            "gradients of several backwards would be reduced twice. Set "
+            "automatic_optimization=True, or train on 1 device."
+        )
     if sizes.world_size > 1 and trainer.precision not in _PRECISIONS:
         problems.append(
             f"precision={trainer.precision!r} is not supported on {sizes}: use "
@@ -211,9 +217,21 @@ def check_loader(dataloader: object, num_microbatches: int | None) -> None:
 
 
 def check_batch(
-    batch: Any, layout: BatchLayout, sizes: ParallelSizes, sequence_parallel: bool
+    batch: Any,
+    layout: BatchLayout,
+    sizes: ParallelSizes,
+    sequence_parallel: bool,
+    *,
+    labels_needed: bool = True,
 ) -> None:
     """Refuse a batch whose sequences cannot be cut over the tensor-parallel ranks.
+
+    Args:
+        batch: Of one replica.
+        layout: Where its sequence dims are.
+        sizes: Of the mesh.
+        sequence_parallel: Whether sequences are cut at all.
+        labels_needed: False for predictions, whose batches may lack the labels.
 
     Raises:
         ConfigurationError: T does not divide.
@@ -222,6 +240,8 @@ def check_batch(
     if sizes.tensor == 1 or not sequence_parallel:
         return
     for entry, dim in layout.sequence_dims.items():
+        if entry == layout.labels and not labels_needed:
+            continue
         shape = tuple(getattr(batch_entry(batch, entry), "shape", ()))
         if not -len(shape) <= dim < len(shape):
             raise PlanError(

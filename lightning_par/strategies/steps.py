@@ -119,7 +119,8 @@ class StepRunner:
     def _whole(
         self, name: str, context: _Context, args: Sequence[Any], key: Any, *, training: bool
     ) -> Any:
-        shares = self._shares([args[0]]) if self.mesh.sizes.data > 1 else None
+        weighted = self.mesh.sizes.data > 1 and name != "predict_step"
+        shares = self._shares([args[0]]) if weighted else None
         step = getattr(self.module, name)
         logs = adjust_logs(self.module, shares)
         with context(), self._random_restored(), logs, self._user_step():
@@ -262,6 +263,7 @@ class StepRunner:
                 extras = to_cpu(merge_results(others, weights))
             logs = [_log_to_cpu(call) for call in combine_logs(calls, weights)]
             found = (value.to(values.dtype), extras, logs)
+        run.results.clear()
         shared: tuple[Tensor, dict[str, Any] | None, list[LogCall]] = self._share(found)
         return shared
 
@@ -274,7 +276,9 @@ class StepRunner:
         key: Any,
     ) -> Any:
         parts, schedule = self._split(args[0], training=False)
-        shares = self._shares(parts)
+        # A prediction needs no labels, and replicas may have unequal numbers of batches.
+        predicts = name == "predict_step"
+        shares = _by_samples(parts) if predicts else self._shares(parts)
         calls: list[list[LogCall]] = [[] for _ in parts]
         step = self._stepper(name, context, parts, args[1:], key, calls)
         signatures = [signature(part, "evaluation") for part in parts]
@@ -313,6 +317,12 @@ class StepRunner:
                 "No weight was "
                 "changed."
             )
+
+
+def _by_samples(micro_batches: Sequence[Any]) -> BatchShares:
+    """Weigh micro-batches by their samples, without asking other replicas."""
+    counts = torch.tensor([float(batch_size(part)) for part in micro_batches])
+    return BatchShares(scales=tuple(counts.unbind()), total=counts.sum(), samples=None)
 
 
 def loss_of(result: Any) -> Tensor:
