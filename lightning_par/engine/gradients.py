@@ -2,7 +2,7 @@
 clipping.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ __all__ = [
     "clip_by_value",
     "local_gradients",
     "total_norm",
-    "with_gradients",
 ]
 
 
@@ -54,11 +53,6 @@ class SharedGradients:
                 grad.copy_(total.view_as(grad))
 
 
-def with_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """Give the parameters that have a gradient."""
-    return (p for p in parameters if p.grad is not None)
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -66,7 +60,7 @@ def _local(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return the gradients as this rank's plain tensors, which share their memory."""
-    return [_local(p.grad) for p in with_gradients(parameters) if p.grad is not None]
+    return [_local(p.grad) for p in parameters if p.grad is not None]
 
 
 def _is_counted_here(grad: Tensor) -> bool:
@@ -97,7 +91,7 @@ def total_norm(
     """
     grads = [
         _local(p.grad)
-        for p in with_gradients(parameters)
+        for p in parameters
         if p.grad is not None and counts(p) and _is_counted_here(p.grad)
     ]
     if dist.get_world_size() == 1:

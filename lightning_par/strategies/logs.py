@@ -114,16 +114,20 @@ def _weighted(
     """
     mean = options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
     explicit = options.get("batch_size") is not None
-    if shares is None or not options.get("sync_dist") or not mean or explicit:
+    if (
+        shares is None
+        or shares.samples is None
+        or not options.get("sync_dist")
+        or not mean
+        or explicit
+    ):
         return value, options
     if isinstance(value, Metric):
         return value, options
     value = torch.as_tensor(value, device=shares.total.device)
     value = value if value.is_floating_point() else value.float()
     value = torch.where(shares.total > 0, value, 0) * shares.total
-    if shares.samples is not None:
-        options = {**options, "batch_size": shares.samples}
-    return value, options
+    return value, {**options, "batch_size": shares.samples}
 
 
 def combine_logs(calls: Sequence[Sequence[LogCall]], weights: Tensor) -> list[LogCall]:

@@ -233,9 +233,7 @@ class StepRunner:
         weights = torch.stack(shares.scales)
         value, extras, logs = self._from_last_stage(run, losses, calls, weights)
         self._check_poison(value, signatures, weights)
-        replay_logs(
-            self.module, logs, shares if shares.samples is not None else None, batch_size(args[0])
-        )
+        replay_logs(self.module, logs, shares, batch_size(args[0]))
         self.loss_scale = None
         anchor = torch.zeros((), requires_grad=True, device=self.module.device)
         install = lambda g: _put_gradients(parameters, computed, g)  # noqa: E731
@@ -290,9 +288,7 @@ class StepRunner:
             merged = merge_results([run.results[i] for i in sorted(run.results)], weights)
             found = to_cpu(merged), [_log_to_cpu(c) for c in combine_logs(calls, weights)]
         output, logs = self._share(found)
-        replay_logs(
-            self.module, logs, shares if shares.samples is not None else None, batch_size(args[0])
-        )
+        replay_logs(self.module, logs, shares, batch_size(args[0]))
         return output
 
     def _share(self, value: Any) -> Any:
