@@ -40,6 +40,8 @@ __all__ = ["RankError", "close_ranks", "ranks", "run_ranks"]
 _ROOT = Path(__file__).resolve().parent.parent
 _GRACE = 2.0
 """Seconds that the other ranks get to report once one has failed."""
+_STACK_TIME = 10.0
+"""Seconds that silent ranks get to print where they are, on a busy machine."""
 _LOG_TAIL = 4000
 _COLLATERAL = re.compile(
     r"connection (closed|reset)|broken pipe|socket closed|gloo/|timed? ?out", re.IGNORECASE
@@ -293,11 +295,21 @@ def _collect(members, timeout):
             replies[rank] = _receive(connection)
             if replies[rank].kind != "ok":
                 deadline = min(deadline, time.monotonic() + _GRACE)
-    for rank in pending.values():
-        os.kill(members.pids[rank], signal.SIGUSR1)
-    if pending:
-        time.sleep(0.2)
+    _show_stacks([(members.pids[rank], members.logs[rank]) for rank in pending.values()])
     return replies
+
+
+def _show_stacks(silent):
+    """Asks silent ranks to print their stacks; waits until each has, or is too stuck to do so."""
+    lengths = [_size(log) for _, log in silent]
+    for pid, _ in silent:
+        os.kill(pid, signal.SIGUSR1)
+    deadline = time.monotonic() + _STACK_TIME
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        before, lengths = lengths, [_size(log) for _, log in silent]
+        if all(new and new == old for new, old in zip(lengths, before, strict=True)):
+            return
 
 
 def _receive(connection):
@@ -365,6 +377,10 @@ def _world_environment(world):
 
 def _tail(log):
     return log.read_text(errors="replace")[-_LOG_TAIL:] if log.exists() else ""
+
+
+def _size(log):
+    return log.stat().st_size if log.exists() else 0
 
 
 def _exists(pid):
