@@ -1,4 +1,5 @@
-"""The command line: ``lightning-par fit|validate|test|predict --config run.yaml``.
+"""The command line: ``lightning-par fit|validate|test|predict --config run.yaml``, and the commands
+of `lightning_par.commands`.
 
 Importing lightning_par registers its strategies, so that their names work in YAML as
 ``trainer.strategy``.
@@ -15,7 +16,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_par
-from lightning_par.errors import ConfigurationError, LightningParError
+from lightning_par.commands import COMMANDS, find_command
+from lightning_par.errors import CheckpointError, ConfigurationError, LightningParError
 
 __all__ = ["ParallelCLI", "main"]
 
@@ -92,21 +94,29 @@ def main() -> None:
         SystemExit: With status 2 if an argument is wrong, and 1 if the configuration cannot run.
     """
     try:
+        if sys.argv[1:] and sys.argv[1] in COMMANDS:
+            sys.exit(find_command(sys.argv[1])(sys.argv[2:]))
         ParallelCLI(
             L.LightningModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
             seed_everything_default=0,
             parser_class=_Parser,
-            parser_kwargs={"prog": "lightning-par", "description": lightning_par.__doc__},
+            parser_kwargs={"prog": "lightning-par", "description": _description()},
             save_config_kwargs={"overwrite": True},
         )
-    except ValueError as error:  # what fails while it runs is no ValueError
+    except (ValueError, CheckpointError) as error:  # what else fails while it runs has a traceback
         ours = _find_ours(error)
         if ours is None:
             raise
         print(f"lightning-par: error: {ours}", file=sys.stderr)
         sys.exit(1)
+
+
+def _description() -> str:
+    """Say what the package is, and name the commands that Lightning's parser does not know."""
+    more = [f"lightning-par {name}: {what}." for name, what in sorted(COMMANDS.items())]
+    return " ".join([lightning_par.__doc__ or "", *(["Also:"] if more else []), *more])
 
 
 def _find_ours(error: BaseException | None) -> LightningParError | None:

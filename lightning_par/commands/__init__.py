@@ -1,0 +1,28 @@
+"""The commands of ``lightning-par`` besides Lightning's own: one module each.
+
+A module here has ``main(arguments: list[str]) -> int``, which parses its arguments with argparse
+and returns the exit status, and takes the summary of its ``--help`` from its own docstring. It may
+print, and knows Lightning only if it has to build a user's model.
+"""
+
+import importlib
+from collections.abc import Callable
+
+__all__ = ["COMMANDS", "find_command"]
+
+COMMANDS: dict[str, str] = {}
+"""What each command does, in one line, by its name; the module has the same name."""
+
+
+def find_command(name: str) -> Callable[[list[str]], int]:
+    """Import the module of a command.
+
+    Args:
+        name: A key of `COMMANDS`.
+
+    Returns:
+        Its ``main``.
+    """
+    module = importlib.import_module(f"lightning_par.commands.{name}")
+    command: Callable[[list[str]], int] = module.main
+    return command
