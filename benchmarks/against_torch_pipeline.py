@@ -18,8 +18,8 @@ from torch import nn, Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lightning_par.engine.batch import signature, split_batch
+from lightning_par.engine.builders import build_schedule
 from lightning_par.engine.pipeline import PipelineExecutor
-from lightning_par.engine.schedule import build_schedule
 from lightning_par.engine.stages import cut_stage
 from lightning_par.engine.transport import Channel
 from lightning_par.layout import resolve_plan

@@ -28,9 +28,10 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_par.engine.builders import build_schedule
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.draw import draw_timeline
-from lightning_par.engine.schedule import ActionKind, build_schedule, TimedAction
+from lightning_par.engine.schedule import ActionKind, TimedAction
 from lightning_par.engine.simulate import simulate
 from lightning_par.layout import balance_blocks
 from lightning_par.mesh import ParallelSizes

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_par.engine.batch import signature, split_batch
+from lightning_par.engine.builders import build_schedule, forward_only
 from lightning_par.engine.pipeline import PipelineExecutor
-from lightning_par.engine.schedule import build_schedule, forward_only
 from lightning_par.engine.stages import cut_stage
 from lightning_par.engine.transport import Channel
 from lightning_par.layout import resolve_plan
@@ -104,7 +104,7 @@ class Staged:
     def evaluate(self, batch, count):
         parts = split_batch(batch, count)
         return self.executor.run(
-            forward_only(len(self.bounds), len(parts)),
+            forward_only(range(len(self.bounds)), len(parts)),
             lambda index: self.model.loss(parts[index]),
             [signature(part, "evaluation") for part in parts],
             None,

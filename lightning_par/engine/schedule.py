@@ -1,35 +1,20 @@
 """Pipeline schedules as data: who runs which micro-batch of which stage, in which order.
 
-A schedule is a value made by a pure function. It says nothing of tensors or processes, so that one
-process can validate, simulate, print and draw it (`simulate.py`, `draw.py`), and the executor does
-no more than walk through it.
+A schedule is a value, made by a pure function (`builders.py`, `zero_bubble.py`) or read from a
+file. It says nothing of tensors or processes, so that one process can validate, simulate, print and
+draw it (`simulate.py`, `draw.py`), and the executor does no more than walk through it.
 
-    >>> print(*one_f_one_b(2, 3).actions[0])
-    0F0 0F1 0B0 0F2 0B1 0B2
-
-p is the number of stages, m the number of micro-batches.
+p is the number of ranks, m the number of micro-batches. Most schedules place one stage on a rank;
+where a rank holds v stages, the model is cut into p * v.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from types import MappingProxyType
 
 from lightning_par.errors import raise_problems, ScheduleError
 
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "ActionKind",
-    "Schedule",
-    "TimedAction",
-    "build_schedule",
-    "forward_only",
-    "gpipe",
-    "one_f_one_b",
-    "parse_actions",
-]
+__all__ = ["Action", "ActionKind", "Schedule", "TimedAction", "count_problems", "parse_actions"]
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
@@ -109,14 +94,14 @@ class Schedule:
     """The order in which each rank of a pipeline runs its actions.
 
     Args:
-        name: What it is called, as in `SCHEDULES`.
-        num_stages: p, the number of pieces of the model.
+        name: What it is called.
+        num_stages: The number of pieces of the model.
         num_microbatches: m, the number of pieces of the batch.
         actions: The actions of each rank, in the order in which it runs them.
         rank_of_stage: The rank that holds each stage; a rank may hold several.
 
     Raises:
-        ScheduleError: p or m is less than 1, or `rank_of_stage` does not place p stages on the
+        ScheduleError: A count is less than 1, or `rank_of_stage` does not place the stages on the
             ranks. Whether the actions can run is the matter of `simulate.validate_schedule`.
     """
 
@@ -127,7 +112,9 @@ class Schedule:
     rank_of_stage: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        problems = _count_problems(self.name, self.num_stages, self.num_microbatches)
+        problems = count_problems(
+            self.name, num_stages=self.num_stages, num_microbatches=self.num_microbatches
+        )
         if len(self.rank_of_stage) != self.num_stages:
             problems.append(
                 f"{self.name}: rank_of_stage places {len(self.rank_of_stage)} stages, num_stages "
@@ -146,12 +133,31 @@ class Schedule:
         """The number of processes that the schedule runs on."""
         return len(self.actions)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward comes in two halves, so that weights' gradients can wait."""
+        return any(a.kind is ActionKind.BACKWARD_WEIGHT for row in self.actions for a in row)
+
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """Gives the stages that `rank` holds, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, actions)) for actions in self.actions)
+
+    def first(self, num_microbatches: int) -> "Schedule":
+        """Gives the same schedule with only the first micro-batches.
+
+        An order that can run can run without some of its micro-batches too, since what is left
+        waits for nothing that is gone.
+
+        Args:
+            num_microbatches: How many to keep, from 1 to m.
+        """
+        kept = tuple(
+            tuple(a for a in row if a.microbatch < num_microbatches) for row in self.actions
+        )
+        return replace(self, num_microbatches=num_microbatches, actions=kept)
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
@@ -173,134 +179,11 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
-    """Makes the schedule of validation and prediction: every micro-batch forward, in order.
+def count_problems(name: str, **counts: int) -> list[str]:
+    """Says which counts of a schedule are less than 1.
 
     Args:
-        num_stages: p, at least 1.
-        num_microbatches: m, at least 1; may be less than p.
-
-    Returns:
-        A schedule with stage s on rank s.
-
-    Raises:
-        ScheduleError: p or m is less than 1.
+        name: Of the schedule.
+        counts: By the name of the argument.
     """
-    return _one_stage_per_rank("forward_only", num_stages, num_microbatches, _forwards)
-
-
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """Makes the GPipe schedule: all forwards, then all backwards in the same order.
-
-    Its bubble is (p - 1) / (m + p - 1), and every stage holds the activations of m micro-batches at
-    its peak.
-
-    Args:
-        num_stages: p, at least 1.
-        num_microbatches: m, at least 1; may be less than p.
-
-    Returns:
-        A schedule with stage s on rank s.
-
-    Raises:
-        ScheduleError: p or m is less than 1.
-
-    Source:
-        Huang et al. 2019, "GPipe", section 2.3. Ours takes the backwards in the order of the
-        forwards, as torch's `ScheduleGPipe` does, not in reverse; the bubble is the same.
-    """
-    return _one_stage_per_rank("gpipe", num_stages, num_microbatches, _forwards_then_backwards)
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Makes the 1F1B schedule: after a warm-up, one forward and one backward in turn.
-
-    Its bubble is that of GPipe, (p - 1) / (m + p - 1), but stage s holds min(p - s, m)
-    micro-batches at its peak.
-
-    Args:
-        num_stages: p, at least 1.
-        num_microbatches: m, at least 1; may be less than p.
-
-    Returns:
-        A schedule with stage s on rank s.
-
-    Raises:
-        ScheduleError: p or m is less than 1.
-
-    Source:
-        Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-        Megatron-LM", section 2.2.1 (PipeDream-Flush).
-    """
-    return _one_stage_per_rank("1f1b", num_stages, num_microbatches, _warm_up_then_alternate)
-
-
-SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
-    {"1f1b": one_f_one_b, "gpipe": gpipe}
-)
-"""The training schedules by name; each takes the number of stages and of micro-batches."""
-
-
-def build_schedule(name: str, num_stages: int, num_microbatches: int) -> Schedule:
-    """Makes the training schedule called `name`.
-
-    Args:
-        name: A key of `SCHEDULES`.
-        num_stages: p, at least 1.
-        num_microbatches: m, at least 1.
-
-    Returns:
-        The schedule.
-
-    Raises:
-        ScheduleError: No schedule has that name, or p or m is less than 1.
-    """
-    if name not in SCHEDULES:
-        valid = ", ".join(sorted(SCHEDULES))
-        raise ScheduleError(f"schedule={name!r} does not exist. Use one of {valid}.")
-    return SCHEDULES[name](num_stages, num_microbatches)
-
-
-def _one_stage_per_rank(
-    name: str,
-    num_stages: int,
-    num_microbatches: int,
-    order: Callable[[int, int, int], list[Action]],
-) -> Schedule:
-    raise_problems(ScheduleError, _count_problems(name, num_stages, num_microbatches))
-    return Schedule(
-        name=name,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        actions=tuple(
-            tuple(order(stage, num_stages, num_microbatches)) for stage in range(num_stages)
-        ),
-        rank_of_stage=tuple(range(num_stages)),
-    )
-
-
-def _count_problems(name: str, num_stages: int, num_microbatches: int) -> list[str]:
-    counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
     return [f"{name}: {key}={value}. Use 1 or more." for key, value in counts.items() if value < 1]
-
-
-def _each_microbatch(stage: int, kind: ActionKind, num_microbatches: int) -> list[Action]:
-    return [Action(stage, kind, microbatch) for microbatch in range(num_microbatches)]
-
-
-def _forwards(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    return _each_microbatch(stage, ActionKind.FORWARD, num_microbatches)
-
-
-def _forwards_then_backwards(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    forwards = _each_microbatch(stage, ActionKind.FORWARD, num_microbatches)
-    return forwards + _each_microbatch(stage, ActionKind.BACKWARD, num_microbatches)
-
-
-def _warm_up_then_alternate(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    forwards = _each_microbatch(stage, ActionKind.FORWARD, num_microbatches)
-    backwards = _each_microbatch(stage, ActionKind.BACKWARD, num_microbatches)
-    warm_up = min(num_stages - 1 - stage, num_microbatches)
-    steady = num_microbatches - warm_up
-    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
-    return forwards[:warm_up] + [action for pair in pairs for action in pair] + backwards[steady:]

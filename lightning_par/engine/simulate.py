@@ -18,6 +18,7 @@ __all__ = [
     "bubble_fraction",
     "format_schedule",
     "simulate",
+    "span_bubble_fraction",
     "validate_schedule",
 ]
 
@@ -33,14 +34,19 @@ class Simulation:
         events: The actions of each rank with their times, in the order in which it ran them.
         makespan: Time from the first start to the last end, in the unit of the costs.
         bubble: The idle fraction, 1 - busy / (ranks * makespan); see `bubble_fraction`.
+        span_bubble: The idle fraction of the longest span of a rank; see `span_bubble_fraction`.
         peak_in_flight: For each stage, the most micro-batches whose activations it held at once. A
             stage that has no backward holds one: the one it works on.
+        peak_per_rank: For each rank, the same for all its stages together, as a fraction of their
+            number: a micro-batch in one of two stages counts as a half.
     """
 
     events: tuple[tuple[TimedAction, ...], ...]
     makespan: float
     bubble: float
+    span_bubble: float
     peak_in_flight: tuple[int, ...]
+    peak_per_rank: tuple[float, ...]
 
 
 def bubble_fraction(events: Sequence[Sequence[TimedAction]]) -> float:
@@ -63,16 +69,40 @@ def bubble_fraction(events: Sequence[Sequence[TimedAction]]) -> float:
     return 1 - busy / (len(events) * makespan)
 
 
+def span_bubble_fraction(events: Sequence[Sequence[TimedAction]]) -> float:
+    """Gives the idle fraction of the longest span of a rank: 1 - busy / span.
+
+    A span runs from a rank's own first start to its own last end, so that the ranks' starting one
+    after the other is no bubble. This is what papers on zero-bubble schedules report; the ranks
+    then must not wait for each other between two steps.
+
+    Args:
+        events: The timed actions of each rank, on one clock; a rank runs one at a time.
+
+    Returns:
+        A fraction from 0 to 1; 0.0 if nothing ran. Busy is the mean over the ranks.
+
+    Source:
+        Qi et al. 2401.10241, section 5.3: (cost - m (T_F + T_B + T_W)) / cost.
+    """
+    spans = [_makespan(row) for row in events]
+    if max(spans, default=0.0) == 0:
+        return 0.0
+    busy = sum(event.end - event.start for row in events for event in row)
+    return 1 - busy / (len(events) * max(spans))
+
+
 def simulate(
     schedule: Schedule,
     *,
     forward: float | Sequence[float] = 1.0,
     backward: float | Sequence[float] = 2.0,
+    backward_weight: float | Sequence[float] | None = None,
     p2p: float = 0.0,
 ) -> Simulation:
     """Runs `schedule` on paper; see Note [Buffered messages].
 
-    >>> from lightning_par.engine.schedule import one_f_one_b
+    >>> from lightning_par.engine.builders import one_f_one_b
     >>> simulation = simulate(one_f_one_b(4, 8))
     >>> simulation.makespan, round(simulation.bubble, 4), simulation.peak_in_flight
     (33.0, 0.2727, (4, 3, 2, 1))
@@ -80,7 +110,8 @@ def simulate(
     Args:
         schedule: What to run.
         forward: Cost of one forward, in any unit of time: one number, or one per stage.
-        backward: Cost of one whole backward. `BACKWARD_INPUT` and `BACKWARD_WEIGHT` take half each.
+        backward: Cost of one whole backward, both halves.
+        backward_weight: Cost of a `BACKWARD_WEIGHT`; `BACKWARD_INPUT` takes the rest. None: half.
         p2p: Time a result takes to another rank; nothing within a rank.
 
     Returns:
@@ -92,17 +123,25 @@ def simulate(
     """
     forwards = _per_stage("forward", forward, schedule.num_stages)
     backwards = _per_stage("backward", backward, schedule.num_stages)
+    weights = [cost / 2 for cost in backwards]
+    if backward_weight is not None:
+        weights = _per_stage("backward_weight", backward_weight, schedule.num_stages)
+    inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
+    _per_stage("backward - backward_weight", inputs, schedule.num_stages)
     if p2p < 0:
         raise ScheduleError(f"p2p={p2p}: a time cannot be negative. Use 0 or more.")
     raise_problems(ScheduleError, list(_foreign(schedule, training=True)))
-    walk = _Walk(schedule, forwards, backwards, p2p)
+    costs = {_F: forwards, _B: backwards, _I: inputs, _W: weights}
+    walk = _Walk(schedule, costs, p2p)
     raise_problems(ScheduleError, walk.run())
     events = tuple(tuple(row) for row in walk.events)
     return Simulation(
         events=events,
         makespan=_makespan([event for row in events for event in row]),
         bubble=bubble_fraction(events),
+        span_bubble=span_bubble_fraction(events),
         peak_in_flight=_peak_in_flight(schedule),
+        peak_per_rank=_peak_per_rank(schedule),
     )
 
 
@@ -127,8 +166,8 @@ def validate_schedule(schedule: Schedule, *, training: bool = True) -> None:
         *_too_early(schedule),
     ]
     if not problems:
-        costs = [1.0] * schedule.num_stages
-        problems = _Walk(schedule, costs, costs, 0.0).run()
+        costs = dict.fromkeys(ActionKind, [1.0] * schedule.num_stages)
+        problems = _Walk(schedule, costs, 0.0).run()
     raise_problems(ScheduleError, problems)
 
 
@@ -137,7 +176,7 @@ def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2) 
 
     An action that takes several units is continued by dashes, a dot is an idle unit.
 
-    >>> from lightning_par.engine.schedule import gpipe
+    >>> from lightning_par.engine.builders import gpipe
     >>> print(format_schedule(gpipe(2, 2)))
     gpipe: 2 stages, 2 micro-batches, bubble 33.3 %
     rank 0 | 0F0 0F1  .   .   .  0B0 --- 0B1 ---
@@ -177,19 +216,9 @@ class _Walk:
     """The state of one run: what is done, when, and how far each rank has come."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        forward: Sequence[float],
-        backward: Sequence[float],
-        p2p: float,
+        self, schedule: Schedule, costs: Mapping[ActionKind, Sequence[float]], p2p: float
     ) -> None:
-        half = [cost / 2 for cost in backward]
-        self._costs: Mapping[ActionKind, Sequence[float]] = {
-            _F: forward,
-            _B: backward,
-            _I: half,
-            _W: half,
-        }
+        self._costs = costs
         self._schedule = schedule
         self._p2p = p2p
         self._done: dict[Action, float] = {}
@@ -316,6 +345,21 @@ def _peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
                 held[action.stage] += kept
             elif action.kind.ends_microbatch:
                 held[action.stage] -= 1
+    return tuple(peaks)
+
+
+def _peak_per_rank(schedule: Schedule) -> tuple[float, ...]:
+    peaks = []
+    for rank, actions in enumerate(schedule.actions):
+        ended = {(a.stage, a.microbatch) for a in actions if a.kind.ends_microbatch}
+        held = peak = 0
+        for action in actions:
+            if action.kind is _F:
+                peak = max(peak, held + 1)
+                held += (action.stage, action.microbatch) in ended
+            elif action.kind.ends_microbatch:
+                held -= 1
+        peaks.append(peak / max(1, len(schedule.stages_of_rank(rank))))
     return tuple(peaks)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry
-from lightning_par.engine.schedule import SCHEDULES
+from lightning_par.engine.builders import SCHEDULES
 from lightning_par.engine.stages import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.layout import check_plan, ModelLayout

@@ -14,9 +14,10 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import nn, Tensor
 
 from lightning_par.engine.batch import batch_size, count_valid, signature, split_batch
+from lightning_par.engine.builders import build_schedule, forward_only
 from lightning_par.engine.initialise import seed_generators, seed_of
 from lightning_par.engine.pipeline import PipelineExecutor, PipelineRun
-from lightning_par.engine.schedule import build_schedule, forward_only, Schedule
+from lightning_par.engine.schedule import Schedule
 from lightning_par.engine.shard import Sharding
 from lightning_par.errors import ConfigurationError, NonFiniteError
 from lightning_par.mesh import ParallelMesh
@@ -187,7 +188,7 @@ class StepRunner:
         parts = split_batch(batch, wanted)
         if training:
             return parts, build_schedule(self.schedule, stages, len(parts))
-        return parts, forward_only(stages, len(parts))
+        return parts, forward_only(range(stages), len(parts))
 
     def _stepper(
         self,

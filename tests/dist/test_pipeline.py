@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_par.engine.schedule import ActionKind, SCHEDULES
+from lightning_par.engine.builders import SCHEDULES
+from lightning_par.engine.schedule import ActionKind
 from lightning_par.engine.simulate import bubble_fraction
 from lightning_par.engine.stages import Leave
 from lightning_par.engine.transport import Channel

@@ -1,0 +1,297 @@
+"""The schedules by name, and how to read one from a file.
+
+>>> print(*one_f_one_b(2, 3).actions[0])
+0F0 0F1 0B0 0F2 0B1 0B2
+
+p is the number of ranks, m the number of micro-batches, v the number of stages per rank.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from lightning_par.engine.schedule import (
+    Action,
+    ActionKind,
+    count_problems,
+    parse_actions,
+    Schedule,
+)
+from lightning_par.engine.simulate import validate_schedule
+from lightning_par.engine.zero_bubble import zb_h1, zb_h2, zbv
+from lightning_par.errors import either, raise_problems, ScheduleError
+
+__all__ = [
+    "SCHEDULES",
+    "build_schedule",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "read_schedule",
+    "stages_per_rank",
+]
+
+_F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Makes the GPipe schedule: all forwards, then all backwards in the same order.
+
+    Its bubble is (p - 1) / (m + p - 1), and every stage holds the activations of m micro-batches at
+    its peak.
+
+    Args:
+        num_ranks: p, at least 1.
+        num_microbatches: m, at least 1; may be less than p.
+
+    Returns:
+        A schedule with stage s on rank s.
+
+    Raises:
+        ScheduleError: p or m is less than 1.
+
+    Source:
+        Huang et al. 2019, "GPipe", section 2.3. Ours takes the backwards in the order of the
+        forwards, as torch's `ScheduleGPipe` does, not in reverse; the bubble is the same.
+    """
+    _check_counts("gpipe", num_ranks, num_microbatches)
+    rows = [
+        [Action(s, kind, i) for kind in (_F, _B) for i in range(num_microbatches)]
+        for s in range(num_ranks)
+    ]
+    return _one_stage_per_rank("gpipe", num_microbatches, rows)
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Makes the 1F1B schedule: after a warm-up, one forward and one backward in turn.
+
+    Its bubble is that of GPipe, (p - 1) / (m + p - 1), but stage s holds min(p - s, m)
+    micro-batches at its peak.
+
+    Args:
+        num_ranks: p, at least 1.
+        num_microbatches: m, at least 1; may be less than p.
+
+    Returns:
+        A schedule with stage s on rank s.
+
+    Raises:
+        ScheduleError: p or m is less than 1.
+
+    Source:
+        Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+        Megatron-LM", section 2.2.1 (PipeDream-Flush).
+    """
+    _check_counts("1f1b", num_ranks, num_microbatches)
+    rows = []
+    for s in range(num_ranks):
+        forwards = [Action(s, _F, i) for i in range(num_microbatches)]
+        backwards = [Action(s, _B, i) for i in range(num_microbatches)]
+        rows.append(_alternate(forwards, backwards, num_ranks - 1 - s))
+    return _one_stage_per_rank("1f1b", num_microbatches, rows)
+
+
+def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """Makes the interleaved 1F1B schedule: rank r holds the stages r, r + p, ..., r + (v - 1) p.
+
+    If p divides m, its bubble is (p - 1) / (v m + p - 1), at v times the messages of 1F1B, and
+    rank 0 holds the activations of p (1 + (p - 1) / (p v)) micro-batches of all its stages.
+
+    Args:
+        num_ranks: p, at least 1.
+        num_microbatches: m, at least 1. If p does not divide it, the last round has gaps.
+        stages_per_rank: v, at least 2.
+
+    Raises:
+        ScheduleError: A count is too small.
+
+    Source:
+        Narayanan et al. 2021, section 2.2.2. Theirs needs m to be a multiple of p; ours makes the
+        schedule of the next multiple and leaves out the micro-batches that are not there.
+    """
+    p, v = num_ranks, stages_per_rank
+    _check_counts("interleaved", p, num_microbatches)
+    if v < 2:
+        raise ScheduleError(f"interleaved: stages_per_rank={v}. Use 2 or more; 1f1b takes one.")
+    rounds = range(-(-num_microbatches // p))
+    rows = []
+    for rank in range(p):
+        forwards, backwards = (
+            [
+                Action(chunk * p + rank, kind, start * p + i)
+                for start in rounds
+                for chunk in chunks
+                for i in range(p)
+            ]
+            for kind, chunks in ((_F, range(v)), (_B, range(v)[::-1]))
+        )
+        rows.append(_alternate(forwards, backwards, 2 * (p - 1 - rank) + (v - 1) * p))
+    whole = Schedule(
+        name="interleaved",
+        num_stages=p * v,
+        num_microbatches=len(rounds) * p,
+        actions=tuple(map(tuple, rows)),
+        rank_of_stage=tuple(range(p)) * v,
+    )
+    return whole.first(num_microbatches)
+
+
+def forward_only(rank_of_stage: Sequence[int], num_microbatches: int) -> Schedule:
+    """Makes the schedule of validation and prediction: every micro-batch forward, in order.
+
+    Each rank runs its forwards in the order of slots in which a micro-batch advances by a stage per
+    slot, so that no rank waits for one that waits for it. Micro-batches enter every v slots, or,
+    where the stages of a rank are p apart, in rounds of p with v p slots each.
+
+    Args:
+        rank_of_stage: The rank that holds each stage.
+        num_microbatches: m, at least 1; may be less than the number of stages.
+
+    Raises:
+        ScheduleError: There is no stage, or m is less than 1.
+    """
+    stages = len(rank_of_stage)
+    ranks = max(rank_of_stage, default=-1) + 1
+    problems = count_problems("forward_only", num_stages=stages, num_microbatches=num_microbatches)
+    raise_problems(ScheduleError, problems)
+    v = -(-stages // ranks)
+    in_rounds = stages > ranks and rank_of_stage[ranks] == rank_of_stage[0]
+
+    def enters(i: int) -> int:
+        return i // ranks * ranks * v + i % ranks if in_rounds else v * i
+
+    slots = [(s + enters(i), -s, i) for s in range(stages) for i in range(num_microbatches)]
+    order = [Action(-s, _F, i) for _, s, i in sorted(slots)]
+    return Schedule(
+        name="forward_only",
+        num_stages=stages,
+        num_microbatches=num_microbatches,
+        actions=tuple(
+            tuple(a for a in order if rank_of_stage[a.stage] == rank) for rank in range(ranks)
+        ),
+        rank_of_stage=tuple(rank_of_stage),
+    )
+
+
+SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
+    {
+        "1f1b": one_f_one_b,
+        "gpipe": gpipe,
+        "interleaved": interleaved,
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "zbv": zbv,
+    }
+)
+"""The training schedules by name; each takes the number of ranks and of micro-batches."""
+
+
+def build_schedule(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
+    """Makes the training schedule called `name`, or reads it from the file of that name.
+
+    Args:
+        name: A key of `SCHEDULES`, or the path of a file (see `read_schedule`).
+        num_ranks: p, at least 1.
+        num_microbatches: m, at least 1.
+        stages_per_rank: v, which only "interleaved" lets one choose; None is its default, 2.
+
+    Raises:
+        ScheduleError: No schedule or file has that name, it does not have that number of stages
+            per rank, or a count is less than 1.
+    """
+    if name not in SCHEDULES:
+        if not Path(name).is_file():
+            raise ScheduleError(
+                f"schedule={name!r} is neither {either(sorted(SCHEDULES))} nor a file."
+            )
+        return read_schedule(name, num_ranks, num_microbatches)
+    if name == "interleaved" and stages_per_rank is not None:
+        return interleaved(num_ranks, num_microbatches, stages_per_rank)
+    schedule = SCHEDULES[name](num_ranks, num_microbatches)
+    has = schedule.num_stages // num_ranks
+    if stages_per_rank not in (None, has):
+        raise ScheduleError(
+            f"schedule={name!r} has {has} stages per rank, not {stages_per_rank}. Only "
+            "'interleaved' lets you choose."
+        )
+    return schedule
+
+
+def stages_per_rank(schedule: Schedule) -> int:
+    """Gives v, the most stages that a rank of `schedule` holds."""
+    return max(len(schedule.stages_of_rank(rank)) for rank in range(schedule.num_ranks))
+
+
+def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Reads a schedule that was written by hand, and checks that it can run.
+
+    The file has a line per rank with its actions in order, such as ``0F0 0F1 0B0 0B1``; what
+    follows a ``#`` is a comment. A rank holds the stages whose actions it runs.
+
+    Args:
+        path: Of a text file.
+        num_ranks: p, the lines that it must have.
+        num_microbatches: m; the file must have as many, and if it has more, the first are run.
+
+    Raises:
+        ScheduleError: The file cannot be read, does not fit, or could not run; every problem.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"schedule={str(path)!r} cannot be read: {error}") from error
+    lines = [line.partition("#")[0].split() for line in text.splitlines()]
+    rows = [parse_actions(" ".join(words)) for words in lines if words]
+    if len(rows) != num_ranks:
+        raise ScheduleError(
+            f"{path}: {len(rows)} lines with actions, but there are {num_ranks} pipeline ranks. "
+            "Write one line per rank."
+        )
+    owners = {a.stage: rank for rank, row in enumerate(rows) for a in row}
+    missing = sorted(set(range(max(owners) + 1)) - owners.keys())
+    if missing:
+        raise ScheduleError(f"{path}: stage {missing[0]} has no action, but {max(owners)} has.")
+    schedule = Schedule(
+        name=Path(path).name,
+        num_stages=len(owners),
+        num_microbatches=1 + max(a.microbatch for row in rows for a in row),
+        actions=tuple(rows),
+        rank_of_stage=tuple(owners[stage] for stage in range(len(owners))),
+    )
+    validate_schedule(schedule)
+    if schedule.num_microbatches < num_microbatches:
+        raise ScheduleError(
+            f"{path}: it has {schedule.num_microbatches} micro-batches, but the batch is cut into "
+            f"{num_microbatches}. Use num_microbatches={schedule.num_microbatches} or fewer."
+        )
+    return schedule.first(num_microbatches)
+
+
+def _alternate(
+    forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
+) -> list[Action]:
+    """Order a warm-up of forwards, then a forward and a backward in turn, then what is left."""
+    warm_up = min(warm_up, len(forwards))
+    steady = len(forwards) - warm_up
+    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
+    return [*forwards[:warm_up], *(a for pair in pairs for a in pair), *backwards[steady:]]
+
+
+def _one_stage_per_rank(
+    name: str, num_microbatches: int, rows: Sequence[Sequence[Action]]
+) -> Schedule:
+    return Schedule(
+        name=name,
+        num_stages=len(rows),
+        num_microbatches=num_microbatches,
+        actions=tuple(map(tuple, rows)),
+        rank_of_stage=tuple(range(len(rows))),
+    )
+
+
+def _check_counts(name: str, num_ranks: int, num_microbatches: int) -> None:
+    problems = count_problems(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    raise_problems(ScheduleError, problems)

@@ -1,0 +1,167 @@
+"""Laws of the interleaved and the zero-bubble schedules: bubble, memory, what is published."""
+
+from itertools import pairwise, product
+
+import pytest
+
+from lightning_par.engine.builders import (
+    build_schedule,
+    forward_only,
+    interleaved,
+    read_schedule,
+    SCHEDULES,
+    stages_per_rank,
+)
+from lightning_par.engine.schedule import Action, ActionKind
+from lightning_par.engine.simulate import simulate, validate_schedule
+from lightning_par.engine.zero_bubble import zb_h1, zb_h2, zbv
+from lightning_par.errors import ScheduleError
+
+SIZES = [*product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 7, 8, 9, 16, 17, 32))]
+TIMES = [(1, 1, 1), (1, 1.2, 1), (10, 11, 8), (18.522, 18.086, 9.337)]
+"""T_F, T_I and T_W."""
+PUBLISHED = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.1083),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242, 0.0837),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674, 0.0444),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323, 0.0698),
+    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045, 0.0559),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554, 0.0294),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397, 0.0672),
+    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082, 0.1088, 0.0516),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0576, 0.0266),
+    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421, 0.0641),
+    (32, 128, 10.408, 10.204, 7.703, 0.408, 0.2168, 0.1106, 0.0490),
+    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352, 0.0594, 0.0257),
+]
+"""Qi et al. 2401.10241, tables 5 and 9: p, m, T_F, T_I, T_W and T_comm in ms; then the bubble rates
+of 1F1B, ZB-H1 and ZB-H2."""
+
+
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_the_simulator_gives_the_published_bubble_rates_to_four_digits(row):
+    p, m, forward, backward_input, weight, p2p, *rates = row
+    for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
+        simulation = simulate(
+            build_schedule(name, p, m),
+            forward=forward,
+            backward=backward_input + weight,
+            backward_weight=weight,
+            p2p=p2p,
+        )
+        assert round(simulation.span_bubble, 4) == rate, name
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(p, m):
+    for v in (2, 3, 4):
+        schedule = interleaved(p, m, v)
+        validate_schedule(schedule)
+        simulation = simulate(schedule, forward=1 / v, backward=2 / v)
+        if m % p == 0:
+            assert simulation.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
+            most = min(m, p * (1 + (p - 1) / (p * v)))
+            assert max(simulation.peak_per_rank) == pytest.approx(most)
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_the_bubble_of_zb_h1_and_zb_h2_has_the_size_of_the_formula(p, m, times):
+    forward, backward_input, weight = times
+    costs = {"forward": forward, "backward": backward_input + weight, "backward_weight": weight}
+    for build, least, extra in ((zb_h1, p, 1), (zb_h2, 2 * p - 1, 2)):
+        simulation = simulate(build(p, m), **costs)
+        assert max(simulation.peak_in_flight) <= extra * p - (extra - 1)
+        if m >= least:
+            assert max(simulation.peak_in_flight) == extra * p - (extra - 1)
+            size = (p - 1) * (forward + backward_input - extra * weight)
+            assert simulation.span_bubble == pytest.approx(
+                size / (m * sum(times) + size), abs=1e-12
+            )
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zbv_has_no_bubble_from_2p_microbatches_on_and_the_memory_of_1f1b(p, m):
+    schedule = zbv(p, m)
+    validate_schedule(schedule)
+    assert schedule.stages_of_rank(0) == (0, 2 * p - 1)
+    simulation = simulate(schedule)
+    assert max(simulation.peak_per_rank) <= p
+    if m >= 2 * p:
+        assert simulation.span_bubble == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_input_comes_first_and_no_rank_runs_two_actions_at_once(name):
+    schedule = build_schedule(name, 4, 7)
+    costs = [1 + (s % 3) for s in range(schedule.num_stages)]
+    simulation = simulate(schedule, forward=costs, backward=5, backward_weight=2, p2p=0.25)
+    ends = {e.action: e.end for row in simulation.events for e in row}
+    for row in simulation.events:
+        assert all(a.end <= b.start for a, b in pairwise(row))
+        for event in row:
+            stage, kind, m = event.action.stage, event.action.kind, event.action.microbatch
+            if kind is ActionKind.BACKWARD_WEIGHT:
+                assert event.start >= ends[Action(stage, ActionKind.BACKWARD_INPUT, m)]
+            elif kind is ActionKind.FORWARD and stage:
+                assert event.start >= ends[Action(stage - 1, kind, m)]
+            elif kind is not ActionKind.FORWARD and stage + 1 < schedule.num_stages:
+                assert event.start >= ends[Action(stage + 1, kind, m)]
+
+
+@pytest.mark.parametrize(
+    ("owners", "m", "makespan"),
+    [((0, 1, 0, 1), 8, 17), ((0, 1, 1, 0), 8, 18), ((0, 1, 2) * 3, 8, 28), ((0, 0), 3, 6)],
+)
+def test_forward_only_keeps_ranks_with_several_stages_busy(owners, m, makespan):
+    schedule = forward_only(owners, m)
+    validate_schedule(schedule, training=False)
+    assert simulate(schedule).makespan == makespan
+
+
+V_SHAPE = """
+# V-shape
+0F0 3F0 3I0 0F1 3W0 3F1 3B1 0B0 0B1  # both ends
+1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1
+"""
+
+
+def test_a_schedule_may_be_written_by_hand(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text(V_SHAPE)
+    schedule = read_schedule(path, 2, 2)
+    assert schedule.rank_of_stage == (0, 1, 1, 0)
+    assert (stages_per_rank(schedule), schedule.splits_backward) == (2, True)
+    assert str(read_schedule(path, 2, 1)).splitlines()[0] == "0F0 3F0 3I0 3W0 0B0"
+    assert build_schedule(str(path), 2, 2) == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "m", "message"),
+    [
+        ("0F0 0B0", 2, 1, "1 lines with actions, but there are 2 pipeline ranks"),
+        ("0F0 0B0\n2F0 2B0", 2, 1, "stage 1 has no action, but 2 has"),
+        ("0F0 0B0\n1F0 1B0", 2, 3, "has 1 micro-batches, .* cut into 3. Use num_microbatches=1"),
+        ("0F0 0X0\n1F0 1B0", 2, 1, "'0X0' is not an action"),
+        ("0B0 0F0\n1F0 1B0", 2, 1, "runs 0B0 before 0F0"),
+        ("0F0 0F1 0B0 0B1\n1F1 1F0 1B0", 2, 2, "1B1 is missing"),
+    ],
+)
+def test_a_file_that_could_not_run_is_refused(tmp_path, text, ranks, m, message):
+    path = tmp_path / "mine.txt"
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=message):
+        build_schedule(str(path), ranks, m)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ScheduleError, match=r"absent\.txt' cannot be read"):
+        read_schedule(tmp_path / "absent.txt", 1, 1)
+
+
+def test_stages_per_rank_can_be_chosen_for_interleaved_only():
+    assert build_schedule("interleaved", 2, 2, 3).num_stages == 6
+    with pytest.raises(ScheduleError, match="'zbv' has 2 stages per rank, not 3"):
+        build_schedule("zbv", 2, 2, 3)
+    with pytest.raises(ScheduleError, match=r"stages_per_rank=1\. Use 2 or more"):
+        build_schedule("interleaved", 2, 2, 1)
