@@ -18,10 +18,10 @@ from torch import nn, Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lightning_par.engine.batch import signature, split_batch
+from lightning_par.engine.boundary import connect, group_name
 from lightning_par.engine.builders import build_schedule
+from lightning_par.engine.cutting import cut_stages
 from lightning_par.engine.pipeline import PipelineExecutor
-from lightning_par.engine.stages import cut_stage
-from lightning_par.engine.transport import Channel
 from lightning_par.layout import resolve_plan
 from lightning_par.models.gpt import GPT
 from lightning_par.strategies import Pipeline1F1BStrategy
@@ -87,7 +87,10 @@ class _NoHooks:
         """Run the step."""
         return step()
 
-    def before_backward(self, *, is_last: bool) -> None:
+    def before_backward(self, *, is_last: bool, is_whole: bool) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
         """Do nothing."""
 
 
@@ -96,12 +99,11 @@ def make_executor(model: GPT) -> PipelineExecutor:
     rank = dist.get_rank()
     layout = resolve_plan(model, model.parallel_plan())
     half = CONFIG.num_layers // STAGES
-    stage = cut_stage(model, layout, rank, [(0, half), (half, CONFIG.num_layers)])
-    before, after = (None if stage.is_first else rank - 1), (None if stage.is_last else rank + 1)
-    forward, backward = dist.new_group(), dist.new_group()
-    activations = Channel(forward, before, after, CPU)
-    gradients = Channel(backward, after, before, CPU)
-    return PipelineExecutor(stage, activations, gradients, _NoHooks())
+    stages = cut_stages(model, layout, [rank], [(0, half), (half, CONFIG.num_layers)])
+    names = (group_name("activations", 0, 1), group_name("gradients", 1, 0))
+    groups = {name: dist.new_group() for name in names}
+    boundaries = connect(range(STAGES), rank, groups.__getitem__, int, CPU)
+    return PipelineExecutor(stages, boundaries, _NoHooks())
 
 
 def engine_loop(arguments: Arguments, turn: Turn) -> None:

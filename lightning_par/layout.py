@@ -149,6 +149,7 @@ def check_plan(
     *,
     sequence_parallel: bool = True,
     stage_blocks: Sequence[int] | None = None,
+    stages_per_rank: int = 1,
 ) -> ModelLayout:
     """Check that `plan` fits `model` and, where given, that both fit the sizes.
 
@@ -158,6 +159,7 @@ def check_plan(
         sizes: The parallel sizes to check; None checks names only.
         sequence_parallel: Whether activations between the blocks are sharded along T.
         stage_blocks: Number of blocks per stage; None balances them.
+        stages_per_rank: How many stages the schedule places on a pipeline rank.
 
     Returns:
         The plan resolved against the model.
@@ -167,7 +169,8 @@ def check_plan(
     """
     layout = resolve_plan(model, plan)
     if sizes is not None:
-        problems = _check_pipeline(model, layout, sizes.pipeline, stage_blocks)
+        stages = sizes.pipeline * (stages_per_rank if sizes.pipeline > 1 else 1)
+        problems = _check_pipeline(model, layout, stages, sizes.pipeline, stage_blocks)
         problems += _check_tensor(model, layout, sizes.tensor, sequence_parallel)
         raise_problems(PlanError, problems)
     return layout
@@ -278,16 +281,22 @@ def _num_parameters(module: nn.Module) -> int:
 
 
 def _check_pipeline(
-    model: nn.Module, layout: ModelLayout, num_stages: int, stage_blocks: Sequence[int] | None
+    model: nn.Module,
+    layout: ModelLayout,
+    num_stages: int,
+    num_ranks: int,
+    stage_blocks: Sequence[int] | None,
 ) -> list[str]:
     count = len(layout.block_names)
+    asked = f"pipeline_parallel_size={num_ranks}"
+    each = "" if num_stages == num_ranks else f" with {num_stages // num_ranks} stages per rank"
     if num_stages == 1:
         return []
     if not count:
         lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
         near = f'ParallelPlan(blocks="{lists[0]}")' if lists else "ParallelPlan(blocks=...)"
         return [
-            f"pipeline_parallel_size={num_stages}: the plan of {type(model).__name__} names no "
+            f"{asked}: the plan of {type(model).__name__} names no "
             "blocks; return "
             f"{near} from its parallel_plan(), or pass plan= to the strategy."
         ]
@@ -297,13 +306,13 @@ def _check_pipeline(
             return []
         return [
             f"stage_blocks={list(stage_blocks)} has {len(stage_blocks)} entries with the sum "
-            f"{sum(stage_blocks)}; give pipeline_parallel_size={num_stages} numbers of 1 or more "
+            f"{sum(stage_blocks)}; {asked}{each} takes {num_stages} numbers of 1 or more "
             f"that sum to the {count} blocks of {layout.plan.blocks}, or leave stage_blocks out."
         ]
     if num_stages > count:
         return [
-            f"pipeline_parallel_size={num_stages}: {layout.plan.blocks} has {count} blocks, and "
-            f"every stage needs one. Use at most {count}."
+            f"{asked}{each}: {layout.plan.blocks} has {count} blocks, and every stage needs one. "
+            f"Use at most {count * num_ranks // num_stages}."
         ]
     return []
 

@@ -7,9 +7,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_par.engine.batch import signature, split_batch
-from lightning_par.engine.builders import build_schedule, forward_only
+from lightning_par.engine.boundary import connect, group_name
+from lightning_par.engine.builders import build_schedule, forward_only, place_stages
+from lightning_par.engine.cutting import cut_stages
+from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
 from lightning_par.engine.pipeline import PipelineExecutor
-from lightning_par.engine.stages import cut_stage
 from lightning_par.engine.transport import Channel
 from lightning_par.layout import resolve_plan
 from lightning_par.plan import ParallelPlan
@@ -34,7 +36,7 @@ class Net(nn.Module):
     def __init__(self, block=Block, blocks=3):
         super().__init__()
         self.enter = nn.Linear(2, WIDTH)
-        self.blocks = nn.ModuleList(block(h) for h in (5, 7, 2, 3)[:blocks])
+        self.blocks = nn.ModuleList(block(h) for h in (5, 7, 2, 3, 4, 6, 8, 9)[:blocks])
         self.leave = nn.Linear(WIDTH, 1)
 
     def forward(self, x):
@@ -58,43 +60,58 @@ class Hooks:
 
     def __init__(self):
         self.told = []
+        self.finished = 0
 
     def call(self, step):
         return step()
 
-    def before_backward(self, *, is_last):
+    def before_backward(self, *, is_last, is_whole):
         self.told.append(is_last)
+
+    def finish(self):
+        self.finished += 1
 
 
 class Staged:
-    """One stage of a network on this rank.
+    """The stages of a network on this rank.
 
     Args:
         model: The whole network; it is cut.
         bounds: First and one-past-last block of every stage.
         plan: Fields of its plan beside `blocks`.
         channel: The class that sends.
+        schedule: Says where the stages are, and runs by default.
+        wrap: Called with every block of this rank, after weights' gradients may wait.
     """
 
-    def __init__(self, model, bounds, plan=None, channel=Channel):
-        rank, world = dist.get_rank(), dist.get_world_size()
+    def __init__(
+        self, model, bounds, plan=None, channel=Channel, schedule="1f1b", wrap=lambda block: None
+    ):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
         layout = resolve_plan(model, ParallelPlan(blocks="blocks", **(plan or {})))
-        self.model, self.bounds = model, bounds
-        self.stage = cut_stage(model, layout, rank, bounds)
-        before = None if rank == 0 else rank - 1
-        after = None if rank == world - 1 else rank + 1
-        activations, gradients = pipeline_groups()
-        self.activations = channel(activations, before, after, torch.device("cpu"))
-        self.gradients = channel(gradients, after, before, torch.device("cpu"))
+        self.model, self.bounds, self.schedule = model, bounds, schedule
+        self.chunks = len(bounds) // self.world
+        self.owners = place_stages(schedule, self.world, self.chunks)
+        held = [stage for stage, rank in enumerate(self.owners) if rank == self.rank]
+        self.stages = cut_stages(model, layout, held, bounds)
+        self.stage = self.stages[0]
+        gradients = WeightGradients()
+        for stage in self.stages:
+            for block in model.blocks[stage.first_block : stage.end_block]:
+                defer_weight_gradients(block, gradients)
+                wrap(block)
+        self.boundaries = connect(
+            self.owners, self.rank, pipeline_group, int, torch.device("cpu"), channel
+        )
         self.hooks = Hooks()
-        self.executor = PipelineExecutor(self.stage, self.activations, self.gradients, self.hooks)
+        self.executor = PipelineExecutor(self.stages, self.boundaries, self.hooks, gradients)
 
-    def train(self, batch, count, schedule="1f1b", step=None):
+    def train(self, batch, count, schedule=None, step=None):
         """Run a training step on `count` micro-batches, weighted by their samples."""
         parts = split_batch(batch, count)
         weights = [len(part["y"]) / len(batch["y"]) for part in parts]
         return self.executor.run(
-            build_schedule(schedule, len(self.bounds), len(parts)),
+            build_schedule(schedule or self.schedule, self.world, len(parts), self.chunks),
             step or (lambda index: self.model.loss(parts[index])),
             [signature(part, "training") for part in parts],
             lambda index, loss: loss * weights[index],
@@ -104,7 +121,7 @@ class Staged:
     def evaluate(self, batch, count):
         parts = split_batch(batch, count)
         return self.executor.run(
-            forward_only(range(len(self.bounds)), len(parts)),
+            forward_only(self.owners, len(parts)),
             lambda index: self.model.loss(parts[index]),
             [signature(part, "evaluation") for part in parts],
             None,
@@ -117,13 +134,14 @@ class Staged:
 _GROUPS = {}
 
 
-def pipeline_groups():
-    """Two groups over all ranks, made once per process: groups have to outlive the tests."""
+def pipeline_group(name):
+    """A group over all ranks; made once per process, all together: groups outlive the tests."""
     world = dist.group.WORLD
     if world not in _GROUPS:
+        ways = [(k, *ends) for k in ("activations", "gradients") for ends in ((0, 1), (1, 0))]
         everyone = list(range(dist.get_world_size()))
-        _GROUPS[world] = dist.new_group(everyone), dist.new_group(everyone)
-    return _GROUPS[world]
+        _GROUPS[world] = {group_name(*way): dist.new_group(everyone) for way in ways}
+    return _GROUPS[world][name]
 
 
 @contextmanager

@@ -28,8 +28,9 @@ __all__ = [
     "gpipe",
     "interleaved",
     "one_f_one_b",
+    "place_stages",
     "read_schedule",
-    "stages_per_rank",
+    "splits_backward",
 ]
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -220,9 +221,14 @@ def build_schedule(
     return schedule
 
 
-def stages_per_rank(schedule: Schedule) -> int:
-    """Gives v, the most stages that a rank of `schedule` holds."""
-    return max(len(schedule.stages_of_rank(rank)) for rank in range(schedule.num_ranks))
+def place_stages(name: str, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+    """Gives the rank that holds each stage; the arguments are those of `build_schedule`."""
+    return build_schedule(name, num_ranks, 1, stages_per_rank).rank_of_stage
+
+
+def splits_backward(name: str, num_ranks: int) -> bool:
+    """Says whether some backward of the schedule called `name` comes in two halves."""
+    return build_schedule(name, num_ranks, 1).splits_backward
 
 
 def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -1,22 +1,24 @@
 """The pipeline executor: walks through a schedule and runs the user's step for every micro-batch of
-a stage.
+the stages of a rank.
 
-p stages, m micro-batches. The schedule says in which order; the executor posts the receives of an
-action before it computes the one before, names the action when something fails, and records when
-everything ran.
+The schedule says in which order; the executor posts the receives of an action before it computes
+the one before, names the action when something fails, and records when everything ran.
 """
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from lightning_par.engine.boundary import Boundary
+from lightning_par.engine.deferral import Deferred, WeightGradients
 from lightning_par.engine.schedule import Action, ActionKind, Schedule, TimedAction
 from lightning_par.engine.stages import MicroBatchState, Stage
-from lightning_par.engine.transport import Channel, PendingMessage, TensorSpec, unpack
+from lightning_par.engine.transport import PendingMessage, TensorSpec, unpack
 
 __all__ = ["PipelineExecutor", "PipelineHooks", "PipelineRun"]
 
@@ -28,8 +30,16 @@ class PipelineHooks(Protocol):
     def call(self, step: Callable[[], Any]) -> Any:
         """Run one forward; the place for whatever has to surround it."""
 
-    def before_backward(self, *, is_last: bool) -> None:
-        """Get ready for one backward; `is_last` for the last one of the schedule."""
+    def before_backward(self, *, is_last: bool, is_whole: bool) -> None:
+        """Get ready for one backward.
+
+        Args:
+            is_last: Whether all gradients are complete after it.
+            is_whole: Whether it computes weights' gradients; otherwise `finish` follows.
+        """
+
+    def finish(self) -> None:
+        """Handle the gradients that are complete only now, after the last action."""
 
 
 @dataclass(eq=False)
@@ -41,36 +51,53 @@ class PipelineRun:
         events: When every action computed, in seconds of `time.monotonic`, which all processes of a
             host share.
         waited: Seconds spent waiting for other stages, per action.
+        peak_in_flight: The most micro-batches whose activations each stage held at once.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
     events: list[TimedAction] = field(default_factory=list)
     waited: dict[Action, float] = field(default_factory=dict)
+    peak_in_flight: dict[int, int] = field(default_factory=dict)
+
+
+_NAMES: Mapping[ActionKind, str] = MappingProxyType(
+    {
+        ActionKind.FORWARD: "forward",
+        ActionKind.BACKWARD: "backward",
+        ActionKind.BACKWARD_INPUT: "input's backward",
+        ActionKind.BACKWARD_WEIGHT: "weights' backward",
+    }
+)
 
 
 @dataclass(eq=False)
 class _InFlight:
-    state: MicroBatchState
+    state: MicroBatchState = field(default_factory=MicroBatchState)
     received: list[Tensor] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
+    waiting: list[Deferred] = field(default_factory=list)
 
 
 class PipelineExecutor:
-    """Runs one stage of a pipeline.
+    """Runs the stages of one rank of a pipeline.
 
     Args:
-        stage: From `cut_stage`.
-        activations: Receives from the previous stage, sends to the next.
-        gradients: Receives from the next stage, sends to the previous.
+        stages: From `cut_stages`.
+        boundaries: From `connect`: what is behind stage s, by s.
         hooks: Calls around forward and backward.
+        gradients: Where weights' gradients wait, if the schedule splits the backward.
     """
 
     def __init__(
-        self, stage: Stage, activations: Channel, gradients: Channel, hooks: PipelineHooks
+        self,
+        stages: Sequence[Stage],
+        boundaries: Mapping[int, Boundary],
+        hooks: PipelineHooks,
+        gradients: WeightGradients | None = None,
     ) -> None:
-        self.stage, self.activations, self.gradients = stage, activations, gradients
-        self.hooks = hooks
+        self.stages, self.boundaries, self.hooks = tuple(stages), boundaries, hooks
+        self.gradients = gradients or WeightGradients()
 
     def run(
         self,
@@ -79,10 +106,10 @@ class PipelineExecutor:
         signatures: Sequence[Hashable],
         loss_of: Callable[[int, Any], Tensor] | None,
     ) -> PipelineRun:
-        """Run every action of this stage.
+        """Run every action of this rank.
 
         Args:
-            schedule: One stage per rank; the same on every rank.
+            schedule: The same on every rank; it places the stages as they were cut.
             step: Runs the user's step for a micro-batch; unwound early on all but the last stage.
             signatures: For every micro-batch, a value that tells the shapes of its messages.
             loss_of: Gives the scalar to differentiate from a micro-batch's result; None runs
@@ -92,14 +119,15 @@ class PipelineExecutor:
         previous.
         """
         walk = _Walk(self, step, signatures, loss_of)
-        walk.go(schedule.actions[self.stage.index])
-        self.activations.drain()
-        self.gradients.drain()
+        walk.go(schedule.actions[schedule.rank_of_stage[self.stages[0].index]])
+        for boundary in self.boundaries.values():
+            boundary.activations.drain()
+            boundary.gradients.drain()
         return walk.run
 
 
 class _Walk:
-    """One walk of one stage through a schedule."""
+    """One walk of one rank through a schedule."""
 
     def __init__(
         self,
@@ -108,14 +136,16 @@ class _Walk:
         signatures: Sequence[Hashable],
         loss_of: Callable[[int, Any], Tensor] | None,
     ) -> None:
-        self.stage, self.hooks = executor.stage, executor.hooks
-        self.activations, self.gradients = executor.activations, executor.gradients
+        self.stages = {stage.index: stage for stage in executor.stages}
+        self.boundaries, self.hooks = executor.boundaries, executor.hooks
+        self.gradients = executor.gradients
         self.step, self.signatures, self.loss_of = step, signatures, loss_of
         self.run = PipelineRun()
-        self.flying: dict[int, _InFlight] = {}
+        self.flying: dict[tuple[int, int], _InFlight] = {}
 
     def go(self, actions: Sequence[Action]) -> None:
         """Run the actions in order; a receive is posted before the action ahead of it computes."""
+        splits = any(a.kind is ActionKind.BACKWARD_WEIGHT for a in actions)
         last = [a for a in actions if a.kind is ActionKind.BACKWARD][-1:]
         posted: PendingMessage | None = None
         for action, following in zip(actions, [*actions[1:], None], strict=True):
@@ -126,43 +156,67 @@ class _Walk:
                     pending.wait()
                 posted = self._post_early(following)
                 start = time.monotonic()
-                if action.kind is ActionKind.FORWARD:
-                    self._forward(action.microbatch, pending)
-                else:
-                    self.hooks.before_backward(is_last=action in last)
-                    self._backward(self.flying.pop(action.microbatch), pending)
+                self._compute(action, pending, is_last=action in last, splits=splits)
             except Exception as error:
-                kind = "forward" if action.kind is ActionKind.FORWARD else "backward"
-                error.add_note(
-                    f"in pipeline stage {self.stage.index} of {self.stage.count}, {kind} of "
-                    f"micro-batch {action.microbatch}"
-                )
+                error.add_note(f"in pipeline {self._describe(action)}")
                 raise
             self.run.events.append(TimedAction(action, start, time.monotonic()))
             self.run.waited[action] = start - began
+        if splits:
+            self.hooks.finish()
+
+    def _describe(self, action: Action) -> str:
+        count = next(iter(self.stages.values())).count
+        return (
+            f"stage {action.stage} of {count}, {_NAMES[action.kind]} of micro-batch "
+            f"{action.microbatch}"
+        )
+
+    def _compute(
+        self, action: Action, pending: PendingMessage | None, *, is_last: bool, splits: bool
+    ) -> None:
+        key = action.stage, action.microbatch
+        if action.kind is ActionKind.FORWARD:
+            self._forward(action, pending)
+            return
+        flight = self.flying[key]
+        if action.kind is not ActionKind.BACKWARD_WEIGHT:
+            self.hooks.before_backward(is_last=is_last and not splits, is_whole=not splits)
+            self._backward(self.stages[action.stage], flight, pending)
+        if action.kind.ends_microbatch:
+            for deferred in flight.waiting:
+                deferred.accumulate()
+            del self.flying[key]
 
     def _post_early(self, action: Action | None) -> PendingMessage | None:
         """Post a receive whose shapes are known already; otherwise it is posted when it is due."""
         if action is None:
             return None
         if action.kind is ActionKind.FORWARD:
-            known = self.activations.knows(self.signatures[action.microbatch])
+            before = self.boundaries.get(action.stage - 1)
+            signature = self.signatures[action.microbatch]
+            known = before is not None and before.activations.knows(signature)
             return self._post(action) if known else None
-        return self._post(action) if action.microbatch in self.flying else None
+        behind = self.boundaries.get(action.stage)
+        if behind is None or behind.gradients.is_local:
+            return None
+        return self._post(action) if (action.stage, action.microbatch) in self.flying else None
 
     def _post(self, action: Action) -> PendingMessage | None:
         """Post the receive of an action, if it has one."""
         if action.kind is ActionKind.FORWARD:
-            if self.stage.is_first:
+            before = self.boundaries.get(action.stage - 1)
+            if before is None:
                 return None
-            return self.activations.post_message(self.signatures[action.microbatch])
-        if self.stage.is_last:
+            return before.activations.post_message(self.signatures[action.microbatch])
+        behind = self.boundaries.get(action.stage)
+        if behind is None or not action.kind.gives_input_gradient:
             return None
-        specs = [TensorSpec.of(t) for t in self.flying[action.microbatch].sent]
-        return self.gradients.post_tensors(specs)
+        sent = self.flying[action.stage, action.microbatch].sent
+        return behind.gradients.post_tensors([TensorSpec.of(t) for t in sent])
 
-    def _forward(self, index: int, pending: PendingMessage | None) -> None:
-        stage, flight = self.stage, _InFlight(MicroBatchState())
+    def _forward(self, action: Action, pending: PendingMessage | None) -> None:
+        stage, index, flight = self.stages[action.stage], action.microbatch, _InFlight()
         trains = self.loss_of is not None
         if pending is not None:
             flight.state.received, flight.received = unpack(pending, with_grad=trains)
@@ -177,15 +231,18 @@ class _Walk:
             if self.loss_of is not None:
                 flight.loss = self.loss_of(index, result)
         else:
-            tensors = self.activations.send_message(result, self.signatures[index])
+            channel = self.boundaries[stage.index].activations
+            tensors = channel.send_message(result, self.signatures[index])
             flight.sent = [t for t in tensors if t.requires_grad]
         flight.state.recorded.clear()
+        peaks, held = self.run.peak_in_flight, 1 + sum(s == stage.index for s, _ in self.flying)
+        peaks[stage.index] = max(peaks.get(stage.index, 0), held)
         if trains:
-            self.flying[index] = flight
+            self.flying[stage.index, index] = flight
 
-    def _backward(self, flight: _InFlight, pending: PendingMessage | None) -> None:
-        stage = self.stage
-        with stage.hold(flight.state, in_backward=True):
+    def _backward(self, stage: Stage, flight: _InFlight, pending: PendingMessage | None) -> None:
+        """Compute the gradients of what was received, and of the weights that do not wait."""
+        with stage.hold(flight.state, in_backward=True), self.gradients.collect(flight.waiting):
             if flight.loss is not None:
                 if flight.loss.requires_grad:
                     flight.loss.backward()
@@ -194,4 +251,6 @@ class _Walk:
         if not stage.is_first:
             leaves = [t for t in flight.received if t.requires_grad]
             grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
-            self.gradients.send_tensors(grads)
+            self.boundaries[stage.index - 1].gradients.send_tensors(grads)
+        flight.state, flight.received, flight.sent = MicroBatchState(), [], []
+        flight.loss = None

@@ -20,6 +20,7 @@ batches, no stage communicates gradients.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,18 +88,29 @@ class Sharding:
                 return self._root(step)
         return self._root(step)
 
-    def before_backward(self, *, is_last: bool = True) -> None:
-        """Say whether the backward that follows is the last of the step.
+    def before_backward(self, *, is_last: bool = True, is_whole: bool = True) -> None:
+        """Say what the backward that follows computes.
 
         Args:
             is_last: Gradients are then complete and parameters may be given up.
+            is_whole: It computes the gradients of all weights. Otherwise some come later, and are
+                kept whole until `finish`, at every ZeRO stage.
         """
         if isinstance(self._root, FSDPModule):
-            reduces = self._synchronise and (is_last or self._stage >= 2)
+            reduces = self._synchronise and is_whole and (is_last or self._stage >= 2)
             self._root.set_is_last_backward(is_last)
             for unit in self._units:
                 unit.set_requires_gradient_sync(reduces, recurse=False)
                 unit.set_reshard_after_backward(is_last or self._stage == 3, recurse=False)
+
+    def finish(self) -> None:
+        """Reduce the gradients that came after the backwards, unless they are accumulated.
+
+        FSDP2 does this at the end of a backward, for all parameters that have a gradient by then.
+        """
+        if isinstance(self._root, FSDPModule):
+            self.before_backward()
+            self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def release(self) -> None:
         """Give up gathered parameters, so that the model holds its shards again."""
@@ -113,6 +125,7 @@ def shard_model(
     *,
     zero_stage: int,
     materialise: Callable[[nn.Module, str], None],
+    bounds: Sequence[tuple[int, int]] = (),
 ) -> Sharding:
     """Materialise and shard the model unit by unit: every block, then the rest.
 
@@ -122,6 +135,7 @@ def shard_model(
         mesh: Its data axes are sharded over.
         zero_stage: 0 to 3.
         materialise: Gives the parameters below a module (named by its FQN) their values.
+        bounds: First and one-past-last block of every pipeline stage, if there are several.
     """
     units = [n for n in layout.block_names if not isinstance(model.get_submodule(n), StageStub)]
     shards = mesh.sizes.data > 1
@@ -139,16 +153,20 @@ def shard_model(
     root = _StepRoot(model)
     fully_shard(root, mesh=data_mesh, reshard_after_forward=False)
     if mesh.device_type == "cpu":
-        _gather_ahead(root, [model.get_submodule(name) for name in units])
+        runs = [layout.block_names[lo:hi] for lo, hi in bounds or [(0, None)]]
+        held = [[model.get_submodule(n) for n in r] for r in runs if set(r) & set(units)]
+        _gather_ahead(root, held)
     return Sharding(root, zero_stage)
 
 
-def _gather_ahead(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def _gather_ahead(root: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:
     """Start a block's all-gather before the block ahead of it computes; see Note [Overlap on the
-    CPU].
+    CPU]. What comes before the blocks runs ahead of one stage only, if there are several.
     """
     assert isinstance(root, FSDPModule)
     root._set_unshard_async_op(True)
-    for unit, following in zip([root, *blocks], blocks, strict=False):
-        assert isinstance(unit, FSDPModule)
-        unit.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
+    for blocks in stages:
+        chain = [root, *blocks] if len(stages) == 1 else blocks
+        for unit, following in pairwise(chain):
+            assert isinstance(unit, FSDPModule)
+            unit.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]

@@ -1,4 +1,6 @@
-"""Cutting a model into pipeline stages without changing it or the step that calls it.
+"""Pipeline stages of a model, and what stands for the parts that a stage does not hold.
+
+`cutting.py` puts them in place; neither the model nor the step that calls it is changed.
 
 Note [Leave at the boundary]: every stage runs the user's own step on the whole micro-batch. Blocks
 of earlier stages are stubs; the one just before the local blocks answers with what was received.
@@ -22,9 +24,19 @@ from torch import nn, Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_par.errors import PipelineError
-from lightning_par.layout import ModelLayout
 
-__all__ = ["Leave", "Message", "MicroBatchState", "Stage", "StageStub", "cut_stage"]
+__all__ = [
+    "AbsentModule",
+    "GhostModule",
+    "LaterBlock",
+    "Leave",
+    "Message",
+    "MicroBatchState",
+    "Stage",
+    "StageStub",
+    "earlier_block",
+    "poison",
+]
 
 Message = dict[str, Any]
 """What crosses a boundary: ``"3"`` -> output tree of block 3, ``"3.name"`` -> attribute it
@@ -65,12 +77,14 @@ class StageStub(nn.Module):
 
 
 class Stage:
-    """One pipeline stage of a model that `cut_stage` has cut.
+    """One pipeline stage of a model that `cut_stages` has cut.
 
     Attributes:
         index: Which stage, 0 .. count - 1.
-        count: Number of stages.
+        count: Number of stages, on all ranks.
         bounds: First and one-past-last block of every stage.
+        slots: Module, name of a child, and the child that this stage sees there. Empty where a rank
+            holds one stage: then the model shows nothing else.
         current: The micro-batch in hand, None outside of a step.
         in_backward: True while gradients are computed; then blocks only run to recompute.
     """
@@ -81,6 +95,7 @@ class Stage:
         self.index, self.count, self.bounds = index, len(bounds), tuple(bounds)
         self.first_block, self.end_block = bounds[index]
         self.carried = tuple(carried)
+        self.slots: list[tuple[nn.Module, str, nn.Module]] = []
         self.current: MicroBatchState | None = None
         self.in_backward = False
 
@@ -96,12 +111,17 @@ class Stage:
 
     @contextmanager
     def hold(self, state: MicroBatchState, *, in_backward: bool = False) -> Iterator[None]:
-        """Let the stubs answer for `state`."""
+        """Let the model show this stage, and its stubs answer for `state`."""
         previous = self.current, self.in_backward
+        resting = [(owner, name, owner._modules[name]) for owner, name, _ in self.slots]
         self.current, self.in_backward = state, in_backward
+        for owner, name, module in self.slots:
+            owner._modules[name] = module
         try:
             yield
         finally:
+            for owner, name, rest in resting:
+                owner._modules[name] = rest
             self.current, self.in_backward = previous
 
     def run(self, state: MicroBatchState, step: Callable[[], Any]) -> Any:
@@ -164,55 +184,6 @@ class Stage:
                 state.recorded[f"{block}.{name}"] = value
 
 
-def cut_stage(
-    model: nn.Module, layout: ModelLayout, index: int, bounds: Sequence[tuple[int, int]]
-) -> Stage:
-    """Remove from `model` what other stages hold and put stubs in its place.
-
-    Args:
-        model: Parameters may be on meta; changed in place.
-        layout: The resolved plan.
-        index: Which stage to keep.
-        bounds: First and one-past-last block of every stage.
-
-    Returns:
-        The stage, to be given to the executor.
-    """
-    stage = Stage(index, bounds, layout.plan.carried)
-    for number, fqn in enumerate(layout.block_names):
-        block = model.get_submodule(fqn)
-        if number < stage.first_block:
-            _replace(model, fqn, _earlier_block(block, stage, number))
-        elif number >= stage.end_block:
-            _replace(model, fqn, _LaterBlock(number))
-        else:
-            block.register_forward_hook(_recorder(stage, number))
-    for fqn in layout.units:
-        if index in layout.stages_of(fqn, bounds):
-            continue
-        owner_name, _, name = fqn.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        if name in owner._parameters:
-            _poison_parameter(owner, name)
-        elif layout.units[fqn] == "first":
-            _replace(model, fqn, _Ghost(getattr(owner, name), fqn))
-        else:
-            _replace(model, fqn, _Absent(fqn))
-    return stage
-
-
-def _replace(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    owner, _, name = fqn.rpartition(".")
-    model.get_submodule(owner)._modules[name] = module
-
-
-def _recorder(stage: Stage, block: int) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        stage.record(block, module, output)
-
-    return hook
-
-
 def _elide_hidden(tree: Any) -> Any:
     """Drop the hidden states, the first tensor, from a block's output tree; side values stay."""
     leaves, spec = pytree.tree_flatten(tree)
@@ -227,16 +198,10 @@ def _fill_hidden(tree: Any, hidden: Any) -> Any:
     return pytree.tree_map(lambda t: hidden if isinstance(t, _Elided) else t, tree)
 
 
-def _poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return NaNs, or zeros where the dtype has none; see Note [Poison]."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full(tuple(shape), value, dtype=dtype, device=device)
-
-
-def _poison_parameter(owner: nn.Module, name: str) -> None:
-    parameter = owner._parameters.pop(name)
-    assert parameter is not None
-    nan = _poison(parameter.shape, parameter.dtype, torch.device("cpu"))
-    owner.register_buffer(name, nan, persistent=False)
 
 
 class _EarlierBlock(StageStub):
@@ -269,7 +234,14 @@ def _stub_class(block: Hashable) -> type[_EarlierBlock]:
     return type(f"Earlier{block.__name__}", (_EarlierBlock, block), members)
 
 
-def _earlier_block(block: nn.Module, stage: Stage, number: int) -> nn.Module:
+def earlier_block(block: nn.Module, stage: Stage, number: int) -> nn.Module:
+    """Make the stub of a block that runs before `stage`.
+
+    Args:
+        block: What it stands for.
+        stage: Whose received message it answers with.
+        number: Of the block.
+    """
     kind = _stub_class(cast(Hashable, type(block)))
     stub = kind.__new__(kind)
     nn.Module.__init__(stub)
@@ -277,7 +249,7 @@ def _earlier_block(block: nn.Module, stage: Stage, number: int) -> nn.Module:
     return stub
 
 
-class _LaterBlock(StageStub):
+class LaterBlock(StageStub):
     """Stands for a block of a later stage: reaching it ends this stage's part of the step."""
 
     def __init__(self, number: int) -> None:
@@ -286,10 +258,11 @@ class _LaterBlock(StageStub):
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise `Leave`."""
         raise Leave
 
 
-class _Absent(StageStub):
+class AbsentModule(StageStub):
     """Stands for a module that only the last stage holds."""
 
     def __init__(self, fqn: str) -> None:
@@ -297,6 +270,7 @@ class _Absent(StageStub):
         self.fqn = fqn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse."""
         raise PipelineError(
             f"{self.fqn} belongs to the last pipeline stage but was called before the blocks; name "
             "it in "
@@ -308,7 +282,7 @@ def _shape_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
 
 
-class _Ghost(StageStub):
+class GhostModule(StageStub):
     """Stands for a module of the first stage: runs on meta for its shapes and answers with poison.
 
     It shares no parameter with the model, so that ties stay between real parameters.
@@ -334,10 +308,10 @@ class _Ghost(StageStub):
                 "ParallelPlan(replicated=...)."
             )
         if isinstance(value, nn.Module):
-            value = self.__dict__[name] = _Ghost(value, fqn)
+            value = self.__dict__[name] = GhostModule(value, fqn)
         return value
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_Ghost":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GhostModule":
         """Follow changes of dtype, never of device."""
         shape_only = self.__dict__["_shape_only"]
         for dtype in {p.dtype for p in shape_only.parameters() if p.is_floating_point()}:
@@ -349,6 +323,7 @@ class _Ghost(StageStub):
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer with poison of the right shapes."""
         given, spec = pytree.tree_flatten((args, kwargs))
         device = next((t.device for t in given if isinstance(t, Tensor)), torch.device("cpu"))
         # Shapes in, shapes out: known after the first micro-batch unless other values take part.
@@ -366,7 +341,7 @@ class _Ghost(StageStub):
                 f"{self.__dict__['_fqn']} gives a tensor of {tensor.dtype}, which later pipeline "
                 "stages would need: name it in ParallelPlan(replicated=...)."
             )
-        return _poison(tensor.shape, tensor.dtype, device)
+        return poison(tensor.shape, tensor.dtype, device)
 
     def _run_on_meta(self, args: Any, kwargs: Any) -> Any:
         to_meta = lambda t: t.to("meta") if isinstance(t, Tensor) else t  # noqa: E731

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_par.errors import PipelineError
 
-__all__ = ["Channel", "PendingMessage", "TensorSpec", "unpack"]
+__all__ = ["Channel", "PendingMessage", "TensorSpec", "pack", "unpack"]
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,16 @@ class PendingMessage:
 
 
 class Channel:
-    """One direction of traffic between this rank and its neighbours.
+    """One direction of traffic between this rank and another.
 
     Args:
         group: Used for nothing but this direction.
-        source: Global rank that this rank receives from, None at the end of the pipeline.
-        target: Global rank that this rank sends to, None at the end of the pipeline.
+        source: Global rank that this rank receives from, None if it only sends.
+        target: Global rank that this rank sends to, None if it only receives.
         device: Where tensors arrive.
     """
+
+    is_local = False
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class Channel:
 
         **Communicates**: every distinct tensor once to the target; the header at the first use.
         """
-        header, tensors = _pack(message)
+        header, tensors = pack(message)
         known = self._sent.get(signature)
         if known is None:
             text = pickle.dumps(header)
@@ -149,6 +151,7 @@ class Channel:
 
     def post_tensors(self, specs: Sequence[TensorSpec]) -> PendingMessage:
         """Post the receives of bare tensors."""
+        assert self._source is not None
         buffers = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in specs]
         works = [dist.irecv(b, self._source, group=self._group) for b in buffers]
         return PendingMessage(buffers, [w for w in works if w is not None])
@@ -205,8 +208,12 @@ def unpack(pending: PendingMessage, *, with_grad: bool) -> tuple[Any, list[Tenso
     return pytree.tree_map(fill, header.tree), tensors
 
 
-def _pack(message: Any) -> tuple[_Header, list[Tensor]]:
-    """Put a `_Slot` in the place of every tensor."""
+def pack(message: Any) -> tuple[_Header, list[Tensor]]:
+    """Describe a tree, with a slot in the place of every tensor, and return its distinct tensors.
+
+    Args:
+        message: Pytree; tensors may appear more than once.
+    """
     tensors: list[Tensor] = []
     slots: dict[int, _Slot] = {}
 

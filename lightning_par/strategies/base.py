@@ -49,7 +49,7 @@ class MeshStrategy(MeshProcesses):
 
     Args:
         tensor_parallel_size: Ranks over which every layer's weights are sharded.
-        pipeline_parallel_size: Stages into which the blocks are cut.
+        pipeline_parallel_size: Ranks over which the blocks are cut into stages.
         data_parallel_size: Replicas that see different samples.
         data_parallel_replicate_size: How many of the replicas hold a whole copy of the sharded
             state ("auto": 1, at ZeRO stage 0 all).
@@ -57,7 +57,9 @@ class MeshStrategy(MeshProcesses):
             parameters.
         num_microbatches: Micro-batches per batch of a replica ("auto": 4 per stage, or the batch
             size if smaller).
-        schedule: ``"1f1b"`` or ``"gpipe"``.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
+            or the path of one written by hand (see `engine.builders.read_schedule`).
+        virtual_pipeline_size: Stages per rank under ``"interleaved"`` ("auto": 2).
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
         compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
@@ -86,6 +88,7 @@ class MeshStrategy(MeshProcesses):
         zero_stage: int = 1,
         num_microbatches: Size = "auto",
         schedule: str = "1f1b",
+        virtual_pipeline_size: Size = "auto",
         stage_blocks: Sequence[int] | None = None,
         sequence_parallel: bool = True,
         compile_blocks: bool | dict[str, Any] = False,
@@ -108,7 +111,10 @@ class MeshStrategy(MeshProcesses):
             timeout=timeout,
             lightning_options=lightning_options,
         )
-        check_values(schedule, num_microbatches, stage_blocks)
+        check_values(schedule, num_microbatches, stage_blocks, virtual_pipeline_size)
+        self.virtual_pipeline_size = (
+            None if virtual_pipeline_size == "auto" else int(virtual_pipeline_size)
+        )
         self.zero_stage, self.schedule, self.compile_blocks = zero_stage, schedule, compile_blocks
         self.num_microbatches = None if num_microbatches == "auto" else int(num_microbatches)
         self.stage_blocks, self.sequence_parallel, self.plan = stage_blocks, sequence_parallel, plan

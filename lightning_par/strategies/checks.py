@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry
-from lightning_par.engine.builders import SCHEDULES
+from lightning_par.engine.builders import place_stages, SCHEDULES
 from lightning_par.engine.stages import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.layout import check_plan, ModelLayout
@@ -36,6 +37,8 @@ _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 class _Options(Protocol):
     sequence_parallel: bool
     stage_blocks: Any
+    schedule: str
+    virtual_pipeline_size: int | None
 
     @property
     def sizes(self) -> ParallelSizes: ...
@@ -65,17 +68,31 @@ def check_options(strategy: type, options: Mapping[str, object]) -> None:
     )
 
 
-def check_values(schedule: str, num_microbatches: object, stage_blocks: object) -> None:
+def check_values(
+    schedule: str, num_microbatches: object, stage_blocks: object, virtual_pipeline_size: object
+) -> None:
     """Refuse values that no size of the mesh would allow.
 
     Raises:
         ConfigurationError: With every problem.
     """
     problems = []
-    if schedule not in SCHEDULES:
+    if schedule not in SCHEDULES and not Path(schedule).is_file():
         near = get_close_matches(str(schedule), sorted(SCHEDULES), n=1, cutoff=0.3)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        problems.append(f"schedule={schedule!r} must be {either(sorted(SCHEDULES))}{hint}")
+        valid = either([*sorted(SCHEDULES), "a file"])
+        problems.append(f"schedule={schedule!r} must be {valid}{hint}")
+    if virtual_pipeline_size != "auto":
+        if not _is_count(virtual_pipeline_size) or virtual_pipeline_size == 1:
+            problems.append(
+                f"virtual_pipeline_size={virtual_pipeline_size!r} must be a whole number of 2 or "
+                "more, or 'auto'."
+            )
+        elif schedule != "interleaved":
+            problems.append(
+                f"virtual_pipeline_size={virtual_pipeline_size} needs schedule='interleaved'; "
+                f"schedule={schedule!r} says by itself how many stages a rank holds."
+            )
     if num_microbatches != "auto" and not _is_count(num_microbatches):
         problems.append(
             f"num_microbatches={num_microbatches!r} must be a whole number of 1 or more, or 'auto'."
@@ -151,6 +168,7 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
     Raises:
         PlanError: The plan is missing a part that the sizes need, or does not fit.
         ConfigurationError: An option needs another size.
+        ScheduleError: The schedule does not fit the number of pipeline ranks.
     """
     sizes = options.sizes
     if options.stage_blocks is not None and sizes.pipeline == 1:
@@ -174,12 +192,16 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
                 "plan)."
             )
         plan = ParallelPlan()
+    owners: tuple[int, ...] = (0,)
+    if sizes.pipeline > 1:
+        owners = place_stages(options.schedule, sizes.pipeline, options.virtual_pipeline_size)
     return check_plan(
         module,
         plan,
         sizes,
         sequence_parallel=options.sequence_parallel,
         stage_blocks=options.stage_blocks,
+        stages_per_rank=len(owners) // sizes.pipeline,
     )
 
 

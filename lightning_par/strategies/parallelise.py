@@ -1,10 +1,12 @@
 """The one order in which parallelism is applied to a model.
 
-cut stages -> tensor -> compile -> materialise and shard, unit by unit -> optimizer
+cut stages -> tensor -> defer -> compile -> materialise and shard, unit by unit -> optimizer
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -12,6 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_par.engine.boundary import Boundary, connect, group_name
+from lightning_par.engine.builders import place_stages, splits_backward
+from lightning_par.engine.cutting import cut_stages
+from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
 from lightning_par.engine.gradients import (
     clip_by_norm,
     clip_by_value,
@@ -22,9 +28,8 @@ from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.materialise import broadcast_values, Materialiser
 from lightning_par.engine.pipeline import PipelineExecutor
 from lightning_par.engine.shard import shard_model, Sharding
-from lightning_par.engine.stages import cut_stage, Stage, StageStub
+from lightning_par.engine.stages import Stage, StageStub
 from lightning_par.engine.tensor import apply_tensor_parallel, TensorParallel
-from lightning_par.engine.transport import Channel
 from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.sharing import bind_metrics
@@ -38,6 +43,7 @@ class _Options(Protocol):
     zero_stage: int
     schedule: str
     num_microbatches: int | None
+    virtual_pipeline_size: int | None
     stage_blocks: Sequence[int] | None
     sequence_parallel: bool
     compile_blocks: bool | dict[str, Any]
@@ -55,6 +61,7 @@ class Parallelised:
         layout: Its resolved plan.
         mesh: Where it is.
         bounds: First and one-past-last block of every pipeline stage.
+        rank_of_stage: The pipeline rank that holds each stage.
         sharding: Over the replicas.
         steps: Runs the user's steps.
         states: Translates weights and optimizer states.
@@ -68,6 +75,7 @@ class Parallelised:
     layout: ModelLayout
     mesh: ParallelMesh
     bounds: tuple[tuple[int, int], ...]
+    rank_of_stage: tuple[int, ...]
     sharding: Sharding
     steps: StepRunner
     states: StateMap
@@ -127,19 +135,30 @@ def parallelise(
         broadcast_values(values.values(), device)
     names = [name for name, _ in module.named_parameters()]
     states = StateMap(mesh, list(module.state_dict()), names, layout.canonical)
-    stage, bounds = _cut(module, layout, mesh, options.stage_blocks)
+    stages, bounds, owners = _cut(module, layout, mesh, options)
     tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
+    gradients = WeightGradients()
     if options.compile_blocks is not False:
         _compile_blocks(module, layout, options.compile_blocks)
+    elif stages and splits_backward(options.schedule, mesh.sizes.pipeline):
+        _defer(module, layout, gradients)
     materialiser = Materialiser(
         canonical=layout.canonical, record=record, seed=seed, device=device, tensor=tensor
     )
     sharding = shard_model(
-        module, layout, mesh, zero_stage=options.zero_stage, materialise=materialiser.materialise
+        module,
+        layout,
+        mesh,
+        zero_stage=options.zero_stage,
+        materialise=materialiser.materialise,
+        bounds=bounds,
     )
     groups = mesh.named_groups()
-    executor = None if stage is None else _executor(stage, mesh, sharding, device, groups)
-    shared, elsewhere = _shared_gradients(module, layout, mesh, bounds, tensor)
+    executor = None
+    if stages:
+        boundaries = _connect(mesh, owners, device, groups)
+        executor = PipelineExecutor(stages, boundaries, sharding, gradients)
+    shared, elsewhere = _shared_gradients(module, layout, mesh, bounds, owners, tensor)
     steps = StepRunner(
         module=module,
         mesh=mesh,
@@ -148,6 +167,7 @@ def parallelise(
         executor=executor,
         num_microbatches=options.num_microbatches,
         schedule=options.schedule,
+        rank_of_stage=owners,
         seed=seed,
     )
     bind_metrics(module, mesh, lambda: steps.in_step)
@@ -156,6 +176,7 @@ def parallelise(
         layout=layout,
         mesh=mesh,
         bounds=bounds,
+        rank_of_stage=owners,
         sharding=sharding,
         steps=steps,
         states=states,
@@ -166,13 +187,16 @@ def parallelise(
 
 
 def _cut(
-    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, stage_blocks: Sequence[int] | None
-) -> tuple[Stage | None, tuple[tuple[int, int], ...]]:
-    stages = mesh.sizes.pipeline
-    if stages == 1:
-        return None, ()
-    bounds = balance_blocks(layout, stages, stage_blocks)
-    return cut_stage(module, layout, mesh.place["pp"], bounds), bounds
+    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
+) -> tuple[tuple[Stage, ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """Cut the model; return this rank's stages, the blocks of every stage, and its rank."""
+    ranks = mesh.sizes.pipeline
+    if ranks == 1:
+        return (), (), ()
+    owners = place_stages(options.schedule, ranks, options.virtual_pipeline_size)
+    bounds = balance_blocks(layout, len(owners), options.stage_blocks)
+    held = [stage for stage, rank in enumerate(owners) if rank == mesh.place["pp"]]
+    return cut_stages(module, layout, held, bounds), bounds, owners
 
 
 def _apply_tensor(
@@ -199,23 +223,32 @@ def _compile_blocks(module: nn.Module, layout: ModelLayout, options: bool | dict
             block.forward = torch.compile(block.forward, **chosen)
 
 
-def _executor(
-    stage: Stage,
+def _defer(module: nn.Module, layout: ModelLayout, gradients: WeightGradients) -> None:
+    """Let weights' gradients of the blocks, and of what runs after them, wait."""
+    last = [name for name, place in layout.units.items() if place == "last"]
+    modules = dict(module.named_modules())
+    for name in (*layout.block_names, *last):
+        if name in modules and not isinstance(modules[name], StageStub):
+            defer_weight_gradients(modules[name], gradients)
+
+
+def _connect(
     mesh: ParallelMesh,
-    sharding: Sharding,
+    owners: Sequence[int],
     device: torch.device,
     groups: dict[str, dist.ProcessGroup],
-) -> PipelineExecutor:
-    before = None if stage.is_first else mesh.neighbour("pp", stage.index - 1)
-    after = None if stage.is_last else mesh.neighbour("pp", stage.index + 1)
-    stages = [list(range(stage.count))]
-    forward, backward = (mesh.subgroup(("pp",), stages) for _ in range(2))
-    assert forward is not None
-    assert backward is not None
-    groups |= {"pp activations": forward, "pp gradients": backward}
-    activations = Channel(forward, before, after, device)
-    gradients = Channel(backward, after, before, device)
-    return PipelineExecutor(stage, activations, gradients, sharding)
+) -> dict[int, Boundary]:
+    """Make the groups of the pipeline, the same on every rank, and this rank's boundaries."""
+    ranks = [list(range(mesh.sizes.pipeline))]
+    for earlier, later in pairwise(owners):
+        ways = (("activations", earlier, later), ("gradients", later, earlier))
+        for name in (group_name(*way) for way in ways if earlier != later):
+            if name not in groups:
+                group = mesh.subgroup(("pp",), ranks)
+                assert group is not None
+                groups[name] = group
+    neighbour = partial(mesh.neighbour, "pp")
+    return connect(owners, mesh.place["pp"], groups.__getitem__, neighbour, device)
 
 
 def _shared_gradients(
@@ -223,10 +256,11 @@ def _shared_gradients(
     layout: ModelLayout,
     mesh: ParallelMesh,
     bounds: Sequence[tuple[int, int]],
+    owners: Sequence[int],
     tensor: TensorParallel | None,
 ) -> tuple[tuple[SharedGradients, ...], frozenset[int]]:
-    """Find the parameters that several stages hold, and those that tensor parallelism computes in
-    parts.
+    """Find the parameters that several pipeline ranks hold, and those that tensor parallelism
+    computes in parts.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     shared: list[SharedGradients] = []
@@ -236,29 +270,31 @@ def _shared_gradients(
         unique = tuple({id(p): p for p in partial}.values())
         if unique:
             shared.append(SharedGradients(parameters=unique, group=mesh.group("tp")))
-    for stages, names in _by_owners(layout, bounds).items():
-        group = mesh.subgroup(("pp",), [sorted(stages)])
-        if mesh.place["pp"] not in stages:
+    for ranks, names in _by_owners(layout, bounds, owners).items():
+        group = mesh.subgroup(("pp",), [sorted(ranks)])
+        if mesh.place["pp"] not in ranks:
             continue
         assert group is not None
         held = {layout.canonical[n]: p for n, p in named.items()}
         parameters = tuple(held[name] for name in names)
         shared.append(SharedGradients(parameters=parameters, group=group))
-        if mesh.place["pp"] != min(stages):
+        if mesh.place["pp"] != min(ranks):
             elsewhere |= {id(p) for p in parameters}
     return tuple(shared), frozenset(elsewhere)
 
 
 def _by_owners(
-    layout: ModelLayout, bounds: Sequence[tuple[int, int]]
+    layout: ModelLayout, bounds: Sequence[tuple[int, int]], owners: Sequence[int]
 ) -> dict[frozenset[int], list[str]]:
-    """Return the canonical names of parameters that several stages hold, by the stages that do."""
-    owners: dict[str, frozenset[int]] = {}
+    """Return the canonical names of parameters that several ranks of the pipeline hold, by the
+    ranks that do.
+    """
+    holders: dict[str, frozenset[int]] = {}
     for name, canonical in layout.canonical.items():
-        held = layout.stages_of(name, bounds) if bounds else frozenset({0})
-        owners[canonical] = owners.get(canonical, frozenset()) | held
+        held = layout.stages_of(name, bounds) if bounds else ()
+        holders[canonical] = holders.get(canonical, frozenset()) | {owners[s] for s in held}
     found: dict[frozenset[int], list[str]] = {}
-    for name, stages in owners.items():
-        if len(stages) > 1:
-            found.setdefault(stages, []).append(name)
+    for name, ranks in holders.items():
+        if len(ranks) > 1:
+            found.setdefault(ranks, []).append(name)
     return found

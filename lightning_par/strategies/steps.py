@@ -66,8 +66,10 @@ class StepRunner:
         layout: Where the labels are.
         sharding: Surrounds every forward and backward.
         executor: Of this rank's pipeline stage; None without a pipeline.
-        num_microbatches: How many the batch of a replica is cut into; None: 4 per stage.
+        num_microbatches: How many the batch of a replica is cut into; None: 4 per
+            pipeline rank.
         schedule: Name of the pipeline schedule.
+        rank_of_stage: The pipeline rank that holds each stage; empty without a pipeline.
         seed: The same on every rank.
         loss_scale: What the loss of the last step is to be multiplied by before its backward.
         last_run: When the actions of the last pipelined step ran.
@@ -81,6 +83,7 @@ class StepRunner:
     executor: PipelineExecutor | None
     num_microbatches: int | None
     schedule: str
+    rank_of_stage: tuple[int, ...]
     seed: int
     loss_scale: Tensor | None = None
     last_run: PipelineRun | None = None
@@ -183,12 +186,12 @@ class StepRunner:
             _set_rng_states(states)
 
     def _split(self, batch: Any, *, training: bool) -> tuple[list[Any], Schedule]:
-        stages = self.mesh.sizes.pipeline
-        wanted = self.num_microbatches or 4 * stages
-        parts = split_batch(batch, wanted)
+        ranks, owners = self.mesh.sizes.pipeline, self.rank_of_stage
+        parts = split_batch(batch, self.num_microbatches or 4 * ranks)
         if training:
-            return parts, build_schedule(self.schedule, stages, len(parts))
-        return parts, forward_only(range(stages), len(parts))
+            chunks = len(owners) // ranks
+            return parts, build_schedule(self.schedule, ranks, len(parts), chunks)
+        return parts, forward_only(owners, len(parts))
 
     def _stepper(
         self,
@@ -293,7 +296,7 @@ class StepRunner:
         return output
 
     def _share(self, value: Any) -> Any:
-        source = self.mesh.neighbour("pp", self.mesh.sizes.pipeline - 1)
+        source = self.mesh.neighbour("pp", self.rank_of_stage[-1])
         return broadcast_object(value, source, self.mesh.group("pp"))
 
     def _check_poison(self, loss: Tensor, signatures: Sequence[Any], weights: Tensor) -> None:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_par.engine.builders import SCHEDULES
 from lightning_par.engine.schedule import ActionKind
 from lightning_par.engine.simulate import bubble_fraction
 from lightning_par.engine.stages import Leave
@@ -65,7 +64,7 @@ CASES = {
 
 
 @ranks(3)
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_losses_equal_one_process(rank, world, case, schedule):
     kind, plan = CASES[case]
@@ -258,7 +257,7 @@ class Holder:
 
 @ranks(3)
 @pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_micro_batches_in_flight_are_as_few_as_the_schedule_says(rank, world, schedule, count):
     staged, alive, peak = Staged(build(), THREE), {}, 0
 
@@ -300,14 +299,15 @@ class LoggingChannel(Channel):
 def test_receives_are_posted_before_the_compute_that_they_overlap(rank, world):
     staged = Staged(build(), TWO, channel=LoggingChannel)
     log, batch = [], data(4)
-    staged.activations.log = staged.gradients.log = log
+    for boundary in staged.boundaries.values():
+        boundary.activations.log = boundary.gradients.log = log
 
     def step(index):
         log.append(f"F{index}")
         return staged.model.loss({k: v[[index]] for k, v in batch.items()})
 
     told = staged.hooks.before_backward
-    staged.hooks.before_backward = lambda *, is_last: (log.append("B"), told(is_last=is_last))
+    staged.hooks.before_backward = lambda **options: (log.append("B"), told(**options))
     staged.train(batch, 4, step=step)
     log.clear()
     staged.train(batch, 4, step=step)
@@ -346,7 +346,7 @@ class SleepBlock(nn.Module):
 
 @pytest.mark.alone
 @ranks(4)
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_measured_bubble_is_that_of_the_formula(rank, world, schedule):
     p, m = 4, 8
     staged = Staged(build(block=SleepBlock, blocks=4), ((0, 1), (1, 2), (2, 3), (3, 4)))

@@ -1,0 +1,106 @@
+"""Cutting a model into pipeline stages: what a rank does not hold leaves, and stubs take its place.
+
+Note [Several stages on a rank]: the model then rests with all that the rank holds in place, for
+optimizers, sharding and checkpoints. While a stage is at work, it sees its own blocks only: stubs
+stand for the others, those of the rank's other stages too (`Stage.slots`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_par.engine.stages import (
+    AbsentModule,
+    earlier_block,
+    GhostModule,
+    LaterBlock,
+    poison,
+    Stage,
+)
+from lightning_par.layout import ModelLayout
+
+__all__ = ["cut_stages"]
+
+
+def cut_stages(
+    model: nn.Module,
+    layout: ModelLayout,
+    indices: Sequence[int],
+    bounds: Sequence[tuple[int, int]],
+) -> tuple[Stage, ...]:
+    """Remove from `model` what other ranks hold and put stubs in its place.
+
+    Args:
+        model: Parameters may be on meta; changed in place.
+        layout: The resolved plan.
+        indices: The stages to keep.
+        bounds: First and one-past-last block of every stage of the pipeline.
+
+    Returns:
+        The stages, to be given to the executor.
+    """
+    stages = tuple(Stage(index, bounds, layout.plan.carried) for index in indices)
+    for number, fqn in enumerate(layout.block_names):
+        block = model.get_submodule(fqn)
+        owner = next((s for s in stages if s.first_block <= number < s.end_block), None)
+        if owner is not None:
+            block.register_forward_hook(_recorder(owner, number))
+        shown = [block if s is owner else _block_stub(block, s, number) for s in stages]
+        _place(model, fqn, stages, shown, block if owner else shown[0])
+    for fqn in layout.units:
+        held = layout.stages_of(fqn, bounds)
+        module_name, _, name = fqn.rpartition(".")
+        module = model.get_submodule(module_name)
+        if name in module._parameters:
+            if held.isdisjoint(indices):
+                _poison_parameter(module, name)
+            continue
+        unit = model.get_submodule(fqn)
+        is_first = layout.units[fqn] == "first"
+        shown = [
+            unit
+            if stage.index in held
+            else GhostModule(unit, fqn)
+            if is_first
+            else AbsentModule(fqn)
+            for stage in stages
+        ]
+        _place(model, fqn, stages, shown, shown[0] if held.isdisjoint(indices) else unit)
+    return stages
+
+
+def _place(
+    model: nn.Module,
+    fqn: str,
+    stages: Sequence[Stage],
+    shown: Sequence[nn.Module],
+    resting: nn.Module,
+) -> None:
+    """Put `resting` at `fqn`, and note where a stage is to see something else."""
+    owner_name, _, name = fqn.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    owner._modules[name] = resting
+    for stage, module in zip(stages, shown, strict=True):
+        if module is not resting:
+            stage.slots.append((owner, name, module))
+
+
+def _block_stub(block: nn.Module, stage: Stage, number: int) -> nn.Module:
+    before = number < stage.first_block
+    return earlier_block(block, stage, number) if before else LaterBlock(number)
+
+
+def _recorder(stage: Stage, block: int) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        stage.record(block, module, output)
+
+    return hook
+
+
+def _poison_parameter(owner: nn.Module, name: str) -> None:
+    parameter = owner._parameters.pop(name)
+    assert parameter is not None
+    nan = poison(parameter.shape, parameter.dtype, torch.device("cpu"))
+    owner.register_buffer(name, nan, persistent=False)

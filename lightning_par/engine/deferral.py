@@ -1,0 +1,148 @@
+"""Weights' gradients that wait: the backward of a linear map in halves.
+
+y = x W^T has the gradients dx = dy W, which the previous stage waits for, and dW = dy^T x, which
+nobody does. While a `WeightGradients` collects, a backward computes dx only and keeps (dy, x) for
+later. What is not a linear map of a parameter computes all its gradients at once.
+
+Blocks are wrapped, not the model: a recomputation of a block enters the wrapper again.
+
+**Source**: Qi et al. 2401.10241, section 4 (the split of the backward); ours catches
+`F.linear`, so that no layer has to be written for it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn, Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Deferred", "WeightGradients", "defer_weight_gradients"]
+
+_CASTS = ("ToCopyBackward0", "_ToTorchTensorBackward")
+"""Nodes between a parameter and what a layer multiplies with that keep nothing of the forward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """The gradient of one weight, not computed yet.
+
+    Attributes:
+        weight: [out, in].
+        x: What the weight was applied to, [..., in].
+        grad: Of the output, [..., out].
+    """
+
+    weight: Tensor
+    x: Tensor
+    grad: Tensor
+
+    def accumulate(self) -> None:
+        """Compute the gradient, [out, in], and add it to the parameter's."""
+        with torch.no_grad():
+            grad = self.grad.flatten(0, -2).t() @ self.x.flatten(0, -2)
+        torch.autograd.backward([self.weight], [grad])
+
+
+class WeightGradients:
+    """Where backwards put the weights' gradients that they leave for later."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Deferred] | None = None
+
+    @contextmanager
+    def collect(self, waiting: list[Deferred]) -> Iterator[None]:
+        """Let the backwards inside append to `waiting`."""
+        self._waiting = waiting
+        try:
+            yield
+        finally:
+            self._waiting = None
+
+    def put(self, deferred: Deferred) -> None:
+        """Keep a gradient for later; compute it at once where nothing collects."""
+        if self._waiting is None:
+            deferred.accumulate()
+        else:
+            self._waiting.append(deferred)
+
+
+def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> None:
+    """Let the linear maps in a module's forward compute their weights' gradients when told to.
+
+    Args:
+        module: Its forward is wrapped.
+        gradients: Where they wait.
+    """
+    inner: Callable[..., Any] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _CatchLinear(gradients):
+            return inner(*args, **kwargs)
+
+    module.forward = forward
+
+
+class _CatchLinear(TorchFunctionMode):
+    def __init__(self, gradients: WeightGradients) -> None:
+        super().__init__()
+        self._gradients = gradients
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and torch.is_grad_enabled():
+            return self._linear(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        tensors = [t for t in (input, weight, bias) if t is not None]
+        plain = all(type(t) in (Tensor, nn.Parameter) for t in tensors)
+        # The weight is hidden from autograd, so that something else must call for the backward.
+        waits = plain and input.requires_grad and input.dim() > 1
+        if not waits or not _leads_to_a_parameter(weight):
+            return F.linear(input, weight, bias)
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+            input, weight = input.to(dtype), weight.to(dtype)  # noqa: A001
+            bias = None if bias is None else bias.to(dtype)
+        held = _Held(weight, self._gradients)
+        output: Tensor = _Linear.apply(input, weight.detach(), bias, held)  # type: ignore[no-untyped-call]
+        return output
+
+
+def _leads_to_a_parameter(weight: Tensor) -> bool:
+    """Whether a later backward from `weight` meets nothing that this one uses or frees."""
+    node: Any = weight.grad_fn
+    while node is not None and node.name() in _CASTS:
+        node = node.next_functions[0][0]
+    at_parameter = node is None or node.name() == "torch::autograd::AccumulateGrad"
+    return weight.requires_grad and at_parameter
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Hides the weight from autograd, which would otherwise ask for its gradient at once."""
+
+    weight: Tensor
+    gradients: WeightGradients
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, held: _Held) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.held = held
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        ctx.held.gradients.put(Deferred(ctx.held.weight, x, grad))
+        return grad_x, None, grad_bias, None
