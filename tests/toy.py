@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_par.plan import BatchLayout, ParallelPlan
@@ -48,7 +49,7 @@ class Block(nn.Module):
 
 
 class ToyLM(nn.Module):
-    """Learned positions; the head may be tied to the embedding."""
+    """Learned positions; the head may be tied to the embedding, blocks may be recomputed."""
 
     def __init__(
         self,
@@ -57,8 +58,10 @@ class ToyLM(nn.Module):
         heads: int = 6,
         kv_heads: int = 2,
         vocab: int = VOCAB,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute = recompute
         self.embed = nn.Embedding(vocab, WIDTH)
         self.position = nn.Embedding(32, WIDTH)
         self.blocks = nn.ModuleList(
@@ -73,7 +76,7 @@ class ToyLM(nn.Module):
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         x = self.embed(ids) + self.position(positions)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return self.head(self.norm(x))
 
     def parallel_plan(self) -> ParallelPlan:
