@@ -1,5 +1,10 @@
 """Shapes and text on a figure whose unit is the inch; colours that colour-blind eyes tell apart."""
 
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
@@ -13,11 +18,11 @@ __all__ = [
     "ORANGE",
     "PALE",
     "SOFT",
-    "STYLE",
     "arrow",
     "box",
     "canvas",
     "heat",
+    "save",
     "write",
 ]
 
@@ -73,3 +78,19 @@ def heat(axes: Axes, values: Tensor, x: float, y: float, size: float) -> None:
         (x, y), columns * size, rows * size, fill=False, edgecolor=GREY, linewidth=0.8
     )
     axes.add_patch(frame)
+
+
+def save(pictures: Mapping[str, Callable[[], Figure]], description: str) -> argparse.Namespace:
+    """Draw every picture to a file of its name, where the command line says."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures")
+    parser.add_argument("--suffix", default=".svg", choices=[".svg", ".png", ".pdf"])
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, draw in pictures.items():
+        with rc_context(STYLE):
+            metadata = {"Date": None} if options.suffix == ".svg" else None
+            path = options.out / f"{name}{options.suffix}"
+            draw().savefig(path, metadata=metadata)
+            print(path)
+    return options

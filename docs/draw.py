@@ -1,10 +1,9 @@
-"""Draws every picture of the documentation from the engine's own data.
+"""Draws pictures of the documentation from the engine's own data; docs/draw_*.py draw the others.
 
 python docs/draw.py            writes docs/pictures/*.svg
 python docs/draw.py --out DIR --suffix .png
 """
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,18 +19,16 @@ from canvas import (
     INK,
     ORANGE,
     PALE,
+    save,
     SOFT,
-    STYLE,
     write,
 )
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_par.engine.builders import build_schedule
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.draw import draw_timeline
-from lightning_par.engine.schedule import ActionKind, TimedAction
 from lightning_par.engine.simulate import simulate
 from lightning_par.layout import balance_blocks
 from lightning_par.mesh import ParallelSizes
@@ -83,51 +80,6 @@ def who_holds_what() -> Figure:
         "parameters (preset tiny)."
     )
     write(axes, 0.2, 5.22, notes, size=8, colour=SOFT, linespacing=1.4)
-    return figure
-
-
-def draw_grid(
-    axes: Axes, events: tuple[tuple[TimedAction, ...], ...], top: float, unit: float
-) -> None:
-    colours = {ActionKind.FORWARD: BLUE, ActionKind.BACKWARD: ORANGE}
-    span = max(event.end for row in events for event in row)
-    for rank, row in enumerate(events):
-        y = top + rank * 0.36
-        write(axes, 0.2, y + 0.15, f"stage {rank}", size=8.5)
-        box(axes, 0.85, y, span * unit, 0.3, fill=PALE[GREY])
-        for event in row:
-            x, w = 0.85 + event.start * unit, (event.end - event.start) * unit
-            box(axes, x, y, w, 0.3, fill=colours[event.action.kind])
-            number = str(event.action.microbatch)
-            write(axes, x + w / 2, y + 0.15, number, ha="center", size=8, colour="white")
-
-
-def schedules() -> Figure:
-    stages, microbatches = 4, 8
-    figure, axes = canvas(10, 4.6, title="Two schedules: 4 stages, 8 micro-batches")
-    top = 0.85
-    for name, label in (("gpipe", "GPipe"), ("1f1b", "1F1B")):
-        simulation = simulate(build_schedule(name, stages, microbatches))
-        unit = 7.4 / simulation.makespan
-        text = f"{label}: idle {simulation.bubble:.1%} of the time".replace("%", " %")
-        write(axes, 0.2, top - 0.15, text, weight="bold")
-        draw_grid(axes, simulation.events, top, unit)
-        write(axes, 8.45, top - 0.15, "micro-batches held", size=8, colour=SOFT)
-        for stage, peak in enumerate(simulation.peak_in_flight):
-            y = top + stage * 0.36
-            for held in range(peak):
-                box(axes, 8.45 + 0.14 * held, y + 0.06, 0.12, 0.18, fill=GREEN)
-            write(axes, 8.5 + 0.14 * peak, y + 0.15, str(peak), size=8)
-        top += 1.85
-    y = 4.35
-    for x, colour, text in (
-        (0.85, BLUE, "forward (1 slot)"),
-        (2.35, ORANGE, "backward (2 slots)"),
-        (3.95, PALE[GREY], "idle"),
-        (4.75, GREEN, "most micro-batches whose activations a stage holds at once"),
-    ):
-        box(axes, x, y - 0.08, 0.2, 0.16, fill=colour)
-        write(axes, x + 0.27, y, text, size=8)
     return figure
 
 
@@ -364,7 +316,6 @@ def initialisation() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     "data_parallel": data_parallel,
     "initialisation": initialisation,
-    "schedules": schedules,
     "stages": stages,
     "tensor_parallel": tensor_parallel,
     "who_holds_what": who_holds_what,
@@ -381,20 +332,6 @@ def draw_simulated_step(path: Path) -> None:
     draw_timeline(simulation.events, path, title="Simulated step", unit="slots", labels=labels)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures")
-    parser.add_argument("--suffix", default=".svg", choices=[".svg", ".png", ".pdf"])
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    draw_simulated_step(options.out / f"timeline{options.suffix}")
-    for name, draw in PICTURES.items():
-        with rc_context(STYLE):
-            metadata = {"Date": None} if options.suffix == ".svg" else None
-            path = options.out / f"{name}{options.suffix}"
-            draw().savefig(path, metadata=metadata)
-            print(path)
-
-
 if __name__ == "__main__":
-    main()
+    options = save(PICTURES, __doc__)
+    draw_simulated_step(options.out / f"timeline{options.suffix}")

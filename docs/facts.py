@@ -16,11 +16,12 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_par.engine.cutting import cut_stages
 from lightning_par.engine.initialise import record_construction
 from lightning_par.engine.ledger import Ledger
 from lightning_par.engine.materialise import Materialiser
 from lightning_par.engine.shard import shard_model, Sharding
-from lightning_par.engine.stages import cut_stage, StageStub
+from lightning_par.engine.stages import StageStub
 from lightning_par.engine.tensor import apply_tensor_parallel
 from lightning_par.layout import balance_blocks, ModelLayout, resolve_plan
 from lightning_par.mesh import build_mesh, ParallelMesh, ParallelSizes
@@ -95,14 +96,14 @@ def parameters_per_rank(sizes: ParallelSizes) -> list[int]:
 def stage_modules(index: int, num_stages: int, names: list[str]) -> Mapping[str, str]:
     """Name of a module -> "here", or the kind of stub that stands for it on a stage."""
     model, layout, _ = tiny_gpt()
-    cut_stage(model, layout, index, balance_blocks(layout, num_stages))
+    cut_stages(model, layout, [index], balance_blocks(layout, num_stages))
     found = {}
     for name in names:
         kind = type(model.get_submodule(name))
         # The stub of an earlier block is of a class made of the engine's and the block's.
-        ours = [c for c in (kind, *kind.__bases__) if c.__module__ == StageStub.__module__]
-        named = [c.__name__.lstrip("_") for c in ours if c.__name__.startswith("_")]
-        found[name] = named[0] if issubclass(kind, StageStub) else "here"
+        ours = [c for c in kind.__mro__ if c.__module__ == StageStub.__module__]
+        named = [c.__name__.strip("_").removesuffix("Module") for c in ours if c is not StageStub]
+        found[name] = named[-1] if issubclass(kind, StageStub) else "here"
     return found
 
 

@@ -8,7 +8,12 @@ from torch import nn
 
 from lightning_par.engine.batch import signature, split_batch
 from lightning_par.engine.boundary import connect, group_name
-from lightning_par.engine.builders import build_schedule, forward_only, place_stages
+from lightning_par.engine.builders import (
+    build_schedule,
+    forward_only,
+    place_stages,
+    splits_backward,
+)
 from lightning_par.engine.cutting import cut_stages
 from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
 from lightning_par.engine.pipeline import PipelineExecutor
@@ -98,7 +103,8 @@ class Staged:
         gradients = WeightGradients()
         for stage in self.stages:
             for block in model.blocks[stage.first_block : stage.end_block]:
-                defer_weight_gradients(block, gradients)
+                if splits_backward(schedule, self.world):
+                    defer_weight_gradients(block, gradients)
                 wrap(block)
         self.boundaries = connect(
             self.owners, self.rank, pipeline_group, int, torch.device("cpu"), channel

@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 __all__ = ["COMMANDS", "find_command"]
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "schedule": "print and draw a pipeline schedule before anything runs it",
+}
 """What each command does, in one line, by its name; the module has the same name."""
 
 

@@ -215,7 +215,7 @@ def build_schedule(
     has = schedule.num_stages // num_ranks
     if stages_per_rank not in (None, has):
         raise ScheduleError(
-            f"schedule={name!r} has {has} stages per rank, not {stages_per_rank}. Only "
+            f"schedule={name!r} has {has} stage(s) per rank, not {stages_per_rank}. Only "
             "'interleaved' lets you choose."
         )
     return schedule

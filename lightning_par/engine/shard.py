@@ -153,7 +153,8 @@ def shard_model(
     root = _StepRoot(model)
     fully_shard(root, mesh=data_mesh, reshard_after_forward=False)
     if mesh.device_type == "cpu":
-        runs = [layout.block_names[lo:hi] for lo, hi in bounds or [(0, None)]]
+        every = [(0, len(layout.block_names))]
+        runs = [layout.block_names[lo:hi] for lo, hi in bounds or every]
         held = [[model.get_submodule(n) for n in r] for r in runs if set(r) & set(units)]
         _gather_ahead(root, held)
     return Sharding(root, zero_stage)

@@ -6,11 +6,17 @@ receiver. A deadlock is therefore a circle of inputs, never a full channel.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from lightning_par.engine.schedule import Action, ActionKind, Schedule, TimedAction
+from lightning_par.engine.schedule_rules import (
+    crossed_messages,
+    early_actions,
+    foreign_actions,
+    inputs_of,
+    missing_actions,
+)
 from lightning_par.errors import raise_problems, ScheduleError
 
 __all__ = [
@@ -130,7 +136,7 @@ def simulate(
     _per_stage("backward - backward_weight", inputs, schedule.num_stages)
     if p2p < 0:
         raise ScheduleError(f"p2p={p2p}: a time cannot be negative. Use 0 or more.")
-    raise_problems(ScheduleError, list(_foreign(schedule, training=True)))
+    raise_problems(ScheduleError, list(foreign_actions(schedule, training=True)))
     costs = {_F: forwards, _B: backwards, _I: inputs, _W: weights}
     walk = _Walk(schedule, costs, p2p)
     raise_problems(ScheduleError, walk.run())
@@ -150,6 +156,7 @@ def validate_schedule(schedule: Schedule, *, training: bool = True) -> None:
 
     Each micro-batch must pass each stage once: a forward and, if `training`, either a whole
     backward or its two halves, on the rank that holds the stage, each after what it needs there.
+    Messages carry no number, so that a rank must take them in the order in which they are sent.
     Only a schedule that has all this is searched for deadlocks; see Note [Buffered messages].
 
     Args:
@@ -157,14 +164,15 @@ def validate_schedule(schedule: Schedule, *, training: bool = True) -> None:
         training: Whether backwards must be there; else they must not be.
 
     Raises:
-        ScheduleError: Every missing, repeated, misplaced, unknown or too early action; or, in a
-            deadlock, the blocked action of each rank and what it waits for.
+        ScheduleError: Every missing, repeated, misplaced, unknown or too early action; or every
+            pair of ranks whose messages cross; or, in a deadlock, the blocked action of each rank
+            and what it waits for.
     """
     problems = [
-        *_foreign(schedule, training),
-        *_incomplete(schedule, training),
-        *_too_early(schedule),
-    ]
+        *foreign_actions(schedule, training),
+        *missing_actions(schedule, training),
+        *early_actions(schedule),
+    ] or list(crossed_messages(schedule))
     if not problems:
         costs = dict.fromkeys(ActionKind, [1.0] * schedule.num_stages)
         problems = _Walk(schedule, costs, 0.0).run()
@@ -249,7 +257,7 @@ class _Walk:
         """Runs the next action of `rank`; gives whether it could."""
         action = self._schedule.actions[rank][len(self.events[rank])]
         start = self.events[rank][-1].end if self.events[rank] else 0.0
-        for choices in _inputs(action, self._schedule.num_stages):
+        for choices in inputs_of(action, self._schedule.num_stages):
             source = next((choice for choice in choices if choice in self._done), None)
             if source is None:
                 return False
@@ -263,74 +271,11 @@ class _Walk:
 
     def _missing_input(self, action: Action) -> str:
         planned = {other for row in self._schedule.actions for other in row}
-        for choices in _inputs(action, self._schedule.num_stages):
+        for choices in inputs_of(action, self._schedule.num_stages):
             if not any(choice in self._done for choice in choices):
                 known = [choice for choice in choices if choice in planned]
                 return str(known[0]) if known else f"{choices[0]}, which no rank runs"
         raise AssertionError(f"{action} has all its inputs")
-
-
-def _inputs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """What `action` needs: one of each tuple (an input gradient comes from B or from I)."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is _F:
-        return [(Action(stage - 1, _F, microbatch),)] if stage > 0 else []
-    if action.kind is _W:
-        return [(Action(stage, _I, microbatch),)]
-    needs: list[tuple[Action, ...]] = [(Action(stage, _F, microbatch),)]
-    if stage < num_stages - 1:
-        needs.append(tuple(Action(stage + 1, kind, microbatch) for kind in (_B, _I)))
-    return needs
-
-
-def _foreign(schedule: Schedule, training: bool) -> Iterator[str]:
-    """Actions that do not exist in this pipeline, or are not of the rank that runs them."""
-    name, stages, microbatches = schedule.name, schedule.num_stages, schedule.num_microbatches
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            inside = 0 <= action.stage < stages and 0 <= action.microbatch < microbatches
-            if not inside:
-                yield (
-                    f"{name}: rank {rank} runs {action}, but there are {stages} stages and "
-                    f"{microbatches} micro-batches."
-                )
-            elif (owner := schedule.rank_of_stage[action.stage]) != rank:
-                yield f"{name}: rank {rank} runs {action}, but rank {owner} holds its stage."
-            elif not training and action.kind is not _F:
-                yield f"{name}: rank {rank} runs {action}, but only forwards run without training."
-
-
-def _incomplete(schedule: Schedule, training: bool) -> Iterator[str]:
-    """Actions that are missing, repeated, or both a whole backward and its halves."""
-    name = schedule.name
-    counts = Counter(action for actions in schedule.actions for action in actions)
-    for action, count in counts.items():
-        if count > 1:
-            yield f"{name}: {action} comes {count} times. Run it once."
-    for stage, microbatch in product(range(schedule.num_stages), range(schedule.num_microbatches)):
-        if Action(stage, _F, microbatch) not in counts:
-            yield f"{name}: {Action(stage, _F, microbatch)} is missing."
-        whole = Action(stage, _B, microbatch)
-        halves = [Action(stage, kind, microbatch) for kind in (_I, _W)]
-        there = [half for half in halves if half in counts]
-        if whole in counts and there:
-            yield f"{name}: {whole} and {there[0]} compute the same gradient. Keep one of the two."
-        elif training and whole not in counts and not there:
-            yield f"{name}: {whole} is missing."
-        elif len(there) == 1:
-            missing = next(half for half in halves if half not in counts)
-            yield f"{name}: {missing} is missing, while {there[0]} is there."
-
-
-def _too_early(schedule: Schedule) -> Iterator[str]:
-    """Actions that come before one of the same stage that they need."""
-    for rank, actions in enumerate(schedule.actions):
-        position = {action: index for index, action in reversed(list(enumerate(actions)))}
-        for action, index in position.items():
-            for choices in _inputs(action, schedule.num_stages):
-                needed = choices[0]
-                if needed.stage == action.stage and position.get(needed, -1) > index:
-                    yield f"{schedule.name}: rank {rank} runs {action} before {needed}. Swap them."
 
 
 def _peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

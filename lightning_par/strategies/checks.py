@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry
-from lightning_par.engine.builders import place_stages, SCHEDULES
+from lightning_par.engine.builders import build_schedule, SCHEDULES
 from lightning_par.engine.stages import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.layout import check_plan, ModelLayout
@@ -38,6 +38,7 @@ class _Options(Protocol):
     sequence_parallel: bool
     stage_blocks: Any
     schedule: str
+    num_microbatches: int | None
     virtual_pipeline_size: int | None
 
     @property
@@ -194,7 +195,12 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
         plan = ParallelPlan()
     owners: tuple[int, ...] = (0,)
     if sizes.pipeline > 1:
-        owners = place_stages(options.schedule, sizes.pipeline, options.virtual_pipeline_size)
+        owners = build_schedule(
+            options.schedule,
+            sizes.pipeline,
+            options.num_microbatches or 1,
+            options.virtual_pipeline_size,
+        ).rank_of_stage
     return check_plan(
         module,
         plan,

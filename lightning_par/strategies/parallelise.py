@@ -3,9 +3,9 @@
 cut stages -> tensor -> defer -> compile -> materialise and shard, unit by unit -> optimizer
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_par.engine.boundary import Boundary, connect, group_name
-from lightning_par.engine.builders import place_stages, splits_backward
+from lightning_par.engine.builders import build_schedule, place_stages, splits_backward
 from lightning_par.engine.cutting import cut_stages
 from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
 from lightning_par.engine.gradients import (
@@ -27,6 +27,7 @@ from lightning_par.engine.gradients import (
 from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.materialise import broadcast_values, Materialiser
 from lightning_par.engine.pipeline import PipelineExecutor
+from lightning_par.engine.schedule import Schedule
 from lightning_par.engine.shard import shard_model, Sharding
 from lightning_par.engine.stages import Stage, StageStub
 from lightning_par.engine.tensor import apply_tensor_parallel, TensorParallel
@@ -130,34 +131,21 @@ def parallelise(
     """
     device = options.root_device
     seed = _agree_on_seed(device)
-    if mesh.sizes.world_size > 1:
-        values = {id(t): t for t in (*module.parameters(), *module.buffers())}
-        broadcast_values(values.values(), device)
+    _share_values(module, mesh, device)
     names = [name for name, _ in module.named_parameters()]
     states = StateMap(mesh, list(module.state_dict()), names, layout.canonical)
     stages, bounds, owners = _cut(module, layout, mesh, options)
     tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
-    gradients = WeightGradients()
-    if options.compile_blocks is not False:
-        _compile_blocks(module, layout, options.compile_blocks)
-    elif stages and splits_backward(options.schedule, mesh.sizes.pipeline):
-        _defer(module, layout, gradients)
-    materialiser = Materialiser(
+    gradients = _prepare_blocks(module, layout, mesh, options)
+    give = Materialiser(
         canonical=layout.canonical, record=record, seed=seed, device=device, tensor=tensor
-    )
+    ).materialise
     sharding = shard_model(
-        module,
-        layout,
-        mesh,
-        zero_stage=options.zero_stage,
-        materialise=materialiser.materialise,
-        bounds=bounds,
+        module, layout, mesh, zero_stage=options.zero_stage, materialise=give, bounds=bounds
     )
     groups = mesh.named_groups()
-    executor = None
-    if stages:
-        boundaries = _connect(mesh, owners, device, groups)
-        executor = PipelineExecutor(stages, boundaries, sharding, gradients)
+    boundaries = _connect(mesh, owners, device, groups)
+    executor = PipelineExecutor(stages, boundaries, sharding, gradients) if stages else None
     shared, elsewhere = _shared_gradients(module, layout, mesh, bounds, owners, tensor)
     steps = StepRunner(
         module=module,
@@ -166,7 +154,7 @@ def parallelise(
         sharding=sharding,
         executor=executor,
         num_microbatches=options.num_microbatches,
-        schedule=options.schedule,
+        schedule=_schedules(options, mesh.sizes.pipeline),
         rank_of_stage=owners,
         seed=seed,
     )
@@ -184,6 +172,24 @@ def parallelise(
         groups=groups,
         counted_elsewhere=elsewhere,
     )
+
+
+def _share_values(module: nn.Module, mesh: ParallelMesh, device: torch.device) -> None:
+    """Give every rank the values of rank 0, where there are some."""
+    if mesh.sizes.world_size > 1:
+        values = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        broadcast_values(values.values(), device)
+
+
+def _schedules(options: _Options, ranks: int) -> Callable[[int], Schedule]:
+    """Give the schedule for a number of micro-batches; each is made, or read, once."""
+
+    @cache
+    def of(num_microbatches: int) -> Schedule:
+        chunks = options.virtual_pipeline_size
+        return build_schedule(options.schedule, ranks, num_microbatches, chunks)
+
+    return of
 
 
 def _cut(
@@ -212,6 +218,18 @@ def _agree_on_seed(device: torch.device) -> int:
     seed = torch.tensor(torch.initial_seed() % 2**63, device=device)
     dist.broadcast(seed, 0)
     return int(seed)
+
+
+def _prepare_blocks(
+    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
+) -> WeightGradients:
+    """Compile the blocks, or let the gradients of their weights wait where the schedule asks it."""
+    gradients = WeightGradients()
+    if options.compile_blocks is not False:
+        _compile_blocks(module, layout, options.compile_blocks)
+    elif mesh.sizes.pipeline > 1 and splits_backward(options.schedule, mesh.sizes.pipeline):
+        _defer(module, layout, gradients)
+    return gradients
 
 
 def _compile_blocks(module: nn.Module, layout: ModelLayout, options: bool | dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import nn, Tensor
 
 from lightning_par.engine.batch import batch_size, count_valid, signature, split_batch
-from lightning_par.engine.builders import build_schedule, forward_only
+from lightning_par.engine.builders import forward_only
 from lightning_par.engine.initialise import seed_generators, seed_of
 from lightning_par.engine.pipeline import PipelineExecutor, PipelineRun
 from lightning_par.engine.schedule import Schedule
@@ -68,7 +68,7 @@ class StepRunner:
         executor: Of this rank's pipeline stage; None without a pipeline.
         num_microbatches: How many the batch of a replica is cut into; None: 4 per
             pipeline rank.
-        schedule: Name of the pipeline schedule.
+        schedule: Gives the training schedule for a number of micro-batches.
         rank_of_stage: The pipeline rank that holds each stage; empty without a pipeline.
         seed: The same on every rank.
         loss_scale: What the loss of the last step is to be multiplied by before its backward.
@@ -82,7 +82,7 @@ class StepRunner:
     sharding: Sharding
     executor: PipelineExecutor | None
     num_microbatches: int | None
-    schedule: str
+    schedule: Callable[[int], Schedule]
     rank_of_stage: tuple[int, ...]
     seed: int
     loss_scale: Tensor | None = None
@@ -189,8 +189,7 @@ class StepRunner:
         ranks, owners = self.mesh.sizes.pipeline, self.rank_of_stage
         parts = split_batch(batch, self.num_microbatches or 4 * ranks)
         if training:
-            chunks = len(owners) // ranks
-            return parts, build_schedule(self.schedule, ranks, len(parts), chunks)
+            return parts, self.schedule(len(parts))
         return parts, forward_only(owners, len(parts))
 
     def _stepper(

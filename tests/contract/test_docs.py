@@ -100,22 +100,23 @@ def shapes(picture: Path) -> list[str]:
     return [element.tag for element in ET.parse(picture).iter() if "metadata" not in element.tag]
 
 
-def test_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
+def test_pictures_are_what_the_scripts_draw(tmp_path: Path) -> None:
     """The same bytes where matplotlib is the one that drew them, else the same kinds of shapes."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    subprocess.run(
-        [sys.executable, str(ROOT / "docs" / "draw.py"), "--out", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
-        check=True,
-        timeout=120,
-    )
+    for script in sorted((ROOT / "docs").glob("draw*.py")):
+        subprocess.run(
+            [sys.executable, str(script), "--out", str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": path},
+            check=True,
+            timeout=120,
+        )
     kept, drawn = ROOT / "docs" / "pictures", sorted(tmp_path.iterdir())
     assert [p.name for p in drawn] == sorted(p.name for p in kept.iterdir())
     for picture in drawn:
         old = (kept / picture.name).read_bytes()
         assert len(old) < 300_000, picture.name
         if f"Matplotlib v{matplotlib.__version__},".encode() in old:
-            assert old == picture.read_bytes(), f"{picture.name}: run python docs/draw.py"
+            assert old == picture.read_bytes(), f"{picture.name}: run docs/draw*.py"
         else:
             assert len(shapes(picture)) == len(shapes(kept / picture.name)), picture.name
 

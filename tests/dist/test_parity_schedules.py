@@ -2,11 +2,17 @@
 
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from torch import nn
 
+from lightning_par import Hybrid3DStrategy
 from lightning_par.engine.builders import SCHEDULES
-from tests.parity import assert_parity
+from lightning_par.engine.deferral import Deferred
+from tests.parity import assert_parity, quiet_trainer
+from tests.ranks import ranks
+from tests.toy import loader, ToyData, ToyModule
 
 BEYOND = sorted(set(SCHEDULES) - {"1f1b", "gpipe"})
 SGD = {"optimizer": "sgd"}
@@ -77,6 +83,28 @@ def test_lower_precision_is_as_close_as_its_rounding() -> None:
     """The bounds of test_parity.py; the linear maps see autocast's dtype."""
     rounding = {"atol": 2e-2, "rtol": 2e-3}
     check("zbv", 2, 4, **rounding, trainer={**CLIP, "precision": "bf16-mixed"})
+
+
+@ranks(2)
+@pytest.mark.parametrize(("schedule", "zero"), [("zb-h1", 1), ("zbv", 3), ("1f1b", 1)])
+def test_gradients_of_weights_wait_where_the_schedule_says(
+    rank: int, world: int, schedule: str, zero: int
+) -> None:
+    """Of a user's model, through the Trainer: every linear map of a block, every micro-batch."""
+    waited: list[int] = []
+    compute = Deferred.accumulate
+
+    def watch(deferred: Deferred) -> None:
+        waited.append(deferred.weight.numel())
+        compute(deferred)
+
+    options = {"pipeline_parallel_size": 2, "schedule": schedule, "zero_stage": zero}
+    module = ToyModule(blocks=4, optimizer="sgd")
+    strategy = Hybrid3DStrategy(**options, tensor_parallel_size=1, num_microbatches=4)
+    with patch.object(Deferred, "accumulate", watch):
+        quiet_trainer(strategy=strategy, devices=2, max_steps=1).fit(module, loader(ToyData(4), 4))
+    linear = sum(isinstance(m, nn.Linear) for m in module.modules())
+    assert len(waited) == (0 if schedule == "1f1b" else 4 * linear)
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,129 @@
+"""What every schedule must obey; each rule gives a sentence for every action that breaks it.
+
+Note [Messages carry no number]: between two ranks, activations travel in one queue and gradients in
+another, and what a rank receives is what was sent first. The rank that sends and the one that
+receives must therefore have the micro-batches in the same order, or one would be taken for another.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import product
+
+from lightning_par.engine.schedule import Action, ActionKind, Schedule
+
+__all__ = [
+    "crossed_messages",
+    "early_actions",
+    "foreign_actions",
+    "inputs_of",
+    "missing_actions",
+]
+
+_F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
+_I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+
+
+def inputs_of(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
+    """Gives what `action` needs: one of each tuple (an input gradient comes from B or from I).
+
+    Args:
+        action: Of a schedule.
+        num_stages: Of the same schedule.
+    """
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is _F:
+        return [(Action(stage - 1, _F, microbatch),)] if stage > 0 else []
+    if action.kind is _W:
+        return [(Action(stage, _I, microbatch),)]
+    needs: list[tuple[Action, ...]] = [(Action(stage, _F, microbatch),)]
+    if stage < num_stages - 1:
+        needs.append(tuple(Action(stage + 1, kind, microbatch) for kind in (_B, _I)))
+    return needs
+
+
+def foreign_actions(schedule: Schedule, training: bool) -> Iterator[str]:
+    """Says which actions do not exist in this pipeline, or are not of the rank that runs them."""
+    name, stages, microbatches = schedule.name, schedule.num_stages, schedule.num_microbatches
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            inside = 0 <= action.stage < stages and 0 <= action.microbatch < microbatches
+            if not inside:
+                yield (
+                    f"{name}: rank {rank} runs {action}, but there are {stages} stages and "
+                    f"{microbatches} micro-batches."
+                )
+            elif (owner := schedule.rank_of_stage[action.stage]) != rank:
+                yield f"{name}: rank {rank} runs {action}, but rank {owner} holds its stage."
+            elif not training and action.kind is not _F:
+                yield f"{name}: rank {rank} runs {action}, but only forwards run without training."
+
+
+def missing_actions(schedule: Schedule, training: bool) -> Iterator[str]:
+    """Says which actions are missing, repeated, or both a whole backward and its halves."""
+    name = schedule.name
+    counts = Counter(action for actions in schedule.actions for action in actions)
+    for action, count in counts.items():
+        if count > 1:
+            yield f"{name}: {action} comes {count} times. Run it once."
+    for stage, microbatch in product(range(schedule.num_stages), range(schedule.num_microbatches)):
+        if Action(stage, _F, microbatch) not in counts:
+            yield f"{name}: {Action(stage, _F, microbatch)} is missing."
+        whole = Action(stage, _B, microbatch)
+        halves = [Action(stage, kind, microbatch) for kind in (_I, _W)]
+        there = [half for half in halves if half in counts]
+        if whole in counts and there:
+            yield f"{name}: {whole} and {there[0]} compute the same gradient. Keep one of the two."
+        elif training and whole not in counts and not there:
+            yield f"{name}: {whole} is missing."
+        elif len(there) == 1:
+            missing = next(half for half in halves if half not in counts)
+            yield f"{name}: {missing} is missing, while {there[0]} is there."
+
+
+def early_actions(schedule: Schedule) -> Iterator[str]:
+    """Says which actions come before one of the same stage that they need."""
+    for rank, actions in enumerate(schedule.actions):
+        position = {action: index for index, action in reversed(list(enumerate(actions)))}
+        for action, index in position.items():
+            for choices in inputs_of(action, schedule.num_stages):
+                needed = choices[0]
+                if needed.stage == action.stage and position.get(needed, -1) > index:
+                    yield f"{schedule.name}: rank {rank} runs {action} before {needed}. Swap them."
+
+
+def crossed_messages(schedule: Schedule) -> Iterator[str]:
+    """Says which messages are taken in another order than they are sent.
+
+    See Note [Messages carry no number]. The schedule must break no other rule.
+    """
+    sent, taken = defaultdict(list), defaultdict(list)
+    owners, last = schedule.rank_of_stage, schedule.num_stages - 1
+    for actions in schedule.actions:
+        for action in actions:
+            stage, number = action.stage, action.microbatch
+            if action.kind is _F and stage < last:
+                sent[_queue("activations", owners, stage, stage + 1)].append((stage, number))
+            if action.kind is _F and stage > 0:
+                taken[_queue("activations", owners, stage - 1, stage)].append((stage - 1, number))
+            if action.kind.gives_input_gradient and stage > 0:
+                sent[_queue("gradients", owners, stage, stage - 1)].append((stage, number))
+            if action.kind.gives_input_gradient and stage < last:
+                taken[_queue("gradients", owners, stage + 1, stage)].append((stage + 1, number))
+    for queue, order in sent.items():
+        for (stage, number), (stage_taken, number_taken) in zip(order, taken[queue], strict=True):
+            if (stage, number) != (stage_taken, number_taken):
+                kind, source, target, _ = queue
+                yield (
+                    f"{schedule.name}: rank {source} sends the {kind} of stage {stage}, "
+                    f"micro-batch {number}, where rank {target} takes those of stage "
+                    f"{stage_taken}, micro-batch {number_taken}. Use one order on both."
+                )
+                break
+
+
+def _queue(
+    kind: str, owners: tuple[int, ...], source: int, target: int
+) -> tuple[str, int, int, int | None]:
+    """The queue from one stage to the next; within a rank, every boundary has its own."""
+    ranks = owners[source], owners[target]
+    return (kind, *ranks, source if ranks[0] == ranks[1] else None)
