@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, Tensor
 
+from lightning_par.engine.activity import Activity
 from lightning_par.engine.boundary import Boundary, connect, group_name
 from lightning_par.engine.builders import place_stages, splits_backward
 from lightning_par.engine.cutting import cut_stages
@@ -47,6 +48,7 @@ class _Options(Protocol):
     stage_blocks: Sequence[int] | None
     sequence_parallel: bool
     compile_blocks: bool | dict[str, Any]
+    activity: Activity
 
     @property
     def root_device(self) -> torch.device: ...
@@ -93,16 +95,37 @@ class Parallelised:
             for shared in self.shared:
                 shared.reduce()
 
-    def clip_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Clip by the norm of the gradients on all ranks.
+    def gradient_norm(
+        self, parameters: Sequence[nn.Parameter], loss: Tensor | None = None
+    ) -> Tensor:
+        """Return the norm of the gradients on all ranks, the same on every rank.
+
+        Args:
+            parameters: Those of this rank.
+            loss: Of this rank; if it is not finite, neither is the norm.
 
         **Communicates**: one all-reduce of one number.
         """
-        norm = total_norm(
+        return total_norm(
             parameters,
             device=self.module.device,
             counts=lambda p: id(p) not in self.counted_elsewhere,
+            loss=loss,
         )
+
+    def clip_by_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor | None = None
+    ) -> None:
+        """Clip by the norm of the gradients on all ranks.
+
+        Args:
+            parameters: Those of this rank.
+            max_norm: Of the whole model.
+            norm: If it is known already.
+
+        **Communicates**: one all-reduce of one number, unless the norm is known.
+        """
+        norm = self.gradient_norm(parameters) if norm is None else norm
         clip_by_norm(parameters, norm, max_norm)
 
     def clip_by_value(self, parameters: Sequence[nn.Parameter], value: float) -> None:
@@ -157,7 +180,7 @@ def parallelise(
     executor = None
     if stages:
         boundaries = _connect(mesh, owners, device, groups)
-        executor = PipelineExecutor(stages, boundaries, sharding, gradients)
+        executor = PipelineExecutor(stages, boundaries, sharding, gradients, options.activity)
     shared, elsewhere = _shared_gradients(module, layout, mesh, bounds, owners, tensor)
     steps = StepRunner(
         module=module,
@@ -169,6 +192,7 @@ def parallelise(
         schedule=options.schedule,
         rank_of_stage=owners,
         seed=seed,
+        activity=options.activity,
     )
     bind_metrics(module, mesh, lambda: steps.in_step)
     return Parallelised(
