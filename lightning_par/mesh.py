@@ -9,11 +9,13 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_par.errors import either, MeshError, raise_problems
 
@@ -80,6 +82,12 @@ class ParallelSizes:
         """Return which replica, 0 .. data - 1, a global rank belongs to."""
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.data_shard + place["dp_shard"]
+
+    def describe(self, rank: int) -> str:
+        """Return ``rank 5 (pp 1, tp 1)`` for a global rank."""
+        place, sizes = self.coordinates(rank), zip(AXES, self.shape, strict=True)
+        parts = ", ".join(f"{axis} {place[axis]}" for axis, size in sizes if size > 1)
+        return f"rank {rank} ({parts})" if parts else f"rank {rank}"
 
     def groups(self, axes: Iterable[str]) -> list[list[int]]:
         """Return the lists of global ranks that differ only in `axes`, each in rank order.
@@ -252,6 +260,7 @@ class ParallelMesh:
         rank: Global rank of this process.
         data_group: Ranks that hold the same part of the model and see other samples.
         replica_group: Ranks that hold the parts of one copy of the model and see the same samples.
+        timeout: After which a collective of any group gives up; None: torch's.
     """
 
     sizes: ParallelSizes
@@ -259,6 +268,7 @@ class ParallelMesh:
     rank: int
     data_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
+    timeout: timedelta | None = None
 
     @cached_property
     def place(self) -> Mapping[str, int]:
@@ -298,9 +308,7 @@ class ParallelMesh:
 
     def describe(self) -> str:
         """Return ``rank 5 (pp 1, tp 1)``, naming the axes that are larger than 1."""
-        sizes = zip(AXES, self.sizes.shape, strict=True)
-        parts = ", ".join(f"{axis} {self.place[axis]}" for axis, size in sizes if size > 1)
-        return f"rank {self.rank} ({parts})" if parts else f"rank {self.rank}"
+        return self.sizes.describe(self.rank)
 
     def subgroup(
         self, axes: Sequence[str], keep: Sequence[Sequence[int]]
@@ -321,20 +329,25 @@ class ParallelMesh:
             places = [self.sizes.coordinates(rank) for rank in members]
             inside = list(zip(members, places, strict=True))
             groups.append([r for r, p in inside if tuple(p[a] for a in axes) in wanted])
-        return _make_groups(groups)
+        return _make_groups(groups, self.timeout)
 
 
-def _make_groups(groups: Sequence[list[int]]) -> dist.ProcessGroup | None:
-    mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in groups])
+def _make_groups(
+    groups: Sequence[list[int]], timeout: timedelta | None
+) -> dist.ProcessGroup | None:
+    mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in groups], timeout=timeout)
     return mine if isinstance(mine, dist.ProcessGroup) else None
 
 
-def build_mesh(sizes: ParallelSizes, device_type: str) -> ParallelMesh:
+def build_mesh(
+    sizes: ParallelSizes, device_type: str, timeout: timedelta | None = None
+) -> ParallelMesh:
     """Make the device mesh and the groups of a run; every rank must call this.
 
     Args:
         sizes: Their product is the world size.
         device_type: ``"cpu"`` or ``"cuda"``.
+        timeout: After which a collective of any group, the world's too, gives up; None: torch's.
 
     Raises:
         MeshError: The world has another size.
@@ -345,8 +358,12 @@ def build_mesh(sizes: ParallelSizes, device_type: str) -> ParallelMesh:
     if sizes.world_size != world:
         raise MeshError(f"{sizes} needs {sizes.world_size} ranks, but the world has {world}.")
     mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
-    data_group = _make_groups(sizes.groups(("dp_replicate", "dp_shard")))
-    replica_group = _make_groups(sizes.groups(("pp", "cp", "tp")))
+    if timeout is not None:
+        # `init_device_mesh` takes no timeout, and the world may have been made by somebody else.
+        for group in (None, *(mesh.get_group(axis) for axis in AXES)):
+            _set_pg_timeout(timeout, group)
+    data_group = _make_groups(sizes.groups(("dp_replicate", "dp_shard")), timeout)
+    replica_group = _make_groups(sizes.groups(("pp", "cp", "tp")), timeout)
     assert data_group is not None
     assert replica_group is not None
     return ParallelMesh(
@@ -355,4 +372,5 @@ def build_mesh(sizes: ParallelSizes, device_type: str) -> ParallelMesh:
         rank=dist.get_rank(),
         data_group=data_group,
         replica_group=replica_group,
+        timeout=timeout,
     )

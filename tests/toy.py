@@ -103,17 +103,24 @@ class ToyLM(nn.Module):
 
 
 class ToyModule(pl.LightningModule):
-    """Built in the constructor; AdamW or SGD."""
+    """Built in the constructor; AdamW or SGD; `masked` writes the mean over valid labels by hand,
+    which is 0/0 where there is none.
+    """
 
-    def __init__(self, optimizer: str = "adamw", **options: Any) -> None:
+    def __init__(self, optimizer: str = "adamw", masked: bool = False, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.model = ToyLM(**options)
-        self.optimizer = optimizer
+        self.optimizer, self.masked = optimizer, masked
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self.model(batch["ids"])
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), batch["labels"].flatten())
+        flat, labels = logits.view(-1, logits.size(-1)), batch["labels"].flatten()
+        if self.masked:
+            losses = F.cross_entropy(flat, labels, reduction="none")
+            mask = (labels != -100).to(losses.dtype)
+            return (losses * mask).sum() / mask.sum()
+        return F.cross_entropy(flat, labels)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)

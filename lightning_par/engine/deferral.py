@@ -46,6 +46,10 @@ class Deferred:
             grad = self.grad.flatten(0, -2).t() @ self.x.flatten(0, -2)
         torch.autograd.backward([self.weight], [grad])
 
+    def silenced(self) -> "Deferred":
+        """Return one that accumulates 0, for a loss that weighs nothing."""
+        return Deferred(self.weight, self.x, torch.zeros_like(self.grad))
+
 
 class WeightGradients:
     """Where backwards put the weights' gradients that they leave for later."""

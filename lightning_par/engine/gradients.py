@@ -79,29 +79,39 @@ def total_norm(
     *,
     device: torch.device,
     counts: Callable[[nn.Parameter], bool] = lambda _: True,
+    loss: Tensor | None = None,
 ) -> Float[Tensor, ""]:
     """Return the 2-norm of the gradient of the whole model, the same on every rank.
+
+    It is NaN or infinite if anything is on any rank: a gradient, a copy that is not counted, or
+    the loss.
 
     Args:
         parameters: Those of this rank; every rank of the world has to call.
         device: Of the result.
         counts: False for a copy that another pipeline stage counts.
+        loss: Of this rank; it only matters if it is not finite.
 
     **Communicates**: one all-reduce of one number over all ranks.
     """
-    grads = [
-        _local(p.grad)
-        for p in parameters
-        if p.grad is not None and counts(p) and _is_counted_here(p.grad)
-    ]
+    with_grad = [p for p in parameters if p.grad is not None]
+    grads = local_gradients(with_grad)
+    poison = None if loss is None else loss * 0  # NaN if the loss is not finite
     if dist.get_world_size() == 1:
-        return torch.nn.utils.get_total_norm(grads)
+        norm = torch.nn.utils.get_total_norm(grads)
+        return norm if poison is None else norm + poison.to(norm)
     double = any(g.dtype is torch.float64 for g in grads)
     dtype = torch.float64 if double else torch.float32
     norms: Any = torch._foreach_norm(grads, 2, dtype=dtype) if grads else []
     square = torch.zeros((), dtype=torch.float64, device=device)
     if grads:
-        square += torch.stack([n.to(device) for n in norms]).double().square().sum()
+        # A copy weighs 0, which is NaN if the copy is not finite.
+        pairs = ((p, p.grad) for p in with_grad)
+        weights = [float(counts(p) and g is not None and _is_counted_here(g)) for p, g in pairs]
+        squares = torch.stack([n.to(device) for n in norms]).double().square()
+        square += (squares * squares.new_tensor(weights)).sum()
+    if poison is not None:
+        square += poison.to(square)
     dist.all_reduce(square)
     return square.sqrt()
 

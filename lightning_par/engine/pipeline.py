@@ -7,6 +7,7 @@ the one before, names the action when something fails, and records when everythi
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lightning_par.engine.activity import Activity
 from lightning_par.engine.boundary import Boundary
 from lightning_par.engine.deferral import Deferred, WeightGradients
 from lightning_par.engine.schedule import Action, ActionKind, Schedule, TimedAction
@@ -87,6 +89,7 @@ class PipelineExecutor:
         boundaries: From `connect`: what is behind stage s, by s.
         hooks: Calls around forward and backward.
         gradients: Where weights' gradients wait, if the schedule splits the backward.
+        activity: Where every action is written down before it begins.
     """
 
     def __init__(
@@ -95,9 +98,11 @@ class PipelineExecutor:
         boundaries: Mapping[int, Boundary],
         hooks: PipelineHooks,
         gradients: WeightGradients | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self.stages, self.boundaries, self.hooks = tuple(stages), boundaries, hooks
         self.gradients = gradients or WeightGradients()
+        self.activity = activity or Activity()
 
     def run(
         self,
@@ -105,6 +110,7 @@ class PipelineExecutor:
         step: Callable[[int], Any],
         signatures: Sequence[Hashable],
         loss_of: Callable[[int, Any], Tensor] | None,
+        around: Callable[[int], AbstractContextManager[bool]] = lambda _: nullcontext(True),
     ) -> PipelineRun:
         """Run every action of this rank.
 
@@ -114,11 +120,13 @@ class PipelineExecutor:
             signatures: For every micro-batch, a value that tells the shapes of its messages.
             loss_of: Gives the scalar to differentiate from a micro-batch's result; None runs
                 forward only.
+            around: Surrounds the backward of a micro-batch's loss, and gives whether its gradients
+                count; the previous stage gets 0 for those that do not.
 
         **Communicates**: every activation once to the next stage, every gradient of one once to the
         previous.
         """
-        walk = _Walk(self, step, signatures, loss_of)
+        walk = _Walk(self, step, signatures, loss_of, around)
         walk.go(schedule.actions[schedule.rank_of_stage[self.stages[0].index]])
         for boundary in self.boundaries.values():
             boundary.activations.drain()
@@ -135,11 +143,13 @@ class _Walk:
         step: Callable[[int], Any],
         signatures: Sequence[Hashable],
         loss_of: Callable[[int, Any], Tensor] | None,
+        around: Callable[[int], AbstractContextManager[bool]],
     ) -> None:
         self.stages = {stage.index: stage for stage in executor.stages}
         self.boundaries, self.hooks = executor.boundaries, executor.hooks
-        self.gradients = executor.gradients
+        self.gradients, self.activity = executor.gradients, executor.activity
         self.step, self.signatures, self.loss_of = step, signatures, loss_of
+        self.around = around
         self.run = PipelineRun()
         self.flying: dict[tuple[int, int], _InFlight] = {}
 
@@ -150,6 +160,7 @@ class _Walk:
         posted: PendingMessage | None = None
         for action, following in zip(actions, [*actions[1:], None], strict=True):
             began = time.monotonic()
+            self.activity.begin(_NAMES[action.kind], action.microbatch, action.stage)
             try:
                 pending = posted or self._post(action)
                 if pending is not None:
@@ -182,7 +193,7 @@ class _Walk:
         flight = self.flying[key]
         if action.kind is not ActionKind.BACKWARD_WEIGHT:
             self.hooks.before_backward(is_last=is_last and not splits, is_whole=not splits)
-            self._backward(self.stages[action.stage], flight, pending)
+            self._backward(action, flight, pending)
         if action.kind.ends_microbatch:
             for deferred in flight.waiting:
                 deferred.accumulate()
@@ -240,17 +251,23 @@ class _Walk:
         if trains:
             self.flying[stage.index, index] = flight
 
-    def _backward(self, stage: Stage, flight: _InFlight, pending: PendingMessage | None) -> None:
+    def _backward(self, action: Action, flight: _InFlight, pending: PendingMessage | None) -> None:
         """Compute the gradients of what was received, and of the weights that do not wait."""
+        stage, counts = self.stages[action.stage], True
         with stage.hold(flight.state, in_backward=True), self.gradients.collect(flight.waiting):
             if flight.loss is not None:
-                if flight.loss.requires_grad:
-                    flight.loss.backward()
+                with self.around(action.microbatch) as counts:
+                    if flight.loss.requires_grad:
+                        flight.loss.backward()
             elif pending is not None and flight.sent:
                 torch.autograd.backward(flight.sent, pending.buffers)
         if not stage.is_first:
             leaves = [t for t in flight.received if t.requires_grad]
-            grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+            grads = [
+                t.grad if counts and t.grad is not None else torch.zeros_like(t) for t in leaves
+            ]
             self.boundaries[stage.index - 1].gradients.send_tensors(grads)
+        if not counts:
+            flight.waiting = [deferred.silenced() for deferred in flight.waiting]
         flight.state, flight.received, flight.sent = MicroBatchState(), [], []
         flight.loss = None

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_par.engine.silence import Silence
 from lightning_par.engine.stages import StageStub
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
@@ -53,6 +54,9 @@ class Sharding:
     Args:
         root: The FSDP root; None if there is one replica, and then every method does nothing.
         zero_stage: 0 to 3.
+
+    Attributes:
+        silence: For losses that weigh nothing.
     """
 
     def __init__(self, root: nn.Module | None, zero_stage: int) -> None:
@@ -60,6 +64,7 @@ class Sharding:
         modules = () if root is None else root.modules()
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
         self._synchronise = True
+        self.silence = Silence(self._units)
 
     @property
     def synchronises(self) -> bool:

@@ -35,6 +35,7 @@ from lightning_par.strategies.checks import (
     check_values,
     check_whole,
 )
+from lightning_par.strategies.finite import check_nonfinite_choice, GradientGuard
 from lightning_par.strategies.parallelise import parallelise, Parallelised
 from lightning_par.strategies.processes import MeshProcesses
 from lightning_par.strategies.sharing import BatchSharing
@@ -67,7 +68,9 @@ class MeshStrategy(MeshProcesses):
         plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
             LightningModule.
         process_group_backend: Of torch.distributed; by default gloo for the CPU and NCCL for CUDA.
-        timeout: After which a collective gives up.
+        timeout: After which a collective of any group gives up.
+        on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
+            "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
 
     Raises:
         MeshError: The sizes do not fit the devices; raised by the Trainer's constructor.
@@ -95,6 +98,7 @@ class MeshStrategy(MeshProcesses):
         plan: ParallelPlan | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        on_nonfinite: str = "raise",
         **lightning_options: Any,
     ) -> None:
         check_options(type(self), lightning_options)
@@ -112,6 +116,8 @@ class MeshStrategy(MeshProcesses):
             lightning_options=lightning_options,
         )
         check_values(schedule, num_microbatches, stage_blocks, virtual_pipeline_size)
+        check_nonfinite_choice(on_nonfinite)
+        self.on_nonfinite = on_nonfinite
         self.virtual_pipeline_size = (
             None if virtual_pipeline_size == "auto" else int(virtual_pipeline_size)
         )
@@ -121,6 +127,7 @@ class MeshStrategy(MeshProcesses):
         self._record: ConstructionRecord | None = None
         self._parallelised: Parallelised | None = None
         self._sharing: BatchSharing | None = None
+        self._guard: GradientGuard | None = None
 
     @property
     def parallelised(self) -> Parallelised:
@@ -176,7 +183,8 @@ class MeshStrategy(MeshProcesses):
                 self._record.remember(module)
             self.model = self.precision_plugin.convert_module(self.model)
             self._parallelised = parallelise(module, layout, self.mesh, self._record, self)
-            self._clip_over_the_mesh()
+            plugin = self._precision_plugin = self.precision_plugin
+            self._guard = GradientGuard(self._parallelised, plugin, self.on_nonfinite)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -206,23 +214,6 @@ class MeshStrategy(MeshProcesses):
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
         return layout
 
-    def _clip_over_the_mesh(self) -> None:
-        """Let the precision plugin clip by the norm of the whole model; it only knows the local
-        gradients.
-        """
-        plugin = self.precision_plugin
-        parallelised = self.parallelised
-
-        def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            parallelised.clip_by_norm(list(plugin.main_params(optimizer)), clip_val)
-
-        def by_value(optimizer: Optimizer, clip_val: float) -> None:
-            parallelised.clip_by_value(list(plugin.main_params(optimizer)), clip_val)
-
-        plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
-        plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
-        self._precision_plugin = plugin
-
     @override
     def model_to_device(self) -> None:
         """Parameters are made on the device by `setup`."""
@@ -238,6 +229,7 @@ class MeshStrategy(MeshProcesses):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
+        self.activity.begin("sharing the batch")
         if self._sharing is None:
             self._sharing = BatchSharing(self.mesh)
         batch = self._sharing.share(batch)
@@ -289,8 +281,13 @@ class MeshStrategy(MeshProcesses):
             self.parallelised.sharding.before_backward()
         scale = steps.loss_scale
         weighted = loss if scale is None else torch.where(scale > 0, loss, 0) * scale.to(loss.dtype)
-        plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        if self._guard is not None:
+            self._guard.see(weighted, steps.counts)
+        self.activity.begin("backward")
+        with steps.backward_of_step():
+            plugin.backward(weighted, module, optimizer, *args, **kwargs)
         self.parallelised.finish_gradients()
+        self.activity.begin("optimizer step")
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
@@ -300,6 +297,10 @@ class MeshStrategy(MeshProcesses):
     def block_backward_sync(self) -> Generator[None, None, None]:
         with self.parallelised.sharding.no_sync():
             yield
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.activity.begin("start of the batch")
 
     @override
     def on_validation_end(self) -> None:
@@ -357,5 +358,5 @@ class MeshStrategy(MeshProcesses):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, and what holds them, behind."""
-        left = ("_mesh", "_parallelised", "_sharing", "_record", "_launcher")
+        left = ("_mesh", "_parallelised", "_sharing", "_record", "_launcher", "_guard")
         return {**super().__getstate__(), **dict.fromkeys(left)}

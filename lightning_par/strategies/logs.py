@@ -28,11 +28,13 @@ class BatchShares:
             the gradient of a mean over replicas of losses times these is that of the global mean.
         total: Their sum: 1 on average over the replicas.
         samples: Samples in the global batch, or None if nobody counted.
+        silent: Micro-batches of this replica that weigh nothing.
     """
 
     scales: tuple[Tensor, ...]
     total: Tensor
     samples: Tensor | None
+    silent: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, Tensor
 
+from lightning_par.engine.activity import Activity
 from lightning_par.engine.boundary import Boundary, connect, group_name
 from lightning_par.engine.builders import build_schedule, place_stages, splits_backward
 from lightning_par.engine.cutting import cut_stages
@@ -48,6 +49,7 @@ class _Options(Protocol):
     stage_blocks: Sequence[int] | None
     sequence_parallel: bool
     compile_blocks: bool | dict[str, Any]
+    activity: Activity
 
     @property
     def root_device(self) -> torch.device: ...
@@ -94,16 +96,37 @@ class Parallelised:
             for shared in self.shared:
                 shared.reduce()
 
-    def clip_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Clip by the norm of the gradients on all ranks.
+    def gradient_norm(
+        self, parameters: Sequence[nn.Parameter], loss: Tensor | None = None
+    ) -> Tensor:
+        """Return the norm of the gradients on all ranks, the same on every rank.
+
+        Args:
+            parameters: Those of this rank.
+            loss: Of this rank; if it is not finite, neither is the norm.
 
         **Communicates**: one all-reduce of one number.
         """
-        norm = total_norm(
+        return total_norm(
             parameters,
             device=self.module.device,
             counts=lambda p: id(p) not in self.counted_elsewhere,
+            loss=loss,
         )
+
+    def clip_by_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor | None = None
+    ) -> None:
+        """Clip by the norm of the gradients on all ranks.
+
+        Args:
+            parameters: Those of this rank.
+            max_norm: Of the whole model.
+            norm: If it is known already.
+
+        **Communicates**: one all-reduce of one number, unless the norm is known.
+        """
+        norm = self.gradient_norm(parameters) if norm is None else norm
         clip_by_norm(parameters, norm, max_norm)
 
     def clip_by_value(self, parameters: Sequence[nn.Parameter], value: float) -> None:
@@ -137,26 +160,25 @@ def parallelise(
     stages, bounds, owners = _cut(module, layout, mesh, options)
     tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
     gradients = _prepare_blocks(module, layout, mesh, options)
-    give = Materialiser(
+    materialiser = Materialiser(
         canonical=layout.canonical, record=record, seed=seed, device=device, tensor=tensor
-    ).materialise
-    sharding = shard_model(
-        module, layout, mesh, zero_stage=options.zero_stage, materialise=give, bounds=bounds
     )
+    sharding = _shard(module, layout, mesh, options.zero_stage, materialiser, bounds)
     groups = mesh.named_groups()
     boundaries = _connect(mesh, owners, device, groups)
-    executor = PipelineExecutor(stages, boundaries, sharding, gradients) if stages else None
+    executor = PipelineExecutor(stages, boundaries, sharding, gradients, options.activity)
     shared, elsewhere = _shared_gradients(module, layout, mesh, bounds, owners, tensor)
     steps = StepRunner(
         module=module,
         mesh=mesh,
         layout=layout.plan.batch,
         sharding=sharding,
-        executor=executor,
+        executor=executor if stages else None,
         num_microbatches=options.num_microbatches,
         schedule=_schedules(options, mesh.sizes.pipeline),
         rank_of_stage=owners,
         seed=seed,
+        activity=options.activity,
     )
     bind_metrics(module, mesh, lambda: steps.in_step)
     return Parallelised(
@@ -171,6 +193,25 @@ def parallelise(
         shared=shared,
         groups=groups,
         counted_elsewhere=elsewhere,
+    )
+
+
+def _shard(
+    module: nn.Module,
+    layout: ModelLayout,
+    mesh: ParallelMesh,
+    zero_stage: int,
+    materialiser: Materialiser,
+    bounds: Sequence[tuple[int, int]],
+) -> Sharding:
+    """Give the parameters their values, and the replicas their shares, unit by unit."""
+    return shard_model(
+        module,
+        layout,
+        mesh,
+        zero_stage=zero_stage,
+        materialise=materialiser.materialise,
+        bounds=bounds,
     )
 
 

@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_par.engine.activity import Activity
 from lightning_par.errors import MeshError
 from lightning_par.mesh import AutoRule, build_mesh, fit_sizes, ParallelMesh, ParallelSizes, Size
 from lightning_par.strategies.launcher import PreflightLauncher
@@ -51,6 +52,7 @@ class MeshProcesses(ParallelStrategy):
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._sizes: ParallelSizes | None = None
         self._mesh: ParallelMesh | None = None
+        self.activity = Activity()
 
     @property
     def sizes(self) -> ParallelSizes:
@@ -108,11 +110,11 @@ class MeshProcesses(ParallelStrategy):
         """Backend of torch.distributed; CUDA runs also get gloo, for objects and batches on the
         CPU.
         """
-        if self._process_group_backend is not None:
-            return self._process_group_backend
-        if self.root_device.type == "cpu":
-            return "gloo"
-        return f"cpu:gloo,cuda:{_get_default_process_group_backend_for_device(self.root_device)}"
+        chosen, device = self._process_group_backend, self.root_device
+        if device.type == "cpu" or (chosen is not None and ":" in chosen):
+            return chosen or "gloo"
+        chosen = chosen or _get_default_process_group_backend_for_device(device)
+        return f"cpu:gloo,{device.type}:{chosen}"
 
     @override
     def _configure_launcher(self) -> None:
@@ -144,7 +146,7 @@ class MeshProcesses(ParallelStrategy):
             self.cluster_environment, self.process_group_backend, timeout=self._timeout
         )
         if self._mesh is None:
-            self._mesh = build_mesh(sizes, self.root_device.type)
+            self._mesh = build_mesh(sizes, self.root_device.type, self._timeout)
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +11,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from torch import nn, Tensor
+from torch import Tensor
 
+from lightning_par.engine.activity import Activity
 from lightning_par.engine.batch import batch_size, count_valid, signature, split_batch
 from lightning_par.engine.builders import forward_only
 from lightning_par.engine.initialise import seed_generators, seed_of
 from lightning_par.engine.pipeline import PipelineExecutor, PipelineRun
 from lightning_par.engine.schedule import Schedule
 from lightning_par.engine.shard import Sharding
-from lightning_par.errors import ConfigurationError, NonFiniteError
+from lightning_par.errors import NonFiniteError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import BatchLayout
 from lightning_par.strategies.logs import (
@@ -30,30 +31,18 @@ from lightning_par.strategies.logs import (
     record_logs,
     replay_logs,
 )
+from lightning_par.strategies.loss import (
+    loss_of,
+    put_gradients,
+    ScheduledLoss,
+    take_gradients,
+)
 from lightning_par.strategies.merging import merge_results
 from lightning_par.strategies.sharing import broadcast_object, to_cpu
 
 __all__ = ["StepRunner"]
 
 _Context = Callable[[], AbstractContextManager[Any]]
-
-
-class _ScheduledLoss(torch.autograd.Function):
-    """The loss of a step whose gradients a schedule has computed; backward(g) puts them in place,
-    times g.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, value: Tensor, install: Callable[[Tensor], None]
-    ) -> Tensor:
-        ctx.install = install
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.install(grad)
-        return torch.zeros_like(grad), None, None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,8 +61,11 @@ class StepRunner:
         rank_of_stage: The pipeline rank that holds each stage; empty without a pipeline.
         seed: The same on every rank.
         loss_scale: What the loss of the last step is to be multiplied by before its backward.
+        activity: Where every step is written down.
+        counts: Whether any entry of the last batch counts, if that is asked.
         last_run: When the actions of the last pipelined step ran.
         in_step: True while the user's step runs.
+        silent: Whether the loss of the last step, outside of a pipeline, weighs nothing.
     """
 
     module: pl.LightningModule
@@ -85,9 +77,12 @@ class StepRunner:
     schedule: Callable[[int], Schedule]
     rank_of_stage: tuple[int, ...]
     seed: int
+    activity: Activity = field(default_factory=Activity)
     loss_scale: Tensor | None = None
+    counts: Tensor | None = None
     last_run: PipelineRun | None = None
     in_step: bool = False
+    silent: bool = False
     _evaluations: int = 0
     _checked: set[Any] = field(default_factory=set)
 
@@ -101,6 +96,8 @@ class StepRunner:
         Returns:
             What `training_step` returned; its loss has a backward.
         """
+        self.activity.step = self.module.trainer.global_step
+        self.activity.begin("training_step")
         key = ("training_step", self.module.trainer.fit_loop.total_batch_idx)
         if self.executor is None:
             return self._whole("training_step", context, args, key, training=True)
@@ -115,6 +112,7 @@ class StepRunner:
             args: The batch, and what else the step takes.
         """
         self._evaluations += 1
+        self.activity.begin(name)
         key = (name, self._evaluations)
         if self.executor is None:
             return self._whole(name, context, args, key, training=False)
@@ -127,11 +125,17 @@ class StepRunner:
         shares = self._shares([args[0]]) if weighted else None
         step = getattr(self.module, name)
         logs = adjust_logs(self.module, shares)
+        self.sharding.silence.release()
+        self.silent = training and shares is not None and bool(shares.silent)
+        if self.silent:
+            self.sharding.silence.prepare()
         with context(), self._random_restored(), logs, self._user_step():
             self._seed(key, 0)
             output = self.sharding.call(lambda: step(*args))
         if training:
             self.loss_scale = None if shares is None else shares.total
+            asks = not weighted and self.layout.labels is not None
+            self.counts = count_valid(args[0], self.layout) > 0 if asks else None
         return output
 
     def _shares(self, micro_batches: Sequence[Any]) -> BatchShares:
@@ -148,7 +152,33 @@ class StepRunner:
             dist.all_reduce(sums, group=self.mesh.data_group)
             total, samples = sums[0], sums[1]
         scales = counts * self.mesh.sizes.data / total.clamp(min=1)
-        return BatchShares(scales=tuple(scales.unbind()), total=scales.sum(), samples=samples)
+        silent: frozenset[int] = frozenset()
+        if self.layout.labels is not None:  # without labels every sample counts
+            silent = frozenset(i for i, count in enumerate(counts.tolist()) if count == 0)
+        return BatchShares(
+            scales=tuple(scales.unbind()), total=scales.sum(), samples=samples, silent=silent
+        )
+
+    @contextmanager
+    def backward_of_step(self) -> Iterator[None]:
+        """Surrounds the backward of the last step; see Note [Silence]."""
+        if not self.silent:
+            yield
+            return
+        with self.sharding.silence.silent():
+            yield
+        self.sharding.silence.release()
+
+    def _prepared_silence(self, shares: BatchShares) -> AbstractContextManager[None]:
+        return self.sharding.silence.prepared() if shares.silent else nullcontext()
+
+    @contextmanager
+    def _around(self, index: int, silent: bool) -> Iterator[bool]:
+        if not silent:
+            yield True
+            return
+        with self.sharding.silence.silent():
+            yield False
 
     @contextmanager
     def _user_step(self) -> Iterator[None]:
@@ -223,24 +253,30 @@ class StepRunner:
         def scaled_loss(index: int, result: Any) -> Tensor:
             loss, scale = loss_of(result), shares.scales[index]
             losses[index] = loss.detach()
+            if index in shares.silent and self.mesh.sizes.data == 1:
+                return loss.detach()  # no replica waits for this backward
             return torch.where(scale > 0, loss, 0) * scale.to(loss.dtype)
 
         signatures = [signature(part, "training") for part in parts]
         parameters = [p for p in self.module.parameters() if p.requires_grad]
-        held = _take_gradients(parameters)
-        with self._random_restored():
-            run = self.last_run = executor.run(schedule, step, signatures, scaled_loss)
-        computed = _take_gradients(parameters)
-        for parameter, grad in zip(parameters, held, strict=True):
-            parameter.grad = grad
+        held = take_gradients(parameters)
+        try:
+            with self._random_restored(), self._prepared_silence(shares):
+                around = lambda i: self._around(i, i in shares.silent)  # noqa: E731
+                run = self.last_run = executor.run(schedule, step, signatures, scaled_loss, around)
+        finally:
+            computed = take_gradients(parameters)
+            for parameter, grad in zip(parameters, held, strict=True):
+                parameter.grad = grad
         weights = torch.stack(shares.scales)
         value, extras, logs = self._from_last_stage(run, losses, calls, weights)
         self._check_poison(value, signatures, weights)
         replay_logs(self.module, logs, shares, batch_size(args[0]))
         self.loss_scale = None
+        self.counts = shares.total > 0
         anchor = torch.zeros((), requires_grad=True, device=self.module.device)
-        install = lambda g: _put_gradients(parameters, computed, g)  # noqa: E731
-        loss = _ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call]
+        install = lambda g: put_gradients(parameters, computed, g)  # noqa: E731
+        loss = ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call]
         return loss if extras is None else {**extras, "loss": loss}
 
     def _from_last_stage(
@@ -324,53 +360,7 @@ def _by_samples(micro_batches: Sequence[Any]) -> BatchShares:
     return BatchShares(scales=tuple(counts.unbind()), total=counts.sum(), samples=None)
 
 
-def loss_of(result: Any) -> Tensor:
-    """Return the loss in what `training_step` returned.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        kind = "None" if result is None else f"a {type(result).__name__}"
-        if isinstance(result, Mapping):
-            kind += f" with the keys {sorted(map(str, result))}"
-        if isinstance(loss, Tensor):
-            kind += f" whose loss has the shape {tuple(loss.shape)}"
-        raise ConfigurationError(
-            f"training_step returned {kind}; under a pipeline it has to return "
-            "the loss as a "
-            "scalar tensor, or a dict with one under 'loss'."
-        )
-    return loss.reshape(())
-
-
 def _log_to_cpu(call: LogCall) -> LogCall:
     return LogCall(
         name=call.name, value=to_cpu(call.value), metric=call.metric, options=call.options
     )
-
-
-def _take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Return the gradients and leave none."""
-    grads = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    return grads
-
-
-@torch.no_grad()
-def _put_gradients(
-    parameters: Sequence[nn.Parameter], computed: list[Tensor | None], factor: Tensor
-) -> None:
-    """Add the computed gradients times `factor`; without a gradient before, they move without a
-    copy.
-    """
-    scales = factor.device.type != "cpu" or float(factor) != 1  # asking another device would wait
-    for index, parameter in enumerate(parameters):
-        grad, computed[index] = computed[index], None
-        if grad is None:
-            continue
-        if scales:
-            grad.mul_(factor.to(grad.dtype))
-        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)

@@ -11,7 +11,7 @@ from lightning_par.engine.ledger import Ledger
 from tests.ranks import run_ranks
 from tests.toy import loader, TOKENS, ToyData, ToyModule, WIDTH
 
-BLOCKS, VOCAB, BATCH, FLOAT = 4, 20, 8, 4
+BLOCKS, VOCAB, BATCH, FLOAT, DOUBLE = 4, 20, 8, 4, 8
 ACTIVATION = BATCH * TOKENS * WIDTH * FLOAT
 
 
@@ -65,7 +65,8 @@ def test_tensor_parallel_moves_one_activation_per_linear_pair_and_direction(
     for found, parameters in counted(2, options):
         pairs = 2 * BLOCKS + 1  # attention and MLP of every block; the embedding with the head
         tokens = BATCH * TOKENS
-        loss = [tokens * FLOAT, 2 * tokens * FLOAT]  # maxima, then two sums
+        # Maxima, then two sums; at the end whether loss and gradients are finite.
+        loss = [tokens * FLOAT, 2 * tokens * FLOAT, DOUBLE]
         if sequence_parallel:
             whole = ("norm", "out.bias", "mlp.2.bias", "position")
             partial = sum(n for name, n in parameters.items() if any(w in name for w in whole))

@@ -40,8 +40,9 @@ def train(rank: int, world: int, options: dict[str, Any]) -> bool:
     [
         {"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
         {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+        {"tensor_parallel_size": 2},
     ],
-    ids=["pp2", "dp2"],
+    ids=["pp2", "dp2", "tp2"],
 )
 def test_a_batch_without_labels_leaves_the_weights(options: dict[str, Any]) -> None:
     assert run_ranks(train, 2, options, timeout=120) == [True, True]

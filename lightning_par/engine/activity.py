@@ -1,0 +1,89 @@
+"""What this rank is doing, for messages about a rank that died, stopped or raised.
+
+Note [Record in shared memory]: a rank that is killed cannot say what it was doing. So the record is
+a few bytes of memory that another process of the node may map; writing it costs less than a
+microsecond, and what was written last is still there when the writer is gone.
+"""
+
+import struct
+import time
+from dataclasses import dataclass
+from mmap import mmap
+
+__all__ = ["RECORD_SIZE", "Activity", "ActivityRecord"]
+
+_LAYOUT = struct.Struct("<dqqq40s")
+RECORD_SIZE = _LAYOUT.size
+"""Bytes of a record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivityRecord:
+    """What a rank was doing at one moment.
+
+    Attributes:
+        since: When it began, in seconds of `time.monotonic`.
+        stage: Pipeline stage, or -1 outside of a schedule.
+        step: Number of optimizer steps made before, or -1 outside of training.
+        micro_batch: Of the action, or -1.
+        action: Such as ``"backward"``.
+    """
+
+    since: float
+    stage: int
+    step: int
+    micro_batch: int
+    action: str
+
+    @classmethod
+    def read(cls, record: bytes) -> "ActivityRecord":
+        """Return what `Activity` wrote into `record`, of `RECORD_SIZE` bytes."""
+        since, stage, step, micro_batch, action = _LAYOUT.unpack(record)
+        text = action.rstrip(b"\0").decode(errors="replace")
+        return cls(since=since, stage=stage, step=step, micro_batch=micro_batch, action=text)
+
+    def __str__(self) -> str:
+        """Give ``stage 1, backward of micro-batch 3, step 17``."""
+        action = self.action or "starting"
+        if self.micro_batch >= 0:
+            action += f" of micro-batch {self.micro_batch}"
+        parts = [f"stage {self.stage}"] if self.stage >= 0 else []
+        parts += [action, *([f"step {self.step}"] if self.step >= 0 else [])]
+        return ", ".join(parts)
+
+
+class Activity:
+    """Writes down what this rank is doing; see Note [Record in shared memory].
+
+    Attributes:
+        step: Optimizer steps made so far, -1 outside of training.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self._memory: bytearray | mmap = bytearray(RECORD_SIZE)
+
+    def __reduce__(self) -> tuple[type["Activity"], tuple[()]]:
+        """A copy has a record of its own."""
+        return Activity, ()
+
+    def share(self, memory: mmap) -> None:
+        """Keep the record in `memory`, of at least `RECORD_SIZE` bytes, from now on."""
+        memory[:RECORD_SIZE] = bytes(self._memory[:RECORD_SIZE])
+        self._memory = memory
+
+    def begin(self, action: str, micro_batch: int = -1, stage: int = -1) -> None:
+        """Say what begins now.
+
+        Args:
+            action: At most 40 bytes.
+            micro_batch: Of the action, if it is about one.
+            stage: Of the pipeline, if the action is one of its schedule.
+        """
+        _LAYOUT.pack_into(
+            self._memory, 0, time.monotonic(), stage, self.step, micro_batch, action.encode()
+        )
+
+    def now(self) -> ActivityRecord:
+        """Return what was written last."""
+        return ActivityRecord.read(bytes(self._memory[:RECORD_SIZE]))
