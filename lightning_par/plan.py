@@ -30,6 +30,7 @@ TensorStyle = Literal[
     "split_sequence",
     "vocab_embedding",
     "vocab_head",
+    "whole_sequence",
 ]
 """How a module takes part in tensor parallelism (tp ranks). Weights are [out, in], activations [B,
 T, D].
@@ -42,6 +43,8 @@ T, D].
 - ``vocab_head``: like ``colwise``, but the logits stay sharded over the vocabulary, and so does the
   loss.
 - ``gather_sequence``: a container of colwise and rowwise modules; its first input is made whole
+  along T.
+- ``whole_sequence``: a container that computes alike on every rank; its first input is made whole
   along T.
 - ``sequence_parallel``: computed on each rank's T/tp tokens; parameters whole, their gradients
   summed.

@@ -256,6 +256,18 @@ def _split_sequence(
     return slice_to_shard(out, _SEQUENCE_DIM, ctx.group) if ctx.sequence_parallel else out
 
 
+def _whole_sequence(
+    module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any
+) -> Any:
+    def whole(x: Tensor) -> Tensor:
+        size = x.shape[_SEQUENCE_DIM] * ctx.group.size()
+        return gather_from_shards(x, _SEQUENCE_DIM, ctx.group, size)
+
+    if ctx.sequence_parallel:
+        args, kwargs = _on_first_tensor(whole, args, kwargs)
+    return call(*args, **kwargs)
+
+
 _STYLES: Mapping[str, _Style] = {
     "colwise": _plain,
     "colwise_gather_output": _colwise_gather_output,
@@ -267,6 +279,7 @@ _STYLES: Mapping[str, _Style] = {
     "split_sequence": _split_sequence,
     "vocab_embedding": _vocab_embedding,
     "vocab_head": _vocab_head,
+    "whole_sequence": _whole_sequence,
 }
 _PARTIAL_ALWAYS = ("replicated_with_grad_allreduce",)
 _PARTIAL_WITH_SEQUENCE = ("sequence_parallel", "split_sequence")

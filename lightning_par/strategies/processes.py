@@ -165,6 +165,8 @@ class MeshProcesses(ParallelStrategy):
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
         group = self._mesh.data_group if group is None else group
+        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.double()  # Lightning averages its counts of samples; 3.5 is not 3
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     @override
