@@ -2,7 +2,7 @@
 
 Axes, outermost first: ``pp`` (pipeline), ``dp_replicate``, ``dp_shard`` (data), ``cp`` (context),
 ``tp`` (tensor). Neighbouring ranks differ in ``tp`` first, so that the axis that talks most stays
-inside a node.
+inside a node. Experts see the ranks of ``dp_shard x cp`` divided once more, by ``ep``.
 """
 
 import itertools
@@ -17,9 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_par.errors import either, MeshError, raise_problems
 
-__all__ = ["AXES", "AutoRule", "ParallelMesh", "ParallelSizes", "Size", "build_mesh", "fit_sizes"]
+__all__ = [
+    "AXES",
+    "EXPERT_AXES",
+    "AutoRule",
+    "ParallelMesh",
+    "ParallelSizes",
+    "Size",
+    "build_mesh",
+    "fit_sizes",
+]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
+"""The same ranks in the same order, as experts see them."""
 
 Size = int | Literal["auto"]
 _NO_CONTEXT = ("context_parallel_size", 1)
@@ -36,6 +47,7 @@ class ParallelSizes:
         data_shard: Ranks over which parameters, gradients or optimizer states are sharded.
         context: Ranks over which the sequence is sharded inside attention.
         tensor: Ranks over which a layer's weights are sharded.
+        expert: Ranks, of ``dp_shard x cp``, over which experts are divided.
     """
 
     pipeline: int = 1
@@ -43,17 +55,35 @@ class ParallelSizes:
     data_shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         bad = {n: s for n, s in vars(self).items() if not _is_size(s)}
         raise_problems(
             MeshError, [f"{n}={s!r} must be a whole number of 1 or more." for n, s in bad.items()]
         )
+        if self._expert_ranks % self.expert:
+            raise MeshError(
+                f"expert_parallel_size={self.expert} does not divide the {self._expert_ranks} data-"
+                f"parallel ranks that may divide experts; use {_divisors(self._expert_ranks)}."
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes in the order of `AXES`."""
         return (self.pipeline, self.data_replicate, self.data_shard, self.context, self.tensor)
+
+    @property
+    def _expert_ranks(self) -> int:
+        """Ranks that may divide experts: those that shard, or all replicas if nothing does."""
+        return (self.data_shard if self.data_shard > 1 else self.data_replicate) * self.context
+
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """Sizes in the order of `EXPERT_AXES`."""
+        left = self._expert_ranks // self.expert
+        copies, shards = (self.data_replicate, left) if self.data_shard > 1 else (left, 1)
+        return (self.pipeline, copies, shards, self.expert, self.tensor)
 
     @property
     def world_size(self) -> int:
@@ -119,6 +149,7 @@ def fit_sizes(
     data: Size = "auto",
     data_replicate: Size = "auto",
     context: int = 1,
+    expert: Size = "auto",
     zero_stage: int = 1,
     auto: AutoRule = "balanced",
 ) -> ParallelSizes:
@@ -137,6 +168,7 @@ def fit_sizes(
         data: Number of data-parallel replicas, ``dp_replicate * dp_shard``.
         data_replicate: Of those, the size of ``dp_replicate``. "auto": all at ZeRO stage 0, else 1.
         context: Size of ``cp``.
+        expert: Size of ``ep``. "auto": 1.
         zero_stage: 0 keeps every replica whole, 1 to 3 shard.
         auto: The rule above.
 
@@ -149,7 +181,8 @@ def fit_sizes(
         "data_parallel_size": data,
         "context_parallel_size": context,
     }
-    _check_values({**given, "data_parallel_replicate_size": data_replicate}, zero_stage)
+    other = {"data_parallel_replicate_size": data_replicate, "expert_parallel_size": expert}
+    _check_values({**given, **other}, zero_stage)
     fixed = math.prod(int(v) for v in given.values() if v != "auto")
     if num_devices % fixed:
         raise MeshError(_misfit(given, fixed, num_devices))
@@ -168,6 +201,7 @@ def fit_sizes(
         data_shard=dp // replicate,
         context=context,
         tensor=tp,
+        expert=1 if expert == "auto" else expert,
     )
 
 
@@ -252,6 +286,7 @@ class ParallelMesh:
         rank: Global rank of this process.
         data_group: Ranks that hold the same part of the model and see other samples.
         replica_group: Ranks that hold the parts of one copy of the model and see the same samples.
+        expert_mesh: Axes as in `EXPERT_AXES`; None if experts are not divided.
     """
 
     sizes: ParallelSizes
@@ -259,6 +294,7 @@ class ParallelMesh:
     rank: int
     data_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
+    expert_mesh: DeviceMesh | None = None
 
     @cached_property
     def place(self) -> Mapping[str, int]:
@@ -280,12 +316,15 @@ class ParallelMesh:
         return self.device_mesh.get_group(axis)
 
     def named_groups(self) -> dict[str, dist.ProcessGroup]:
-        """Return the groups of this rank by name: the axes larger than 1, ``data`` and ``replica``.
+        """Return the groups of this rank by name: axes larger than 1, of experts too, and ``data``
+        and ``replica``.
 
         Where two are the same group, the axis comes first.
         """
         sizes = zip(AXES, self.sizes.shape, strict=True)
         axes = {axis: self.group(axis) for axis, size in sizes if size > 1}
+        if self.expert_mesh is not None:
+            axes |= {axis: self.expert_mesh.get_group(axis) for axis in EXPERT_AXES[1:4]}
         return {**axes, "data": self.data_group, "replica": self.replica_group}
 
     def neighbour(self, axis: str, coordinate: int) -> int:
@@ -355,4 +394,7 @@ def build_mesh(sizes: ParallelSizes, device_type: str) -> ParallelMesh:
         rank=dist.get_rank(),
         data_group=data_group,
         replica_group=replica_group,
+        expert_mesh=None
+        if sizes.expert == 1
+        else init_device_mesh(device_type, sizes.expert_shape, mesh_dim_names=EXPERT_AXES),
     )

@@ -7,6 +7,9 @@ from lightning_par.models.data import TextDataModule
 from lightning_par.models.gpt import Block, GPT
 from lightning_par.models.gpt_config import GPTConfig
 from lightning_par.models.gpt_module import GPTModule
+from lightning_par.models.mixtral import from_hugging_face_mixtral, Mixtral
+from lightning_par.models.mixtral_config import MixtralConfig
+from lightning_par.models.mixtral_module import MixtralModule
 from lightning_par.models.sentences import SentenceDataModule
 from lightning_par.models.token_data import write_token_file
 
@@ -18,8 +21,12 @@ __all__ = [
     "Block",
     "GPTConfig",
     "GPTModule",
+    "Mixtral",
+    "MixtralConfig",
+    "MixtralModule",
     "SentenceDataModule",
     "TextDataModule",
     "from_hugging_face_bert",
+    "from_hugging_face_mixtral",
     "write_token_file",
 ]

@@ -59,11 +59,12 @@ class GPTModule(LanguageModule):
         return logits.argmax(dim=-1)
 
     def _loss(self, batch: Batch) -> Tensor:
-        logits = self(batch["input_ids"])
+        return self._token_loss(self(batch["input_ids"]), batch["labels"])
+
+    def _token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
-        labels = batch["labels"].flatten()
-        return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=_IGNORE_INDEX)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORE_INDEX)
 
     def _evaluate(self, batch: Batch, name: str, perplexity: Perplexity) -> None:
         loss = self._loss(batch)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry
 from lightning_par.engine.builders import place_stages, SCHEDULES
+from lightning_par.engine.experts import check_experts
 from lightning_par.engine.stages import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.layout import check_plan, ModelLayout
@@ -195,7 +196,7 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
     owners: tuple[int, ...] = (0,)
     if sizes.pipeline > 1:
         owners = place_stages(options.schedule, sizes.pipeline, options.virtual_pipeline_size)
-    return check_plan(
+    layout = check_plan(
         module,
         plan,
         sizes,
@@ -203,6 +204,8 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
         stage_blocks=options.stage_blocks,
         stages_per_rank=len(owners) // sizes.pipeline,
     )
+    check_experts(module, layout, sizes)
+    return layout
 
 
 def check_whole(module: nn.Module) -> None:

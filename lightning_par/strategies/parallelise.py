@@ -1,6 +1,7 @@
 """The one order in which parallelism is applied to a model.
 
-cut stages -> tensor -> defer -> compile -> materialise and shard, unit by unit -> optimizer
+cut stages -> experts -> tensor -> defer -> compile -> materialise and shard, unit by unit ->
+optimizer
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from lightning_par.engine.boundary import Boundary, connect, group_name
 from lightning_par.engine.builders import place_stages, splits_backward
 from lightning_par.engine.cutting import cut_stages
 from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
+from lightning_par.engine.experts import apply_expert_parallel, apply_replica_sums
 from lightning_par.engine.gradients import (
     clip_by_norm,
     clip_by_value,
@@ -136,6 +138,8 @@ def parallelise(
     names = [name for name, _ in module.named_parameters()]
     states = StateMap(mesh, list(module.state_dict()), names, layout.canonical)
     stages, bounds, owners = _cut(module, layout, mesh, options)
+    apply_replica_sums(module, layout, mesh.data_group)
+    experts = apply_expert_parallel(module, layout, mesh)
     tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
     gradients = WeightGradients()
     if options.compile_blocks is not False:
@@ -143,7 +147,12 @@ def parallelise(
     elif stages and splits_backward(options.schedule, mesh.sizes.pipeline):
         _defer(module, layout, gradients)
     materialiser = Materialiser(
-        canonical=layout.canonical, record=record, seed=seed, device=device, tensor=tensor
+        canonical=layout.canonical,
+        record=record,
+        seed=seed,
+        device=device,
+        tensor=tensor,
+        experts=experts,
     )
     sharding = shard_model(
         module,
@@ -152,6 +161,7 @@ def parallelise(
         zero_stage=options.zero_stage,
         materialise=materialiser.materialise,
         bounds=bounds,
+        experts=experts,
     )
     groups = mesh.named_groups()
     executor = None
