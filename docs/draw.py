@@ -31,7 +31,7 @@ from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.draw import draw_timeline
 from lightning_par.engine.simulate import simulate
 from lightning_par.layout import balance_blocks
-from lightning_par.mesh import ParallelSizes
+from lightning_par.sizes import ParallelSizes
 
 COLUMNS = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
 SHORT = {name: name.replace("blocks.", "block ") for name in COLUMNS}

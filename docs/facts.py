@@ -24,8 +24,9 @@ from lightning_par.engine.shard import shard_model, Sharding
 from lightning_par.engine.stages import StageStub
 from lightning_par.engine.tensor import apply_tensor_parallel
 from lightning_par.layout import balance_blocks, ModelLayout, resolve_plan
-from lightning_par.mesh import build_mesh, ParallelMesh, ParallelSizes
+from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.models import GPT, GPTConfig
+from lightning_par.sizes import ParallelSizes
 
 __all__ = [
     "BATCH",

@@ -7,8 +7,8 @@ Lightning.
 
 from lightning_par.errors import LightningParError
 from lightning_par.layout import check_plan
-from lightning_par.mesh import ParallelSizes
 from lightning_par.plan import BatchLayout, ParallelPlan
+from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies import (
     Hybrid3DStrategy,
     Pipeline1F1BStrategy,

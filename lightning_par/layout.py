@@ -16,8 +16,8 @@ from typing import TypeVar
 from torch import nn
 
 from lightning_par.errors import either, PlanError, raise_problems
-from lightning_par.mesh import ParallelSizes
 from lightning_par.plan import match_pattern, ParallelPlan, TensorStyle
+from lightning_par.sizes import ParallelSizes
 from lightning_par.units import classify_units, edge_weights, Place, role_problems
 
 __all__ = ["ModelLayout", "balance_blocks", "check_plan", "resolve_plan"]
@@ -27,6 +27,8 @@ _T = TypeVar("_T")
 _SHARDED_DIM: Mapping[str, int] = {
     "colwise": 0,
     "colwise_gather_output": 0,
+    "expert_colwise": 1,
+    "expert_rowwise": 2,
     "rowwise": 1,
     "vocab_embedding": 0,
     "vocab_head": 0,
@@ -109,8 +111,8 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ModelLayout:
     problems += role_problems(plan, blocks)
     styles = _match_patterns(plan.tensor, list(modules), "tensor", problems)
     divided = _match_patterns(plan.divided, list(modules), "divided", problems)
-    for kind, patterns in (("experts", plan.experts), ("checkpointable", plan.checkpointable)):
-        _match_patterns(dict.fromkeys(patterns, kind), list(modules), kind, problems)
+    for kind in ("experts", "replica_sums", "checkpointable"):
+        _match_patterns(dict.fromkeys(getattr(plan, kind), kind), list(modules), kind, problems)
     for fqn, names in divided.items():
         problems += [
             f"divided: {fqn} has no attribute {name!r} that is a whole number"
@@ -366,11 +368,12 @@ def _sharded_sizes(
     if dim is None:
         return []
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+    ndim = 3 if style.startswith("expert") else 2
+    if not isinstance(weight, nn.Parameter) or weight.ndim != ndim:
         problems.append(
             f"tensor: {fqn} is a {type(module).__name__}, but {style!r} needs a module with a "
-            "weight of 2 dims; name the Linear or Embedding inside it, or use 'gather_sequence' "
-            "for a container."
+            f"weight of {ndim} dims; name the Linear or Embedding inside it, or use "
+            "'gather_sequence' for a container."
         )
         return []
     if style in _MAY_BE_UNEVEN:

@@ -1,253 +1,19 @@
-"""Sizes of the parallel axes, and the device mesh: the only place that makes process groups.
-
-Axes, outermost first: ``pp`` (pipeline), ``dp_replicate``, ``dp_shard`` (data), ``cp`` (context),
-``tp`` (tensor). Neighbouring ranks differ in ``tp`` first, so that the axis that talks most stays
-inside a node.
-"""
+"""The device mesh: the only place that makes process groups. Its axes are those of `sizes.py`."""
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from lightning_par.errors import either, MeshError, raise_problems
+from lightning_par.errors import MeshError
+from lightning_par.sizes import AXES, EXPERT_AXES, ParallelSizes
 
-__all__ = ["AXES", "AutoRule", "ParallelMesh", "ParallelSizes", "Size", "build_mesh", "fit_sizes"]
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
-Size = int | Literal["auto"]
-_NO_CONTEXT = ("context_parallel_size", 1)
-AutoRule = Literal["tensor", "pipeline", "balanced", "data"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelSizes:
-    """The size of every axis; their product is the number of ranks.
-
-    Attributes:
-        pipeline: Number of pipeline stages.
-        data_replicate: Groups of ranks that hold a whole copy of the sharded state.
-        data_shard: Ranks over which parameters, gradients or optimizer states are sharded.
-        context: Ranks over which the sequence is sharded inside attention.
-        tensor: Ranks over which a layer's weights are sharded.
-    """
-
-    pipeline: int = 1
-    data_replicate: int = 1
-    data_shard: int = 1
-    context: int = 1
-    tensor: int = 1
-
-    def __post_init__(self) -> None:
-        bad = {n: s for n, s in vars(self).items() if not _is_size(s)}
-        raise_problems(
-            MeshError, [f"{n}={s!r} must be a whole number of 1 or more." for n, s in bad.items()]
-        )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes in the order of `AXES`."""
-        return (self.pipeline, self.data_replicate, self.data_shard, self.context, self.tensor)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return math.prod(self.shape)
-
-    @property
-    def data(self) -> int:
-        """Number of replicas that see different samples."""
-        return self.data_replicate * self.data_shard
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of a global rank on every axis; needs no process group.
-
-        Args:
-            rank: Global rank, 0 .. world_size - 1.
-        """
-        place = {}
-        for axis, size in reversed(list(zip(AXES, self.shape, strict=True))):
-            rank, place[axis] = divmod(rank, size)
-        return {axis: place[axis] for axis in AXES}
-
-    def data_rank(self, rank: int) -> int:
-        """Return which replica, 0 .. data - 1, a global rank belongs to."""
-        place = self.coordinates(rank)
-        return place["dp_replicate"] * self.data_shard + place["dp_shard"]
-
-    def describe(self, rank: int) -> str:
-        """Return ``rank 5 (pp 1, tp 1)`` for a global rank."""
-        place, sizes = self.coordinates(rank), zip(AXES, self.shape, strict=True)
-        parts = ", ".join(f"{axis} {place[axis]}" for axis, size in sizes if size > 1)
-        return f"rank {rank} ({parts})" if parts else f"rank {rank}"
-
-    def groups(self, axes: Iterable[str]) -> list[list[int]]:
-        """Return the lists of global ranks that differ only in `axes`, each in rank order.
-
-        Args:
-            axes: Names out of `AXES`.
-        """
-        chosen = set(axes)
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            key = tuple(place[a] for a in AXES if a not in chosen)
-            found.setdefault(key, []).append(rank)
-        return list(found.values())
-
-    def __str__(self) -> str:
-        named = zip(AXES, self.shape, strict=True)
-        return " x ".join(f"{axis} {size}" for axis, size in named if size > 1) or "1 device"
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _divisors(number: int) -> str:
-    """Return ``one of 1, 2 or 4``."""
-    found = [n for n in range(1, number + 1) if number % n == 0]
-    return f"one of {either(found)}" if len(found) > 1 else "1"
-
-
-def fit_sizes(
-    *,
-    num_devices: int,
-    devices_per_node: int,
-    tensor: Size = "auto",
-    pipeline: Size = "auto",
-    data: Size = "auto",
-    data_replicate: Size = "auto",
-    context: int = 1,
-    zero_stage: int = 1,
-    auto: AutoRule = "balanced",
-) -> ParallelSizes:
-    """Fill in every ``"auto"`` and check that the sizes fit the devices.
-
-    The rules for sizes left to ``"auto"``, of the devices that the given sizes leave over:
-    ``tensor`` takes all of a node for `tensor`; ``pipeline`` takes all for `pipeline`; ``balanced``
-    takes 2 for `tensor`, then 2 for `pipeline`, where they divide; ``data`` takes none. What is
-    still left goes to `data`.
-
-    Args:
-        num_devices: Ranks in the world.
-        devices_per_node: Ranks on one node; `tensor` has to divide it.
-        tensor: Size of ``tp``.
-        pipeline: Size of ``pp``.
-        data: Number of data-parallel replicas, ``dp_replicate * dp_shard``.
-        data_replicate: Of those, the size of ``dp_replicate``. "auto": all at ZeRO stage 0, else 1.
-        context: Size of ``cp``.
-        zero_stage: 0 keeps every replica whole, 1 to 3 shard.
-        auto: The rule above.
-
-    Raises:
-        MeshError: With every problem, and sizes that would work.
-    """
-    given: Mapping[str, Size] = {
-        "tensor_parallel_size": tensor,
-        "pipeline_parallel_size": pipeline,
-        "data_parallel_size": data,
-        "context_parallel_size": context,
-    }
-    _check_values({**given, "data_parallel_replicate_size": data_replicate}, zero_stage)
-    fixed = math.prod(int(v) for v in given.values() if v != "auto")
-    if num_devices % fixed:
-        raise MeshError(_misfit(given, fixed, num_devices))
-    left = num_devices // fixed
-    tp, left = _take(tensor, left, auto, "tensor", devices_per_node)
-    pp, left = _take(pipeline, left, auto, "pipeline", left)
-    dp, left = (left, 1) if data == "auto" else (data, left)
-    if left != 1:
-        raise MeshError(_unused(given, tp, pp, dp, num_devices))
-    replicate = (dp if zero_stage == 0 else 1) if data_replicate == "auto" else data_replicate
-    problems = _check_fit(tp, devices_per_node, dp, replicate, zero_stage)
-    raise_problems(MeshError, problems)
-    return ParallelSizes(
-        pipeline=pp,
-        data_replicate=replicate,
-        data_shard=dp // replicate,
-        context=context,
-        tensor=tp,
-    )
-
-
-def _check_values(given: Mapping[str, Size], zero_stage: int) -> None:
-    problems = [
-        f"{name}={value!r} must be a whole number of 1 or more, or 'auto'."
-        for name, value in given.items()
-        if value != "auto" and not _is_size(value)
-    ]
-    if zero_stage not in (0, 1, 2, 3):
-        problems.append(f"zero_stage={zero_stage!r} must be 0, 1, 2 or 3.")
-    raise_problems(MeshError, problems)
-
-
-def _check_fit(tp: int, node: int, dp: int, replicate: int, zero_stage: int) -> list[str]:
-    problems = []
-    if node % tp:
-        problems.append(
-            f"tensor_parallel_size={tp} does not divide the {node} devices of a node; use "
-            f"{_divisors(node)}."
-        )
-    if dp % replicate:
-        problems.append(
-            f"data_parallel_replicate_size={replicate} does not divide data_parallel_size={dp}; "
-            f"use {_divisors(dp)}."
-        )
-    elif zero_stage == 0 and replicate != dp:
-        problems.append(
-            f"data_parallel_replicate_size={replicate} with zero_stage=0: stage 0 shards nothing "
-            f"over the {dp} replicas; leave it out, or use zero_stage=1, 2 or 3."
-        )
-    return problems
-
-
-def _take(size: Size, left: int, auto: AutoRule, axis: str, most: int) -> tuple[int, int]:
-    if size != "auto":
-        return size, left
-    if auto == axis:
-        chosen = math.gcd(left, most)
-    else:
-        chosen = 2 if auto == "balanced" and left % 2 == 0 and most % 2 == 0 else 1
-    return chosen, left // chosen
-
-
-def _product(given: Mapping[str, Size]) -> str:
-    shown = {n: v for n, v in given.items() if v != "auto" and (n, v) != _NO_CONTEXT}
-    return " x ".join(f"{name}={value}" for name, value in shown.items())
-
-
-def _misfit(given: Mapping[str, Size], fixed: int, num_devices: int) -> str:
-    """Say that the product of the given sizes does not divide the number of devices."""
-    below = num_devices // fixed * fixed
-    counts = f"{below} or {below + fixed}" if below else str(fixed)
-    hint = " (on the CPU, devices='auto' means 1)" if num_devices == 1 else ""
-    return (
-        f"{_product(given)} needs {fixed} devices or a multiple, but the Trainer has "
-        f"{num_devices}. Use {counts} devices{hint}, or sizes whose product is "
-        f"{_divisors(num_devices)}."
-    )
-
-
-def _unused(given: Mapping[str, Size], tp: int, pp: int, dp: int, num_devices: int) -> str:
-    """Say that a given `data_parallel_size` leaves devices without work."""
-    chosen = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    by_auto = [f"{n}={v}" for n, v in chosen.items() if given[n] == "auto"]
-    note = f" with {' and '.join(by_auto)}, which 'auto' gave," if by_auto else ""
-    needs = math.prod(chosen.values()) * dp * int(given["context_parallel_size"])
-    return (
-        f"{_product(given)}{note} needs exactly {needs} devices, but the Trainer has "
-        f"{num_devices}. Use {needs} devices, or data_parallel_size={num_devices // needs * dp} "
-        "or 'auto'."
-    )
+__all__ = ["ParallelMesh", "build_mesh"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -261,6 +27,7 @@ class ParallelMesh:
         data_group: Ranks that hold the same part of the model and see other samples.
         replica_group: Ranks that hold the parts of one copy of the model and see the same samples.
         timeout: After which a collective of any group gives up; None: torch's.
+        expert_mesh: Axes as in `EXPERT_AXES`; None if experts are not divided.
     """
 
     sizes: ParallelSizes
@@ -269,6 +36,7 @@ class ParallelMesh:
     data_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
     timeout: timedelta | None = None
+    expert_mesh: DeviceMesh | None = None
 
     @cached_property
     def place(self) -> Mapping[str, int]:
@@ -290,12 +58,15 @@ class ParallelMesh:
         return self.device_mesh.get_group(axis)
 
     def named_groups(self) -> dict[str, dist.ProcessGroup]:
-        """Return the groups of this rank by name: the axes larger than 1, ``data`` and ``replica``.
+        """Return the groups of this rank by name: axes larger than 1, of experts too, and ``data``
+        and ``replica``.
 
         Where two are the same group, the axis comes first.
         """
         sizes = zip(AXES, self.sizes.shape, strict=True)
         axes = {axis: self.group(axis) for axis, size in sizes if size > 1}
+        if self.expert_mesh is not None:
+            axes |= {axis: self.expert_mesh.get_group(axis) for axis in EXPERT_AXES[1:4]}
         return {**axes, "data": self.data_group, "replica": self.replica_group}
 
     def neighbour(self, axis: str, coordinate: int) -> int:
@@ -373,4 +144,7 @@ def build_mesh(
         data_group=data_group,
         replica_group=replica_group,
         timeout=timeout,
+        expert_mesh=None
+        if sizes.expert == 1
+        else init_device_mesh(device_type, sizes.expert_shape, mesh_dim_names=EXPERT_AXES),
     )

@@ -22,14 +22,19 @@ __all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "find_plan", "match_pat
 TensorStyle = Literal[
     "colwise",
     "colwise_gather_output",
+    "expert_colwise",
+    "expert_rowwise",
+    "experts",
     "gather_sequence",
     "replicated",
     "replicated_with_grad_allreduce",
     "rowwise",
+    "sequence_gather_output",
     "sequence_parallel",
     "split_sequence",
     "vocab_embedding",
     "vocab_head",
+    "whole_sequence",
 ]
 """How a module takes part in tensor parallelism (tp ranks). Weights are [out, in], activations [B,
 T, D].
@@ -38,13 +43,20 @@ T, D].
   shard.
 - ``rowwise``: weight sharded over the input features, bias whole; partial outputs are summed.
 - ``colwise_gather_output``: like ``colwise``, the output gathered again.
+- ``experts``: a container whose first input is made whole along T, whose second one weights its
+  partial result, and which gives a pair, the first of which is summed.
+- ``expert_colwise``, ``expert_rowwise``: weights [E, out, in] inside ``experts``, sharded over the
+  output or the input features; nothing is summed.
 - ``vocab_embedding``: embedding table sharded over the vocabulary; partial outputs are summed.
 - ``vocab_head``: like ``colwise``, but the logits stay sharded over the vocabulary, and so does the
   loss.
 - ``gather_sequence``: a container of colwise and rowwise modules; its first input is made whole
   along T.
+- ``whole_sequence``: a container that computes alike on every rank; its first input is made whole
+  along T.
 - ``sequence_parallel``: computed on each rank's T/tp tokens; parameters whole, their gradients
   summed.
+- ``sequence_gather_output``: like ``sequence_parallel``, the output made whole along T.
 - ``split_sequence``: computed whole; the output is cut along T (learned positions).
 - ``replicated``: the same computation on every rank.
 - ``replicated_with_grad_allreduce``: parameters whole, used on sharded heads; gradients summed.
@@ -136,7 +148,10 @@ class ParallelPlan:
         tensor: FQN pattern -> `TensorStyle`.
         divided: FQN pattern -> attributes that count heads or features, lowered to the local count.
         batch: Where labels and sequence dims are.
-        experts: FQN patterns of expert modules.
+        experts: FQN patterns of modules whose parameters have one entry per expert in dim 0, and
+            whose ``compute(rows, counts, beside)`` maps rows sorted by expert.
+        replica_sums: FQN patterns of modules whose output, a tensor without a gradient, is summed
+            over the replicas in training.
         checkpointable: FQN patterns of parts whose activations may be recomputed.
     """
 
@@ -150,6 +165,7 @@ class ParallelPlan:
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     batch: BatchLayout = field(default_factory=BatchLayout)
     experts: tuple[str, ...] = ()
+    replica_sums: tuple[str, ...] = ()
     checkpointable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -168,7 +184,8 @@ class ParallelPlan:
         tied = tuple(_names(f"tied[{i}]", group) for i, group in enumerate(self.tied))
         values: dict[str, Any] = {"tensor": _Frozen(self.tensor), "divided": _Frozen(divided)}
         values["tied"] = tied
-        for name in ("first", "last", "replicated", "carried", "experts", "checkpointable"):
+        names = ("first", "last", "replicated", "carried", "experts", "replica_sums")
+        for name in (*names, "checkpointable"):
             values[name] = _names(name, getattr(self, name))
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -192,6 +209,7 @@ class ParallelPlan:
             tensor={dot + k: v for k, v in self.tensor.items()},
             divided={dot + k: v for k, v in self.divided.items()},
             experts=tuple(dot + f for f in self.experts),
+            replica_sums=tuple(dot + f for f in self.replica_sums),
             checkpointable=tuple(dot + f for f in self.checkpointable),
         )
 

@@ -27,6 +27,7 @@ from torch import Tensor
 __all__ = [
     "all_gather",
     "all_reduce",
+    "apply_function",
     "copy_to_group",
     "gather_from_shards",
     "gather_partial",
@@ -179,22 +180,22 @@ class _GatherFromShards(torch.autograd.Function):
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `x`; its gradient is summed over the group."""
-    return _apply(_CopyToGroup, x, group)
+    return apply_function(_CopyToGroup, x, group)
 
 
 def reduce_to_whole(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of the partial `x` over the group; every rank uses it alike."""
-    return _apply(_ReduceToWhole, x, group)
+    return apply_function(_ReduceToWhole, x, group)
 
 
 def gather_partial(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return the whole of the shards `x`; the gradients of the ranks are partial and are summed."""
-    return _apply(_GatherPartial, x, dim, group)
+    return apply_function(_GatherPartial, x, dim, group)
 
 
 def reduce_to_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's shard of the sum of the partial `x` over the group."""
-    return _apply(_ReduceToShards, x, dim, group)
+    return apply_function(_ReduceToShards, x, dim, group)
 
 
 def slice_to_shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -203,7 +204,7 @@ def slice_to_shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
     Parameters that made `x` therefore have partial gradients, to be summed over the group.
     """
-    return _apply(_SliceToShard, x, dim, group)
+    return apply_function(_SliceToShard, x, dim, group)
 
 
 def gather_from_shards(x: Tensor, dim: int, group: dist.ProcessGroup, size: int) -> Tensor:
@@ -215,9 +216,10 @@ def gather_from_shards(x: Tensor, dim: int, group: dist.ProcessGroup, size: int)
         group: The ranks, in order.
         size: Whole size of `dim`; it may be uneven.
     """
-    return _apply(_GatherFromShards, x, dim, group, size)
+    return apply_function(_GatherFromShards, x, dim, group, size)
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Call a function with a gradient whose result is one tensor; type checkers know no `apply`."""
     out: Tensor = function.apply(*args)
     return out

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.engine.experts import ExpertParallel
 from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.stages import StageStub
 from lightning_par.engine.tensor import shard_parameter, TensorParallel
@@ -27,6 +28,7 @@ class Materialiser:
         seed: The same on every rank.
         device: Where the parameters go.
         tensor: Placements over the ``tp`` axis; None leaves parameters whole.
+        experts: Which parameters are divided over the ``ep`` axis; None: none.
     """
 
     canonical: Mapping[str, str]
@@ -34,6 +36,7 @@ class Materialiser:
     seed: int
     device: torch.device
     tensor: TensorParallel | None
+    experts: ExpertParallel | None = None
     _visited: set[nn.Module] = field(default_factory=set)
     _done: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
 
@@ -80,9 +83,12 @@ class Materialiser:
         else:
             full = parameter.detach().to(self.device)
         wants_grad = parameter.requires_grad
-        if self.tensor is not None:
-            placement = self.tensor.placements[fqn]
-            placed = shard_parameter(full, placement, self.tensor.mesh, requires_grad=wants_grad)
+        placement = None if self.tensor is None else self.tensor.placements[fqn]
+        if self.experts is not None and fqn in self.experts.parameters:
+            mesh, placements = self.experts.placed(placement)
+            placed = shard_parameter(full, placements, mesh, requires_grad=wants_grad)
+        elif self.tensor is not None and placement is not None:
+            placed = shard_parameter(full, (placement,), self.tensor.mesh, requires_grad=wants_grad)
         else:
             placed = nn.Parameter(full, requires_grad=wants_grad)
         placed.__dict__.update(parameter.__dict__)

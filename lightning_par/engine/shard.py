@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_par.engine.experts import ExpertParallel
 from lightning_par.engine.silence import Silence
 from lightning_par.engine.stages import StageStub
 from lightning_par.layout import ModelLayout
@@ -131,6 +132,7 @@ def shard_model(
     zero_stage: int,
     materialise: Callable[[nn.Module, str], None],
     bounds: Sequence[tuple[int, int]] = (),
+    experts: ExpertParallel | None = None,
 ) -> Sharding:
     """Materialise and shard the model unit by unit: every block, then the rest.
 
@@ -141,7 +143,9 @@ def shard_model(
         zero_stage: 0 to 3.
         materialise: Gives the parameters below a module (named by its FQN) their values.
         bounds: First and one-past-last block of every pipeline stage, if there are several.
+        experts: Those that are divided among the replicas, which only some of them share.
     """
+    whole: set[nn.Parameter] = set()
     units = [n for n in layout.block_names if not isinstance(model.get_submodule(n), StageStub)]
     shards = mesh.sizes.data > 1
     data_mesh = mesh.device_mesh["dp_shard"]
@@ -151,12 +155,19 @@ def shard_model(
         block = model.get_submodule(name)
         materialise(block, name)
         if shards:
-            fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3)
+            if experts is not None:
+                whole |= experts.shard(name, reshard_after_forward=zero_stage == 3)
+            fully_shard(
+                block,
+                mesh=data_mesh,
+                reshard_after_forward=zero_stage == 3,
+                ignored_params=whole,
+            )
     materialise(model, "")
     if not shards:
         return Sharding(None, zero_stage)
     root = _StepRoot(model)
-    fully_shard(root, mesh=data_mesh, reshard_after_forward=False)
+    fully_shard(root, mesh=data_mesh, reshard_after_forward=False, ignored_params=whole)
     if mesh.device_type == "cpu":
         every = [(0, len(layout.block_names))]
         runs = [layout.block_names[lo:hi] for lo, hi in bounds or every]

@@ -11,7 +11,7 @@ all-gather + reduce-scatter, which moves the same bytes.
 **Source**: Shoeybi et al. 1909.08053; Korthikanti et al. 2205.05198, section 4.2.2.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -38,7 +38,7 @@ from lightning_par.engine.vocabulary import VocabShardedLogits
 from lightning_par.errors import PlanError
 from lightning_par.layout import ModelLayout
 
-__all__ = ["TensorParallel", "apply_tensor_parallel", "shard_parameter"]
+__all__ = ["TensorParallel", "apply_tensor_parallel", "local_parameters", "shard_parameter"]
 
 _SEQUENCE_DIM = 1
 
@@ -132,24 +132,26 @@ def apply_tensor_parallel(
 
 
 def shard_parameter(
-    full: Tensor, placement: Placement, mesh: DeviceMesh, *, requires_grad: bool
+    full: Tensor, placements: Sequence[Placement], mesh: DeviceMesh, *, requires_grad: bool
 ) -> nn.Parameter:
-    """Return this rank's part of a parameter as a DTensor on the ``tp`` axis.
+    """Return this rank's part of a parameter as a DTensor.
 
     Args:
         full: The whole value, the same on every rank.
-        placement: Shard or Replicate; an uneven shard is cut as `split_sizes` says.
-        mesh: The 1-D ``tp`` axis.
+        placements: For every axis of `mesh`, Shard of a dim of its own or Replicate; an uneven
+            shard is cut as `split_sizes` says.
+        mesh: The ``tp`` axis, or those of the experts.
         requires_grad: Of the parameter.
     """
     local = full
-    if isinstance(placement, Shard):
-        sizes = split_sizes(full.shape[placement.dim], mesh.size())
-        local = full.split(sizes, placement.dim)[mesh.get_local_rank()].clone(
-            memory_format=torch.contiguous_format
-        )
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            sizes = split_sizes(full.shape[placement.dim], mesh.size(axis))
+            local = local.split(sizes, placement.dim)[mesh.get_local_rank(axis)]
+    if local is not full:
+        local = local.clone(memory_format=torch.contiguous_format)
     sharded = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
+        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
     return nn.Parameter(sharded, requires_grad=requires_grad)
 
@@ -157,11 +159,13 @@ def shard_parameter(
 def _placement(style: str, name: str) -> Placement:
     if style in ("colwise", "colwise_gather_output", "vocab_head", "vocab_embedding"):
         return Shard(0)
+    if style in ("expert_colwise", "expert_rowwise"):
+        return Shard(1 if style == "expert_colwise" else 2)
     return Shard(1) if style == "rowwise" and name == "weight" else Replicate()
 
 
 @contextmanager
-def _local_parameters(module: nn.Module) -> Iterator[None]:
+def local_parameters(module: nn.Module) -> Iterator[None]:
     """Let the module's own parameters stand for their local shards while its forward runs."""
     items = cast(dict[str, Any], module._parameters).items()
     saved = {name: value for name, value in items if isinstance(value, DTensor)}
@@ -190,7 +194,7 @@ def _wrap_forward(module: nn.Module, style: _Style, context: _Context) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not direct:
             return style(module, original, context, args, kwargs)
-        with _local_parameters(module):
+        with local_parameters(module):
             return style(module, original, context, args, kwargs)
 
     module.forward = forward
@@ -256,20 +260,54 @@ def _split_sequence(
     return slice_to_shard(out, _SEQUENCE_DIM, ctx.group) if ctx.sequence_parallel else out
 
 
+def _whole_sequence(
+    module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any
+) -> Any:
+    def whole(x: Tensor) -> Tensor:
+        size = x.shape[_SEQUENCE_DIM] * ctx.group.size()
+        return gather_from_shards(x, _SEQUENCE_DIM, ctx.group, size)
+
+    if ctx.sequence_parallel:
+        args, kwargs = _on_first_tensor(whole, args, kwargs)
+    return call(*args, **kwargs)
+
+
+def _sequence_gather_output(
+    module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any
+) -> Any:
+    out = call(*args, **kwargs)
+    if not ctx.sequence_parallel:
+        return out
+    return gather_from_shards(out, _SEQUENCE_DIM, ctx.group, out.shape[1] * ctx.group.size())
+
+
+def _experts(module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any) -> Any:
+    """Every rank gives a part of each answer; so the gradient of an answer's weight is partial."""
+    hidden, weights, *rest = args
+    weights = copy_to_group(weights, ctx.group)
+    mixed, other = call(ctx.enter(hidden), weights, *rest, **kwargs)
+    return ctx.leave(mixed), other
+
+
 _STYLES: Mapping[str, _Style] = {
     "colwise": _plain,
     "colwise_gather_output": _colwise_gather_output,
+    "expert_colwise": _plain,
+    "expert_rowwise": _plain,
+    "experts": _experts,
     "gather_sequence": _gather_sequence,
     "replicated": _plain,
     "replicated_with_grad_allreduce": _plain,
     "rowwise": _rowwise,
+    "sequence_gather_output": _sequence_gather_output,
     "sequence_parallel": _plain,
     "split_sequence": _split_sequence,
     "vocab_embedding": _vocab_embedding,
     "vocab_head": _vocab_head,
+    "whole_sequence": _whole_sequence,
 }
 _PARTIAL_ALWAYS = ("replicated_with_grad_allreduce",)
-_PARTIAL_WITH_SEQUENCE = ("sequence_parallel", "split_sequence")
+_PARTIAL_WITH_SEQUENCE = ("sequence_gather_output", "sequence_parallel", "split_sequence")
 
 
 def _on_first_tensor(

@@ -87,7 +87,7 @@ class TextDataModule(L.LightningDataModule):
         self.shuffle = shuffle
         self.seed = seed
         self.num_workers = num_workers
-        self._splits: dict[Split, WindowDataset] = {}
+        self._splits: dict[Split, Any] = {}
         self._train_loader: ResumableLoader[dict[str, Tensor]] | None = None
         self._place: dict[str, int] = {}
 

@@ -24,8 +24,8 @@ from lightning_par.engine.initialise import ConstructionRecord, record_construct
 from lightning_par.engine.schedule import TimedAction
 from lightning_par.errors import LightningParError
 from lightning_par.layout import ModelLayout
-from lightning_par.mesh import AutoRule, Size
 from lightning_par.plan import find_plan, ParallelPlan
+from lightning_par.sizes import AutoRule, Size
 from lightning_par.strategies.checks import (
     check_batch,
     check_loader,
@@ -54,6 +54,7 @@ class MeshStrategy(MeshProcesses):
         data_parallel_size: Replicas that see different samples.
         data_parallel_replicate_size: How many of the replicas hold a whole copy of the sharded
             state ("auto": 1, at ZeRO stage 0 all).
+        expert_parallel_size: Ranks of ``dp_shard x cp`` over which experts are divided ("auto": 1).
         zero_stage: What the replicas shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
             parameters.
         num_microbatches: Micro-batches per batch of a replica ("auto": 4 per stage, or the batch
@@ -88,6 +89,7 @@ class MeshStrategy(MeshProcesses):
         pipeline_parallel_size: Size = "auto",
         data_parallel_size: Size = "auto",
         data_parallel_replicate_size: Size = "auto",
+        expert_parallel_size: Size = "auto",
         zero_stage: int = 1,
         num_microbatches: Size = "auto",
         schedule: str = "1f1b",
@@ -108,6 +110,7 @@ class MeshStrategy(MeshProcesses):
                 "pipeline": pipeline_parallel_size,
                 "data": data_parallel_size,
                 "data_replicate": data_parallel_replicate_size,
+                "expert": expert_parallel_size,
                 "zero_stage": zero_stage,
             },
             auto=self._auto_rule,

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry
 from lightning_par.engine.builders import build_schedule, SCHEDULES
+from lightning_par.engine.experts import check_experts
 from lightning_par.engine.stages import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.layout import check_plan, ModelLayout
-from lightning_par.mesh import ParallelSizes
 from lightning_par.plan import BatchLayout, ParallelPlan
+from lightning_par.sizes import ParallelSizes
 
 __all__ = [
     "check_batch",
@@ -201,7 +202,7 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
             options.num_microbatches or 1,
             options.virtual_pipeline_size,
         ).rank_of_stage
-    return check_plan(
+    layout = check_plan(
         module,
         plan,
         sizes,
@@ -209,6 +210,8 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
         stage_blocks=options.stage_blocks,
         stages_per_rank=len(owners) // sizes.pipeline,
     )
+    check_experts(module, layout, sizes)
+    return layout
 
 
 def check_whole(module: nn.Module) -> None:

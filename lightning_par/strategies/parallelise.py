@@ -1,6 +1,7 @@
 """The one order in which parallelism is applied to a model.
 
-cut stages -> tensor -> defer -> compile -> materialise and shard, unit by unit -> optimizer
+cut stages -> experts -> tensor -> defer -> compile -> materialise and shard, unit by unit ->
+optimizer
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from lightning_par.engine.boundary import Boundary, connect, group_name
 from lightning_par.engine.builders import build_schedule, place_stages, splits_backward
 from lightning_par.engine.cutting import cut_stages
 from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
+from lightning_par.engine.experts import apply_expert_parallel, apply_replica_sums, ExpertParallel
 from lightning_par.engine.gradients import (
     clip_by_norm,
     clip_by_value,
@@ -157,17 +159,13 @@ def parallelise(
     _share_values(module, mesh, device)
     names = [name for name, _ in module.named_parameters()]
     states = StateMap(mesh, list(module.state_dict()), names, layout.canonical)
-    stages, bounds, owners = _cut(module, layout, mesh, options)
-    tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
-    gradients = _prepare_blocks(module, layout, mesh, options)
-    materialiser = Materialiser(
-        canonical=layout.canonical, record=record, seed=seed, device=device, tensor=tensor
-    )
-    sharding = _shard(module, layout, mesh, options.zero_stage, materialiser, bounds)
+    parts = _divide(module, layout, mesh, options)
+    stages, bounds, owners = parts.stages, parts.bounds, parts.rank_of_stage
+    sharding = _fill(module, layout, mesh, parts, record, seed, options)
     groups = mesh.named_groups()
     boundaries = _connect(mesh, owners, device, groups)
-    executor = PipelineExecutor(stages, boundaries, sharding, gradients, options.activity)
-    shared, elsewhere = _shared_gradients(module, layout, mesh, bounds, owners, tensor)
+    executor = PipelineExecutor(stages, boundaries, sharding, parts.gradients, options.activity)
+    shared, elsewhere = _shared_gradients(module, layout, mesh, parts)
     steps = StepRunner(
         module=module,
         mesh=mesh,
@@ -196,22 +194,62 @@ def parallelise(
     )
 
 
-def _shard(
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """How a model is divided, before its parameters get values."""
+
+    stages: tuple[Stage, ...]
+    bounds: tuple[tuple[int, int], ...]
+    rank_of_stage: tuple[int, ...]
+    experts: ExpertParallel | None
+    tensor: TensorParallel | None
+    gradients: WeightGradients
+
+
+def _divide(
+    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
+) -> _Parts:
+    """Cut the model and change its modules; the parameters are still whole, or on meta."""
+    stages, bounds, owners = _cut(module, layout, mesh, options)
+    apply_replica_sums(module, layout, mesh.data_group)
+    experts = apply_expert_parallel(module, layout, mesh)
+    tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
+    return _Parts(
+        stages=stages,
+        bounds=bounds,
+        rank_of_stage=owners,
+        experts=experts,
+        tensor=tensor,
+        gradients=_prepare_blocks(module, layout, mesh, options),
+    )
+
+
+def _fill(
     module: nn.Module,
     layout: ModelLayout,
     mesh: ParallelMesh,
-    zero_stage: int,
-    materialiser: Materialiser,
-    bounds: Sequence[tuple[int, int]],
+    parts: _Parts,
+    record: ConstructionRecord | None,
+    seed: int,
+    options: _Options,
 ) -> Sharding:
-    """Give the parameters their values, and the replicas their shares, unit by unit."""
+    """Give the parameters their values, and the replicas their shares of them."""
+    materialiser = Materialiser(
+        canonical=layout.canonical,
+        record=record,
+        seed=seed,
+        device=options.root_device,
+        tensor=parts.tensor,
+        experts=parts.experts,
+    )
     return shard_model(
         module,
         layout,
         mesh,
-        zero_stage=zero_stage,
+        zero_stage=options.zero_stage,
         materialise=materialiser.materialise,
-        bounds=bounds,
+        bounds=parts.bounds,
+        experts=parts.experts,
     )
 
 
@@ -314,9 +352,7 @@ def _shared_gradients(
     module: nn.Module,
     layout: ModelLayout,
     mesh: ParallelMesh,
-    bounds: Sequence[tuple[int, int]],
-    owners: Sequence[int],
-    tensor: TensorParallel | None,
+    parts: _Parts,
 ) -> tuple[tuple[SharedGradients, ...], frozenset[int]]:
     """Find the parameters that several pipeline ranks hold, and those that tensor parallelism
     computes in parts.
@@ -324,12 +360,12 @@ def _shared_gradients(
     named = dict(module.named_parameters(remove_duplicate=False))
     shared: list[SharedGradients] = []
     elsewhere: set[int] = set()
-    if tensor is not None:
-        partial = [p for n, p in named.items() if n in tensor.partial]
+    if parts.tensor is not None:
+        partial = [p for n, p in named.items() if n in parts.tensor.partial]
         unique = tuple({id(p): p for p in partial}.values())
         if unique:
             shared.append(SharedGradients(parameters=unique, group=mesh.group("tp")))
-    for ranks, names in _by_owners(layout, bounds, owners).items():
+    for ranks, names in _by_owners(layout, parts.bounds, parts.rank_of_stage).items():
         group = mesh.subgroup(("pp",), [sorted(ranks)])
         if mesh.place["pp"] not in ranks:
             continue

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from lightning_par.mesh import AutoRule
+from lightning_par.sizes import AutoRule
 from lightning_par.strategies.base import MeshStrategy
 
 __all__ = ["Hybrid3DStrategy", "Pipeline1F1BStrategy", "TensorParallelStrategy"]

@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from lightning_par.engine.activity import Activity
 from lightning_par.errors import MeshError
-from lightning_par.mesh import AutoRule, build_mesh, fit_sizes, ParallelMesh, ParallelSizes, Size
+from lightning_par.mesh import build_mesh, ParallelMesh
+from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
 from lightning_par.strategies.launcher import PreflightLauncher
 
 __all__ = ["MeshProcesses"]
@@ -167,6 +168,8 @@ class MeshProcesses(ParallelStrategy):
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
         group = self._mesh.data_group if group is None else group
+        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.double()  # Lightning averages its counts of samples; 3.5 is not 3
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     @override

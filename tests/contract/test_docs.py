@@ -136,7 +136,7 @@ def test_presets_have_the_parameters_that_the_guide_gives() -> None:
 
 
 def test_auto_sizes_are_those_that_the_guide_gives() -> None:
-    from lightning_par.mesh import fit_sizes
+    from lightning_par.sizes import fit_sizes
 
     rules = {"tensor_parallel": "tensor", "pipeline_1f1b": "pipeline", "hybrid3d": "balanced"}
     text = PAGES[1].read_text()

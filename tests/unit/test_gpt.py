@@ -7,9 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_par.errors import ConfigurationError
 from lightning_par.layout import check_plan
-from lightning_par.mesh import ParallelSizes
 from lightning_par.models.gpt import GPT
 from lightning_par.models.gpt_config import GPTConfig, PRESETS
+from lightning_par.sizes import ParallelSizes
 
 SIZES = {
     "vocab_size": 11,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from lightning_par.errors import MeshError
-from lightning_par.mesh import AXES, fit_sizes, ParallelSizes
+from lightning_par.sizes import AXES, fit_sizes, ParallelSizes
 
 SIZES = ParallelSizes(pipeline=2, data_replicate=3, data_shard=5, context=1, tensor=7)
 

@@ -23,6 +23,7 @@ EVERYTHING = {
     "divided": {"decoder.blocks.*.attention": ("heads", "kv_heads")},
     "batch": BATCH,
     "experts": ("decoder.blocks.*.experts.*",),
+    "replica_sums": ("decoder.blocks.*.load",),
     "checkpointable": ("decoder.blocks.*.mlp",),
 }
 PLAN = ParallelPlan(**EVERYTHING)

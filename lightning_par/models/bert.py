@@ -1,0 +1,252 @@
+"""The reference encoder: a BERT for one device, which declares how it may be cut.
+
+Shapes: B batch, T tokens, D model dim, N heads, H head dim, V vocabulary.
+"""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+
+from lightning_par.models.bert_config import BertConfig
+from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
+
+__all__ = ["Bert", "EncoderBlock", "from_hugging_face_bert"]
+
+
+class SelfAttention(nn.Module):
+    """Attention of every token to every token that is not padding.
+
+    `num_heads` is read at every call: where the projections are sharded over heads, a strategy
+    lowers it to the local count.
+
+    Args:
+        config: Sizes.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        dim = config.model_dim
+        self.num_heads, self.head_dim = config.num_heads, dim // config.num_heads
+        self.dropout = config.dropout
+        self.query, self.key = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.value, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, hidden: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Mix tokens.
+
+        Args:
+            hidden: [B, T, D].
+            visible: [B, 1, 1, T], bool; None: every token is.
+
+        Returns:
+            [B, T, D].
+        """
+        query, key, value = (
+            part(hidden).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        rate = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=rate)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """``down(gelu(up(x)))`` with the exact GELU.
+
+    Args:
+        config: Sizes.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.model_dim, config.ff_dim)
+        self.down = nn.Linear(config.ff_dim, config.model_dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map [B, T, D] to [B, T, D]."""
+        out: Tensor = self.down(F.gelu(self.up(hidden)))
+        return out
+
+
+class EncoderBlock(nn.Module):
+    """One layer, normalised after each part: ``norm(h + attention(h))``, ``norm(h + mlp(h))``.
+
+    Args:
+        config: Sizes.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        dim, eps = config.model_dim, config.norm_eps
+        self.attention = SelfAttention(config)
+        self.attention_norm = nn.LayerNorm(dim, eps=eps)
+        self.mlp = FeedForward(config)
+        self.mlp_norm = nn.LayerNorm(dim, eps=eps)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Refine the hidden state [B, T, D]; `visible` as in `SelfAttention`."""
+        hidden = self.attention_norm(hidden + self.drop(self.attention(hidden, visible)))
+        out: Tensor = self.mlp_norm(hidden + self.drop(self.mlp(hidden)))
+        return out
+
+
+class OrderHead(nn.Module):
+    """Classifies the first token: are the two segments in their order?
+
+    Args:
+        config: Sizes.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.pool = nn.Linear(config.model_dim, config.model_dim)
+        self.classify = nn.Linear(config.model_dim, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map [B, T, D] to logits [B, 2]."""
+        out: Tensor = self.classify(self.pool(hidden[:, 0]).tanh())
+        return out
+
+
+class Bert(nn.Module):
+    """A bidirectional encoder with a head for hidden tokens and, optionally, one for the order.
+
+    Args:
+        config: Sizes.
+
+    **Source**: Devlin et al. (1810.04805), section 3.
+
+    Example:
+        >>> hidden, order = Bert(BertConfig.preset("tiny"))(torch.zeros(2, 5, dtype=torch.int64))
+        >>> hidden.shape, order.shape
+        (torch.Size([2, 5, 260]), torch.Size([2, 2]))
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim, eps = config.model_dim, config.norm_eps
+        self.embed = nn.Embedding(config.vocab_size, dim)
+        self.position = nn.Embedding(config.max_length, dim)
+        self.segment = nn.Embedding(config.num_segments, dim)
+        self.embed_norm = nn.LayerNorm(dim, eps=eps)
+        self.drop = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.num_layers))
+        self.transform = nn.Linear(dim, dim)
+        self.transform_norm = nn.LayerNorm(dim, eps=eps)
+        self.head = nn.Linear(dim, config.vocab_size)
+        self.head.weight = self.embed.weight
+        self.order = OrderHead(config) if config.order_head else None
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Draw matrices and tables, zero biases; norms keep their ones."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=self.config.init_std)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        segment_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Predict every token, and the order of the segments.
+
+        Args:
+            input_ids: [B, T], int64.
+            segment_ids: [B, T], int64, 0 .. num_segments - 1; None: all 0.
+            attention_mask: [B, T], 0 or False where padding is; None: no padding. A row needs one
+                visible token.
+
+        Returns:
+            Logits [B, T, V], and [B, 2] if there is an order head.
+        """
+        if segment_ids is None:
+            segment_ids = torch.zeros_like(input_ids)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        hidden = self.embed(input_ids) + self.position(positions) + self.segment(segment_ids)
+        hidden = self.drop(self.embed_norm(hidden))
+        visible = None if attention_mask is None else attention_mask[:, None, None].bool()
+        for block in self.blocks:
+            hidden = block(hidden, visible)
+        order = None if self.order is None else self.order(hidden)
+        return self.head(self.transform_norm(F.gelu(self.transform(hidden)))), order
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Return how this model may be cut along every axis."""
+        tensor: dict[str, TensorStyle] = {
+            "embed": "vocab_embedding",
+            "position": "split_sequence",
+            "segment": "split_sequence",
+            "embed_norm": "sequence_parallel",
+            "blocks.*.attention": "gather_sequence",
+            "blocks.*.attention.query": "colwise",
+            "blocks.*.attention.key": "colwise",
+            "blocks.*.attention.value": "colwise",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.attention_norm": "sequence_parallel",
+            "blocks.*.mlp": "gather_sequence",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "blocks.*.mlp_norm": "sequence_parallel",
+            "transform": "sequence_parallel",
+            "transform_norm": "sequence_parallel",
+            "head": "vocab_head",
+        }
+        if self.order is not None:
+            tensor["order"] = "whole_sequence"
+            tensor["order.pool"] = tensor["order.classify"] = "replicated"
+        sequences = ("input_ids", "segment_ids", "attention_mask", "maskable")
+        return ParallelPlan(
+            blocks="blocks",
+            tied=(("embed.weight", "head.weight"),),
+            tensor=tensor,
+            divided={"blocks.*.attention": ("num_heads",)},
+            batch=BatchLayout(sequence_dims=dict.fromkeys(sequences, 1), labels="sentence_order"),
+            checkpointable=("blocks.*.attention", "blocks.*.mlp"),
+        )
+
+
+_HUGGING_FACE = (
+    (r"bert\.embeddings\.word_embeddings\.", "embed."),
+    (r"bert\.embeddings\.position_embeddings\.", "position."),
+    (r"bert\.embeddings\.token_type_embeddings\.", "segment."),
+    (r"bert\.embeddings\.LayerNorm\.", "embed_norm."),
+    (r"bert\.encoder\.layer\.(\d+)\.attention\.self\.", r"blocks.\1.attention."),
+    (r"bert\.encoder\.layer\.(\d+)\.attention\.output\.dense\.", r"blocks.\1.attention.out."),
+    (r"bert\.encoder\.layer\.(\d+)\.attention\.output\.LayerNorm\.", r"blocks.\1.attention_norm."),
+    (r"bert\.encoder\.layer\.(\d+)\.intermediate\.dense\.", r"blocks.\1.mlp.up."),
+    (r"bert\.encoder\.layer\.(\d+)\.output\.dense\.", r"blocks.\1.mlp.down."),
+    (r"bert\.encoder\.layer\.(\d+)\.output\.LayerNorm\.", r"blocks.\1.mlp_norm."),
+    (r"bert\.pooler\.dense\.", "order.pool."),
+    (r"cls\.seq_relationship\.", "order.classify."),
+    (r"cls\.predictions\.transform\.dense\.", "transform."),
+    (r"cls\.predictions\.transform\.LayerNorm\.", "transform_norm."),
+    (r"cls\.predictions\.decoder\.", "head."),
+    (r"cls\.predictions\.bias$", "head.bias"),
+)
+
+
+def from_hugging_face_bert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict of a `Bert` from that of a `BertForPreTraining` of the same sizes.
+
+    Args:
+        state: As `state_dict()` of transformers gives it. Entries that a `Bert` does not have, such
+            as buffers of positions, are left out.
+    """
+    renamed = {}
+    for name, value in state.items():
+        for pattern, place in _HUGGING_FACE:
+            new, hits = re.subn("^" + pattern, place, name)
+            if hits:
+                renamed[new] = value
+                break
+    return renamed

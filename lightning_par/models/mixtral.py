@@ -1,0 +1,229 @@
+"""The reference mixture-of-experts decoder for one device, which declares how it may be cut.
+
+Shapes: B batch, T tokens, D model dim, E experts, V vocabulary, L layers.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import nn, Tensor
+
+from lightning_par.models.layers import Attention, make_norm, RotaryEmbedding
+from lightning_par.models.mixtral_config import MixtralConfig
+from lightning_par.models.moe import Mixture
+from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
+
+__all__ = ["Mixtral", "MixtureBlock", "from_hugging_face_mixtral"]
+
+_RESIDUAL = ("attention.out.weight", "moe.experts.down.weight", "moe.shared.down.weight")
+
+
+class MixtureBlock(nn.Module):
+    """One layer: ``h + attention(norm(h))``, then ``h + mixture(norm(h))``.
+
+    Args:
+        config: Sizes and kinds of the parts.
+    """
+
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__()
+        dim, eps = config.model_dim, config.norm_eps
+        self.attention_norm = make_norm(config.norm, dim, eps=eps, bias=False)
+        self.attention = Attention(dim, config.num_heads, config.kv_heads, dropout=config.dropout)
+        self.moe_norm = make_norm(config.norm, dim, eps=eps, bias=False)
+        self.moe = Mixture(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: Tensor,
+        noise: Tensor | None = None,
+        counted: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Refine the hidden state.
+
+        Args:
+            hidden: [B, T, D].
+            rotary: [2, B or 1, 1, T, H].
+            noise: [B, T, E]; see `Router`.
+            counted: [B, T]; see `Router`.
+
+        Returns:
+            [B, T, D], and the two losses of the router [2].
+        """
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary)
+        mixed, losses = self.moe(self.moe_norm(hidden), noise, counted)
+        return hidden + self.drop(mixed), losses
+
+
+class Mixtral(nn.Module):
+    """A decoder-only language model whose MLPs are mixtures of experts.
+
+    Args:
+        config: Sizes and kinds of the parts.
+
+    **Source**: Jiang et al. (2401.04088). Weights as in `GPT`.
+
+    Example:
+        >>> logits, losses = Mixtral(MixtralConfig.preset("tiny"))(torch.zeros(2, 5).long())
+        >>> logits.shape, losses.shape
+        (torch.Size([2, 5, 256]), torch.Size([2]))
+    """
+
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.model_dim
+        self.embed = nn.Embedding(config.vocab_size, dim)
+        self.drop = nn.Dropout(config.dropout)
+        self.rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta)
+        self.blocks = nn.ModuleList(MixtureBlock(config) for _ in range(config.num_layers))
+        self.norm = make_norm(config.norm, dim, eps=config.norm_eps, bias=False)
+        self.head = nn.Linear(dim, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.head.weight = self.embed.weight
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Draw weights; norms keep their ones. One in-place call per parameter."""
+        std = self.config.init_std
+        for name, parameter in self.named_parameters():
+            if name.endswith(_RESIDUAL):
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.num_layers))
+            elif parameter.ndim > 1:
+                nn.init.normal_(parameter, std=std)
+
+    def forward(self, input_ids: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: [B, T], int64, 0 .. V - 1.
+            counted: [B, T], bool: which tokens count in the routers' losses; None: all.
+
+        Returns:
+            Logits [B, T, V], and the mean over the layers of the balance loss and of the z-loss,
+            [2].
+        """
+        rotary = self.rotary(torch.arange(input_ids.shape[1], device=input_ids.device)[None])
+        hidden = self.drop(self.embed(input_ids))
+        losses = []
+        for block in self.blocks:
+            hidden, its_losses = block(hidden, rotary, self._noise(input_ids), counted)
+            losses.append(its_losses)
+        return self.head(self.norm(hidden)), torch.stack(losses).mean(0)
+
+    def _noise(self, input_ids: Tensor) -> Tensor | None:
+        """Return [B, T, E]: drawn here and not in the blocks, so that all ranks that hold parts of
+        this model draw the same.
+        """
+        if self.config.routing != "noisy_top_k" or not self.training:
+            return None
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        size = (*input_ids.shape, self.config.num_experts)
+        return torch.randn(size, device=input_ids.device, dtype=dtype)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the whole model, whatever part of it is here."""
+        return self.config.num_parameters
+
+    def flops_per_token(self, length: int) -> int:
+        """Return the operations of training per token, those of k experts; see `GPTConfig`.
+
+        Args:
+            length: T.
+        """
+        return self.config.flops_per_token(length)
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Return how this model may be cut along every axis."""
+        tensor: dict[str, TensorStyle] = {
+            "embed": "vocab_embedding",
+            "blocks.*.attention_norm": "sequence_parallel",
+            "blocks.*.attention": "gather_sequence",
+            "blocks.*.attention.query": "colwise",
+            "blocks.*.attention.key": "colwise",
+            "blocks.*.attention.value": "colwise",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.moe_norm": "sequence_parallel",
+            "blocks.*.moe.router.gate": "sequence_gather_output",
+            "blocks.*.moe.experts": "experts",
+            "blocks.*.moe.experts.gate": "expert_colwise",
+            "blocks.*.moe.experts.up": "expert_colwise",
+            "blocks.*.moe.experts.down": "expert_rowwise",
+            "norm": "sequence_parallel",
+            "head": "vocab_head",
+        }
+        if self.config.routing == "noisy_top_k":
+            tensor["blocks.*.moe.router.noise"] = "sequence_gather_output"
+        if self.config.num_shared_experts:
+            tensor["blocks.*.moe.shared"] = "gather_sequence"
+            tensor["blocks.*.moe.shared.gate"] = "colwise"
+            tensor["blocks.*.moe.shared.up"] = "colwise"
+            tensor["blocks.*.moe.shared.down"] = "rowwise"
+        return ParallelPlan(
+            blocks="blocks",
+            tied=(("embed.weight", "head.weight"),) if self.config.tied_head else (),
+            tensor=tensor,
+            divided={"blocks.*.attention": ("num_heads", "num_kv_heads")},
+            batch=BatchLayout(
+                sequence_dims={"input_ids": 1, "labels": 1}, labels="labels", ignore_index=-100
+            ),
+            experts=("blocks.*.moe.experts",),
+            replica_sums=("blocks.*.moe.router.over_replicas",),
+            checkpointable=("blocks.*.attention",),
+        )
+
+
+_HUGGING_FACE = (
+    (r"model\.embed_tokens\.", "embed."),
+    (r"model\.norm\.", "norm."),
+    (r"lm_head\.", "head."),
+    (r"model\.layers\.(\d+)\.input_layernorm\.", r"blocks.\1.attention_norm."),
+    (r"model\.layers\.(\d+)\.post_attention_layernorm\.", r"blocks.\1.moe_norm."),
+    (r"model\.layers\.(\d+)\.self_attn\.q_proj\.", r"blocks.\1.attention.query."),
+    (r"model\.layers\.(\d+)\.self_attn\.k_proj\.", r"blocks.\1.attention.key."),
+    (r"model\.layers\.(\d+)\.self_attn\.v_proj\.", r"blocks.\1.attention.value."),
+    (r"model\.layers\.(\d+)\.self_attn\.o_proj\.", r"blocks.\1.attention.out."),
+    (r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.gate\.", r"blocks.\1.moe.router.gate."),
+    (
+        r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.down_proj$",
+        r"blocks.\1.moe.experts.down.weight",
+    ),
+)
+_FUSED = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.gate_up_proj$")
+_SINGLE = re.compile(
+    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(w[123])\.weight$"
+)
+_SINGLE_NAMES = {"w1": "gate", "w2": "down", "w3": "up"}
+
+
+def from_hugging_face_mixtral(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict of a `Mixtral` from that of a `MixtralForCausalLM` of the same sizes.
+
+    Args:
+        state: As `state_dict()` of transformers 5 gives it (experts stacked), or as the released
+            checkpoints have it (``experts.3.w1.weight``).
+    """
+    renamed: dict[str, Tensor] = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, value in state.items():
+        fused, single = _FUSED.match(name), _SINGLE.match(name)
+        if fused:
+            gate, up = value.chunk(2, dim=1)
+            renamed[f"blocks.{fused[1]}.moe.experts.gate.weight"] = gate
+            renamed[f"blocks.{fused[1]}.moe.experts.up.weight"] = up
+        elif single:
+            place = f"blocks.{single[1]}.moe.experts.{_SINGLE_NAMES[single[3]]}.weight"
+            stacks.setdefault(place, {})[int(single[2])] = value
+        for pattern, place in _HUGGING_FACE:
+            new, hits = re.subn("^" + pattern, place, name)
+            if hits:
+                renamed[new] = value
+                break
+    for place, experts in stacks.items():
+        renamed[place] = torch.stack([experts[i] for i in sorted(experts)])
+    return renamed

@@ -1,0 +1,54 @@
+"""The LightningModule of the reference mixture of experts. It knows of no strategy."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.models.gpt_module import Batch, GPTModule
+from lightning_par.models.mixtral import Mixtral
+from lightning_par.models.mixtral_config import MixtralConfig
+from lightning_par.models.moe import Router
+
+__all__ = ["MixtralModule"]
+
+_IGNORE_INDEX = -100
+
+
+class MixtralModule(GPTModule):
+    """Trains a `Mixtral` like `GPTModule`, with the losses that keep its experts in balance.
+
+    The loss of training is the mean over the tokens plus ``auxiliary_weight`` times the balance
+    loss plus ``z_weight`` times the z-loss; validation and test report the first part only. Logs
+    also ``train_balance_loss`` (1 for an even load) and ``train_z_loss``, each step. The arguments
+    are those of `LanguageModule`.
+    """
+
+    config_type = MixtralConfig
+    model_type = Mixtral  # type: ignore[assignment]
+    model: Mixtral  # type: ignore[assignment]
+    config: MixtralConfig
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return logits [B, T, V] for tokens [B, T]."""
+        logits: Tensor = self.model(input_ids)[0]
+        return logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the total loss; log it and its parts."""
+        logits, losses = self.model(batch["input_ids"], batch["labels"] != _IGNORE_INDEX)
+        config = self.config
+        weights = losses.new_tensor([config.auxiliary_weight, config.z_weight])
+        loss: Tensor = self._token_loss(logits, batch["labels"]) + (losses * weights).sum()
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("train_balance_loss", losses[0])
+        self.log("train_z_loss", losses[1])
+        return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, and then move the biases of the routers."""
+        super().optimizer_step(*args, **kwargs)
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, Router):
+                    module.finish_step()
