@@ -24,21 +24,26 @@ Coalesced forms count one call. Barriers are not counted. A backend may use anot
 (trees, copies inside a node); the numbers are those of the standard cost model and do not depend on
 it.
 
-Not seen: other threads than the one that entered the ledger (and the autograd threads that it
-starts), and collectives that C++ code issues on the process group without the dispatcher.
+With a clock, every transfer is timed as well. *Exposed* is the time that the rank stood still: in
+the call itself, and while it waited for the result. *Hidden* is the rest of the time from the call
+to the end of the wait, in which the rank went on computing. Both include waiting for ranks that
+come later.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from functools import cache
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Ledger", "LedgerEntry"]
+from lightning_par.engine.clock import Clock
+from lightning_par.engine.wiretap import Call, Wiretap
+
+__all__ = ["Ledger", "LedgerEntry", "Transfer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,93 +65,58 @@ class LedgerEntry:
     sent: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    """Which argument of an operator is counted, and whether it is one of n equal parts."""
+@dataclass(eq=False, kw_only=True)
+class Transfer:
+    """One communication of this rank, timed.
 
+    Attributes:
+        axis: As in `LedgerEntry`.
+        operation: As in the table of this module.
+        payload: Bytes of the whole tensor.
+        sent: Bytes that this rank sent.
+        began: Mark of the call.
+        issued: Mark of its end.
+        waits: Marks of the begin and end of every wait for the result.
+    """
+
+    axis: str
     operation: str
-    argument: str
-    is_part: bool = False
-
-
-def _rules() -> dict[str, _Rule]:
-    """Return operator -> rule."""
-    rules: dict[str, _Rule] = {}
-
-    def add(operation: str, argument: str, *names: str, is_part: bool = False) -> None:
-        rule = _Rule(operation=operation, argument=argument, is_part=is_part)
-        rules.update(dict.fromkeys(names, rule))
-
-    functional = "_c10d_functional::"
-    add("all_reduce", "tensors", "c10d::allreduce_", "c10d::allreduce_coalesced_")
-    add("all_gather", "output_tensor", "c10d::_allgather_base_")
-    add("all_gather", "output_tensors", "c10d::allgather_")
-    add("all_gather", "outputs", "c10d::allgather_into_tensor_coalesced_")
-    add("all_gather", "output_lists", "c10d::allgather_coalesced_")
-    add("reduce_scatter", "input_tensor", "c10d::_reduce_scatter_base_")
-    add("reduce_scatter", "input_tensors", "c10d::reduce_scatter_")
-    add("reduce_scatter", "inputs", "c10d::reduce_scatter_tensor_coalesced_")
-    add("all_to_all", "input", "c10d::alltoall_base_", functional + "all_to_all_single")
-    add("all_to_all", "input_tensors", "c10d::alltoall_")
-    add("broadcast", "tensors", "c10d::broadcast_")
-    add("reduce", "tensors", "c10d::reduce_")
-    add("gather", "input_tensors", "c10d::gather_", is_part=True)
-    add("scatter", "output_tensors", "c10d::scatter_", is_part=True)
-    add("send", "tensors", "c10d::send")
-    add("recv", "tensors", "c10d::recv_", "c10d::recv_any_source_")
-    add("send", "tensor", functional + "isend")
-    add("recv", "tensor", functional + "irecv")
-    for end in ("", "_"):
-        add("all_reduce", "input", functional + "all_reduce" + end)
-        add("all_reduce", "inputs", functional + "all_reduce_coalesced" + end)
-        add("broadcast", "input", functional + "broadcast" + end)
-    for end in ("", "_out"):
-        gather, scatter = (
-            f"{functional}all_gather_into_tensor",
-            f"{functional}reduce_scatter_tensor",
-        )
-        add("all_gather", "input", gather + end, is_part=True)
-        add("reduce_scatter", "input", scatter + end)
-    add("all_gather", "inputs", f"{functional}all_gather_into_tensor_coalesced", is_part=True)
-    add("reduce_scatter", "inputs", f"{functional}reduce_scatter_tensor_coalesced")
-    return rules
-
-
-_RULES: Mapping[str, _Rule] = _rules()
+    payload: int
+    sent: float
+    began: Any
+    issued: Any
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 def _size(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
-def _kept(values: Mapping[str, Any], payload: int, ranks: int, rank: int) -> Fraction:
+def _kept(call: Call, payload: int, ranks: int, rank: int) -> Fraction:
     """Return the bytes of an all-to-all's input that this rank keeps."""
-    if "input_tensors" in values:
-        return Fraction(_size(values["input_tensors"][rank]))
-    splits = values["input_split_sizes"]
-    return Fraction(payload) * (
-        Fraction(splits[rank], sum(splits) or 1) if splits else Fraction(1, ranks)
+    if isinstance(call.tensors, list | tuple):
+        return Fraction(_size(call.tensors[rank]))
+    share = (
+        Fraction(call.splits[rank], sum(call.splits) or 1) if call.splits else Fraction(1, ranks)
     )
+    return payload * share
 
 
-def _sent(
-    operation: str, values: Mapping[str, Any], payload: int, ranks: int, rank: int
-) -> Fraction:
+@cache
+def _sent(operation: str, payload: int, ranks: int, is_root: bool) -> Fraction:
+    """Return the bytes that a rank sends; `is_root`: the operation starts or ends at it."""
     whole, others = Fraction(payload), Fraction(ranks - 1, ranks)
-    root = values.get("root_rank", values.get("src"))
-    formulas: dict[str, Callable[[], Fraction]] = {
-        "all_reduce": lambda: 2 * others * whole,
-        "all_gather": lambda: others * whole,
-        "reduce_scatter": lambda: others * whole,
-        "all_to_all": lambda: whole - _kept(values, payload, ranks, rank),
-        "broadcast": lambda: whole if rank == root else Fraction(0),
-        "scatter": lambda: others * whole if rank == root else Fraction(0),
-        "gather": lambda: whole / ranks if rank != root else Fraction(0),
-        "reduce": lambda: whole if rank != root else Fraction(0),
-        "send": lambda: whole,
-        "recv": lambda: Fraction(0),
-    }
-    return formulas[operation]()
+    return {
+        "all_reduce": 2 * others * whole,
+        "all_gather": others * whole,
+        "reduce_scatter": others * whole,
+        "broadcast": whole * is_root,
+        "scatter": others * whole * is_root,
+        "gather": whole / ranks * (not is_root),
+        "reduce": whole * (not is_root),
+        "send": whole,
+        "recv": Fraction(0),
+    }[operation]
 
 
 @dataclass
@@ -161,14 +131,21 @@ class _Count:
         self.sent += other.sent
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(Wiretap):
     """Counts the communication of this rank while it is entered; entering again goes on counting.
 
-    It sees forward and backward passes, FSDP2, DTensor, functional collectives and point-to-point.
+    It hears forward and backward passes, FSDP2, DTensor, functional collectives, point-to-point and
+    compiled code, on every thread of the process. Groups of one rank move nothing and are not
+    counted.
 
     Args:
         axes: Axis name -> the group of this rank along it. If two axes have the same group, the
             first counts.
+        clock: Times every transfer; without one, they are only counted.
+
+    Attributes:
+        listens: Set it to False to pause.
+        transfers: What was heard since they were last taken out, in order; empty without a clock.
 
     Example:
         >>> with Ledger({"tp": mesh.get_group("tp")}) as ledger:
@@ -176,12 +153,28 @@ class Ledger(TorchDispatchMode):
         >>> ledger.total(axis="tp", operation="all_gather").sent
     """
 
-    def __init__(self, axes: Mapping[str, dist.ProcessGroup] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        axes: Mapping[str, dist.ProcessGroup] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__()
         self._axes: dict[str, str] = {}
         for axis, group in (axes or {}).items():
             self._axes.setdefault(group.group_name, axis)
         self._counts: dict[tuple[str, str], _Count] = {}
+        self._clock = clock
+        self._works: dict[int, tuple[dist.Work, Transfer]] = {}
+        self._results: dict[int, Transfer] = {}
+        self.listens = True
+        self.transfers: list[Transfer] = []
+
+    def __enter__(self) -> Self:
+        self._enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit()
 
     def entries(self) -> tuple[LedgerEntry, ...]:
         """Return what was counted, by axis (given ones first, in their order) and operation."""
@@ -204,8 +197,11 @@ class Ledger(TorchDispatchMode):
         return _entry(axis or "all", operation or "all", total)
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Forget what was counted and heard."""
         self._counts.clear()
+        self._works.clear()
+        self._results.clear()
+        self.transfers = []
 
     def __str__(self) -> str:
         head = ("axis", "operation", "calls", "payload [B]", "sent [B]")
@@ -214,42 +210,60 @@ class Ledger(TorchDispatchMode):
         form = "  ".join(f"{{:{'<' if i < 2 else '>'}{w}}}" for i, w in enumerate(widths))
         return "\n".join(form.format(*row) for row in rows)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run the operation, then count it if it communicates."""
-        result = func(*args, **(kwargs or {}))
-        namespace = func._schema.name.partition("::")[0]
-        if namespace in ("c10d", "_c10d_functional"):
-            names = [a.name for a in func._schema.arguments]
-            values = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-            if func._schema.name == "_c10d_functional::batch_p2p_ops":
-                for op, tensor in zip(values["op_list"], values["tensors"], strict=True):
-                    self._count("recv" if "recv" in op else "send", _size(tensor), values)
-            elif func._schema.name in _RULES:
-                rule = _RULES[func._schema.name]
-                size = _size(values[rule.argument])
-                parts = _group(values).size() if rule.is_part else 1
-                self._count(rule.operation, size * parts, values)
-        return result
+    def _mark(self) -> Any:
+        return None if self._clock is None or not self.listens else self._clock.mark()
 
-    def _count(self, operation: str, payload: int, values: Mapping[str, Any]) -> None:
-        group = _group(values)
-        sent = _sent(operation, values, payload, group.size(), group.rank())
-        world = dist.group.WORLD is not None and group.group_name == dist.group.WORLD.group_name
-        axis = self._axes.get(group.group_name, "world" if world else group.group_name)
-        count = self._counts.setdefault((axis, operation), _Count())
+    def _heard(self, call: Call, result: Any, began: Any) -> None:
+        if not self.listens or call.group.size() == 1:
+            return
+        ranks, rank = call.group.size(), call.group.rank()
+        payload = _size(call.tensors) * (ranks if call.is_part else 1)
+        if call.operation == "all_to_all":
+            sent = payload - _kept(call, payload, ranks, rank)
+        else:
+            sent = _sent(call.operation, payload, ranks, rank == call.root)
+        axis = self._axis(call.group)
+        count = self._counts.setdefault((axis, call.operation), _Count())
         count.add(_Count(calls=1, payload=payload, sent=sent))
+        if self._clock is not None:
+            transfer = Transfer(
+                axis=axis,
+                operation=call.operation,
+                payload=payload,
+                sent=float(sent),
+                began=began,
+                issued=self._clock.mark(),
+            )
+            self.transfers.append(transfer)
+            self._expect(result, transfer)
 
+    def _expect(self, result: Any, transfer: Transfer) -> None:
+        """Keep a transfer until its work is waited for, or the tensor that it gives."""
+        if not isinstance(result, dist.Work):
+            tensors = (t for t in tree_leaves(result) if isinstance(t, Tensor))
+            self._results.update((t.data_ptr(), transfer) for t in tensors)
+            return
+        if transfer.operation == "send":
+            # A send may never be waited for; its tensor must not be kept alive by us.
+            for key, (work, other) in list(self._works.items()):
+                if other.operation == "send" and work.is_completed():
+                    del self._works[key]
+        self._works[id(result)] = (result, transfer)
 
-def _group(values: Mapping[str, Any]) -> dist.ProcessGroup:
-    """Return the group of a call: operators take it boxed, by name, or as it is."""
-    given = values.get("process_group", values.get("group_name"))
-    if isinstance(given, dist.ProcessGroup):
-        return given
-    if isinstance(given, str):
-        return dist.distributed_c10d._resolve_process_group(given)  # type: ignore[attr-defined, arg-type]
-    return dist.ProcessGroup.unbox(given)
+    def _waited(self, what: dist.Work | Tensor, began: Any) -> None:
+        if began is None or self._clock is None:
+            return
+        if isinstance(what, Tensor):
+            transfer = self._results.pop(what.data_ptr(), None)
+        else:
+            _, transfer = self._works.pop(id(what), (None, None))
+        if transfer is not None:
+            transfer.waits.append((began, self._clock.mark()))
+
+    def _axis(self, group: dist.ProcessGroup) -> str:
+        name = group.group_name
+        world = dist.group.WORLD is not None and name == dist.group.WORLD.group_name
+        return self._axes.get(name, "world" if world else name)
 
 
 def _entry(axis: str, operation: str, count: _Count) -> LedgerEntry:

@@ -5,10 +5,10 @@ The schedule says in which order; the executor posts the receives of an action b
 the one before, names the action when something fails, and records when everything ran.
 """
 
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.boundary import Boundary
+from lightning_par.engine.clock import Clock, HostClock
 from lightning_par.engine.deferral import Deferred, WeightGradients
 from lightning_par.engine.schedule import Action, ActionKind, Schedule, TimedAction
 from lightning_par.engine.stages import MicroBatchState, Stage
@@ -50,16 +51,35 @@ class PipelineRun:
 
     Attributes:
         results: On the last stage, what the step returned for every micro-batch; elsewhere empty.
-        events: When every action computed, in seconds of `time.monotonic`, which all processes of a
-            host share.
-        waited: Seconds spent waiting for other stages, per action.
+        clock: What took the marks.
+        marks: Of every action: when its turn came, when what it needs was there, and when it was
+            done.
         peak_in_flight: The most micro-batches whose activations each stage held at once.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
-    events: list[TimedAction] = field(default_factory=list)
-    waited: dict[Action, float] = field(default_factory=dict)
+    clock: Clock = field(default_factory=HostClock)
+    marks: list[tuple[Action, Any, Any, Any]] = field(default_factory=list)
     peak_in_flight: dict[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def _times(self) -> list[list[float]]:
+        times = self.clock.read([mark for _, *marks in self.marks for mark in marks])
+        return [times[i : i + 3] for i in range(0, len(times), 3)]
+
+    @property
+    def events(self) -> list[TimedAction]:
+        """When every action computed, in seconds of `time.monotonic`, which all processes of a host
+        share; to be read after the run.
+        """
+        pairs = zip(self.marks, self._times, strict=True)
+        return [TimedAction(action, start, end) for (action, *_), (_, start, end) in pairs]
+
+    @property
+    def waited(self) -> dict[Action, float]:
+        """Seconds spent waiting for other stages, per action; to be read after the run."""
+        pairs = zip(self.marks, self._times, strict=True)
+        return {action: start - turn for (action, *_), (turn, start, _) in pairs}
 
 
 _NAMES: Mapping[ActionKind, str] = MappingProxyType(
@@ -90,6 +110,9 @@ class PipelineExecutor:
         hooks: Calls around forward and backward.
         gradients: Where weights' gradients wait, if the schedule splits the backward.
         activity: Where every action is written down before it begins.
+
+    Attributes:
+        clock: Times the actions.
     """
 
     def __init__(
@@ -103,6 +126,7 @@ class PipelineExecutor:
         self.stages, self.boundaries, self.hooks = tuple(stages), boundaries, hooks
         self.gradients = gradients or WeightGradients()
         self.activity = activity or Activity()
+        self.clock: Clock = HostClock()
 
     def run(
         self,
@@ -150,7 +174,7 @@ class _Walk:
         self.gradients, self.activity = executor.gradients, executor.activity
         self.step, self.signatures, self.loss_of = step, signatures, loss_of
         self.around = around
-        self.run = PipelineRun()
+        self.run = PipelineRun(clock=executor.clock)
         self.flying: dict[tuple[int, int], _InFlight] = {}
 
     def go(self, actions: Sequence[Action]) -> None:
@@ -159,20 +183,19 @@ class _Walk:
         last = [a for a in actions if a.kind is ActionKind.BACKWARD][-1:]
         posted: PendingMessage | None = None
         for action, following in zip(actions, [*actions[1:], None], strict=True):
-            began = time.monotonic()
+            turn = self.run.clock.mark()
             self.activity.begin(_NAMES[action.kind], action.microbatch, action.stage)
             try:
                 pending = posted or self._post(action)
                 if pending is not None:
                     pending.wait()
                 posted = self._post_early(following)
-                start = time.monotonic()
+                start = self.run.clock.mark()
                 self._compute(action, pending, is_last=action in last, splits=splits)
             except Exception as error:
                 error.add_note(f"in pipeline {self._describe(action)}")
                 raise
-            self.run.events.append(TimedAction(action, start, time.monotonic()))
-            self.run.waited[action] = start - began
+            self.run.marks.append((action, turn, start, self.run.clock.mark()))
         if splits:
             self.hooks.finish()
 

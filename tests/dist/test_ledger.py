@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
+from lightning_par.engine.clock import HostClock
 from lightning_par.engine.ledger import Ledger
 from tests.ranks import ranks
 
@@ -197,3 +198,57 @@ def test_sent_bytes_are_summed_before_they_are_rounded(rank, world, size):
                 torch.empty(2 * size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
             )
     assert ledger.total().sent == 4 * size
+
+
+@ranks(2)
+def test_a_clock_times_every_transfer_from_its_call_to_the_end_of_its_wait(rank, world):
+    x, clock = torch.ones(5), HostClock()
+    began = clock.mark()
+    with Ledger(clock=clock) as ledger:
+        dist.all_reduce(x.clone())
+        work = dist.all_reduce(x.clone(), async_op=True)
+        middle = clock.mark()
+        work.wait()
+        all_reduce(x, "sum", dist.group.WORLD).sum()
+        dist.isend(x, 1) if rank == 0 else dist.recv(x, 0)
+        ledger.listens = False
+        dist.all_reduce(x.clone())
+    ended = clock.mark()
+    whole, late, functional, message = ledger.transfers
+    for transfer in ledger.transfers:
+        marks = [transfer.began, transfer.issued, *(m for w in transfer.waits for m in w)]
+        assert began <= marks[0]
+        assert marks[-1] <= ended
+        assert marks == sorted(marks)
+    assert [len(t.waits) for t in (whole, late, functional)] == [1, 1, 1]
+    assert late.issued <= middle <= late.waits[0][0]
+    assert message.operation == ("send" if rank == 0 else "recv")
+    assert ledger.total().calls == 4
+    dist.barrier()
+
+
+@ranks(2)
+def test_nested_ledgers_both_count_and_what_was_there_comes_back(rank, world):
+    methods = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
+    x, group = torch.ones(5), dist.group.WORLD
+    with Ledger() as outer:
+        for _ in range(2):
+            with Ledger() as inner:
+                dist.all_reduce(x)
+                all_reduce(x, "sum", group).sum()
+    all_reduce(x, "sum", group).sum()
+    assert (outer.total().calls, inner.total().calls) == (4, 2)
+    assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == methods
+
+
+@ranks(2)
+def test_communication_of_compiled_code_and_in_inference_mode_is_heard(rank, world):
+    group = dist.group.WORLD
+    double = torch.compile(lambda x: all_reduce(x * 2, "sum", group) + 1, backend="aot_eager")
+    x = torch.ones(7)
+    want = double(x)
+    with Ledger() as ledger:
+        torch.testing.assert_close(double(x), want)
+        with torch.inference_mode():
+            all_reduce(x, "sum", group).sum()
+    assert ledger.total().calls == 2

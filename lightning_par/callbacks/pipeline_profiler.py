@@ -1,0 +1,203 @@
+"""`PipelineProfiler`: where the time of a pipelined step goes, and the split that would fix it."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_par.callbacks.profiling import Chapter, mesh_strategy, Profiler, Recording
+from lightning_par.engine.draw import draw_timeline
+from lightning_par.engine.record import RankRecord
+from lightning_par.engine.report import Table
+from lightning_par.engine.summary import PipelineSummary, RankTimes, summarise_pipeline
+
+__all__ = ["PipelineProfiler"]
+
+_NOTE = (
+    "The makespan runs from the first start to the last end of an action of any stage. Compute and "
+    "exposed communication are what a rank was busy with; waiting is the part of its idle time in "
+    "which it stood still for a message. Bubble: idle time over the makespan. Predicted: the same "
+    "for the schedule on paper, with the median time of every stage and messages that take no time."
+)
+
+
+class PipelineProfiler(Profiler):
+    """Times every action of every rank of a pipeline.
+
+    Logged at the Trainer's ``log_every_n_steps``, the same on every rank, for the pipeline of this
+    rank's replica (loggers write that of rank 0); r is the place along the pipeline:
+
+    ==============================  ========  ====================================================
+    key                             unit      meaning
+    ==============================  ========  ====================================================
+    ``pipeline/step``               ms        from the first start to the last end of an action
+    ``pipeline/bubble``             fraction  idle share of that time, all stages together
+    ``pipeline/bubble_predicted``   fraction  the same on paper, with the stages' own times
+    ``pipeline/bubble_balanced``    fraction  the same on paper, if the stages were equal
+    ``pipeline/imbalance``          fraction  what the slowest stage takes more than the mean
+    ``pipeline/rank_r/compute``     ms        in actions, less `exposed`
+    ``pipeline/rank_r/exposed``     ms        stood still in actions for collectives
+    ``pipeline/rank_r/waited``      ms        stood still for messages of other stages
+    ``pipeline/rank_r/bubble``      fraction  idle share of the step
+    ==============================  ========  ====================================================
+
+    At the end of training rank 0 writes ``report.html`` (one file: a timeline to zoom into, tables,
+    the predicted timeline beside the measured one), ``trace.json`` (for Perfetto or
+    ``chrome://tracing``) and, where matplotlib is installed, ``timeline.png``. Without a pipeline
+    it says so once, and shows the steps only.
+
+    Args:
+        folder: Where the files go; None: ``profile`` in the folder of the Trainer's logger.
+        keep_steps: How many steps, the last ones, are shown in the files.
+
+    **Communicates**: at every logged step, the times of the actions of every rank over ``pp``; at
+    the end, those of the steps that were kept, over all ranks. Between hosts, a few round trips to
+    compare their clocks.
+    """
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if mesh_strategy(trainer).sizes.pipeline == 1:
+            rank_zero_warn(
+                "PipelineProfiler: pipeline_parallel_size is 1, so there is no pipeline to time. "
+                "The report shows the steps only."
+            )
+
+    @override
+    def measure(self, recording: Recording) -> Mapping[str, float]:
+        if recording.mesh.sizes.pipeline == 1:
+            return {}
+        records = recording.gather(recording.mesh.group("pp"), last=True)
+        found = _summarise(recording, records)
+        values = {
+            "step": 1e3 * found.makespan,
+            "bubble": found.bubble,
+            "bubble_predicted": found.predicted,
+            "bubble_balanced": found.balanced,
+            "imbalance": found.imbalance,
+        }
+        for rank, times in enumerate(found.ranks):
+            values[f"rank_{rank}/compute"] = 1e3 * times.compute
+            values[f"rank_{rank}/exposed"] = 1e3 * times.exposed
+            values[f"rank_{rank}/waited"] = 1e3 * times.waited
+            values[f"rank_{rank}/bubble"] = times.bubble
+        return {f"pipeline/{name}": value for name, value in values.items()}
+
+    @override
+    def describe(self, recording: Recording, records: Sequence[RankRecord]) -> Chapter:
+        chapter = Chapter()
+        if recording.mesh.sizes.pipeline == 1:
+            return chapter
+        pipelines = _pipelines(recording, records)
+        found = _summarise(recording, pipelines[0])
+        chapter.predicted = found.simulation.events
+        chapter.headline = {
+            "bubble, measured": _percent(found.bubble),
+            "bubble, predicted": _percent(found.predicted),
+            "bubble if the stages were equal": _percent(found.balanced),
+            "imbalance": _percent(found.imbalance),
+            "pipelined part of a step": _milliseconds(found.makespan),
+        }
+        chapter.remarks = [_advice(found)]
+        error = max(record.clock_error for record in records)
+        if error:
+            chapter.remarks.append(f"The clocks of the hosts agree to within {1e3 * error:.3f} ms.")
+        chapter.tables = [
+            _table(recording, pipeline, number, len(pipelines))
+            for number, pipeline in enumerate(pipelines)
+        ]
+        return chapter
+
+    @override
+    def draw(self, recording: Recording, records: Sequence[RankRecord], folder: Path) -> None:
+        if recording.mesh.sizes.pipeline == 1:
+            return
+        if find_spec("matplotlib") is None:
+            rank_zero_warn(
+                "PipelineProfiler: timeline.png was not drawn, since matplotlib is not installed. "
+                'Install it with: pip install "lightning-par[plot]"'
+            )
+            return
+        pipeline = _pipelines(recording, records)[0]
+        rows = [record.steps[-1].actions for record in pipeline]
+        title = f"Step {pipeline[0].steps[-1].step}"
+        draw_timeline(rows, folder / "timeline.png", title=title)
+
+
+def _summarise(recording: Recording, records: Sequence[RankRecord]) -> PipelineSummary:
+    """Summarise the last step of one pipeline."""
+    parallelised = recording.parallelised
+    steps = [record.steps[-1] for record in records]
+    return summarise_pipeline(steps, parallelised.layout, parallelised.bounds)
+
+
+def _pipelines(recording: Recording, records: Sequence[RankRecord]) -> list[list[RankRecord]]:
+    """Return the records of each pipeline, in its order; that of rank 0 comes first."""
+    groups = recording.mesh.sizes.groups(("pp",))
+    return [[records[rank] for rank in group] for group in groups]
+
+
+def _advice(found: PipelineSummary) -> str:
+    now = [count for times in found.ranks for count in times.blocks]
+    stages = [stage for times in found.ranks for stage in times.stages]
+    now = [count for _, count in sorted(zip(stages, now, strict=True))]
+    if found.split is None:
+        return "The blocks could not be timed one by one, so that no other split is suggested."
+    best = list(found.split.stage_blocks)
+    if best == now:
+        return f"No other split of the blocks is better on paper than this one, {now}."
+    return (
+        f"The slowest stage takes {_percent(found.imbalance)} more than the mean. With "
+        f"stage_blocks={best} instead of {now} the pipelined part of a step would take "
+        f"{_milliseconds(found.split.makespan)} instead of "
+        f"{_milliseconds(found.predicted_makespan)}, and the bubble would be "
+        f"{_percent(found.split.bubble)}, on paper."
+    )
+
+
+def _table(recording: Recording, records: Sequence[RankRecord], number: int, count: int) -> Table:
+    found = _summarise(recording, records)
+    return Table(
+        key="stages" if number == 0 else f"stages-{number}",
+        title="Stages" if count == 1 else f"Stages, pipeline {number + 1} of {count}",
+        note=_NOTE,
+        columns=(
+            "rank",
+            "stages",
+            "blocks",
+            "compute, ms",
+            "exposed communication, ms",
+            "waiting, ms",
+            "idle, ms",
+            "bubble, measured",
+            "bubble, predicted",
+        ),
+        rows=[
+            _row(record, times, found.makespan)
+            for record, times in zip(records, found.ranks, strict=True)
+        ],
+    )
+
+
+def _row(record: RankRecord, times: RankTimes, makespan: float) -> tuple[str, ...]:
+    return (
+        record.name,
+        ", ".join(map(str, times.stages)),
+        ", ".join(map(str, times.blocks)),
+        *(f"{1e3 * t:.3f}" for t in (times.compute, times.exposed, times.waited)),
+        f"{1e3 * times.bubble * makespan:.3f}",
+        _percent(times.bubble),
+        _percent(times.predicted),
+    )
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
