@@ -29,6 +29,7 @@ __all__ = [
     "file_order",
     "publish",
     "remove_path",
+    "replacing",
     "sync_folder",
     "write_json",
     "write_object",
@@ -179,6 +180,26 @@ def write_tensors(
     return file.record
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a hidden path to write to; what is there at the end takes the place of `path`.
+
+    If the body raises, it is removed, and what had the name before stays.
+
+    Args:
+        path: Its folder is made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    remove_path(partial)
+    try:
+        yield partial
+        publish(partial, path)
+    except BaseException:
+        remove_path(partial)
+        raise
+
+
 def write_object(path: Path, value: Any) -> None:
     """Write one file with `torch.save`; what had that name stays until the new one is whole.
 
@@ -189,18 +210,10 @@ def write_object(path: Path, value: Any) -> None:
     Raises:
         OSError: The disk is full, for example; or RuntimeError, from `torch.save`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    remove_path(partial)
-    try:
-        with partial.open("wb") as file:
-            torch.save(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        publish(partial, path)
-    except BaseException:
-        remove_path(partial)
-        raise
+    with replacing(path) as partial, partial.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def file_order(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[str]:

@@ -92,14 +92,13 @@ class TensorEntry:
     chunks: tuple[Chunk, ...]
 
     @property
-    def nbytes(self) -> int:
-        """Size of the whole in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    def numel(self) -> int:
+        """Entries of the whole."""
+        return torch.Size(self.shape).numel()
 
     def is_complete(self) -> bool:
         """Return whether the chunks have as many entries as the whole."""
-        held = sum(torch.Size(chunk.shape).numel() for chunk in self.chunks)
-        return held == torch.Size(self.shape).numel()
+        return sum(torch.Size(chunk.shape).numel() for chunk in self.chunks) == self.numel
 
 
 @dataclass(kw_only=True)

@@ -88,6 +88,8 @@ def local_box(name: str, tensor: Tensor) -> Box:
                 offset[dim] += low
                 shape[dim] = min(each, shape[dim] - low)
         held = tuple(tensor.to_local().shape)
+        if 0 in held and 0 in shape:
+            shape = list(held)  # nothing has many shapes
         if held != tuple(shape):
             raise CheckpointError(
                 f"{name} holds {held} of {tuple(tensor.shape)} here, but its placements "

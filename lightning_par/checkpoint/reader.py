@@ -29,6 +29,7 @@ __all__ = [
     "StoredTensor",
     "StoredTensors",
     "TensorFiles",
+    "find_problems",
     "find_weights",
     "holds_weights_only",
 ]
@@ -311,8 +312,24 @@ class CheckpointReader:
         if name not in self.manifest.files:
             raise CheckpointError(f"{self.folder}: {MANIFEST} does not name {name}.")
         self._verify(name)
-        value: dict[str, Any] = json.loads((self.folder / name).read_bytes())
+        try:
+            value: dict[str, Any] = json.loads((self.folder / name).read_bytes())
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: {name} is not JSON: {error}.") from error
         return value
+
+
+def find_problems(folder: Path) -> list[str]:
+    """Read every file of a checkpoint and return what is wrong; nothing if it is sound.
+
+    Args:
+        folder: The checkpoint.
+    """
+    try:
+        reader = CheckpointReader(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    return reader.problems(sorted(reader.manifest.files))
 
 
 def find_weights(path: Path) -> StoredTensors:

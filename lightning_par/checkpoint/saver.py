@@ -83,6 +83,8 @@ class CheckpointSaver:
         every rank to rank 0, and the outcome.
         """
         self.wait()
+        if part.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)  # links may be put there at once
         part = part.only(self._share(part))
         if not background:
             self._write(path, part, order)
@@ -125,15 +127,14 @@ class CheckpointSaver:
     def _share(self, part: Part) -> frozenset[Box]:
         """Return the boxes that this rank writes. They change only if what some rank holds does."""
         held = [(piece.box, piece.nbytes) for piece in (*part.weights, *part.optimizer)]
-        world = dist.get_world_size()
-        if world == 1:
+        if part.world == 1:
             return frozenset(box for box, _ in held)
         known = torch.tensor(int(held == self._held))
         dist.all_reduce(known, dist.ReduceOp.MIN, group=self._own_group())
         if not int(known):
-            everywhere: list[Any] = [None] * world
+            everywhere: list[Any] = [None] * part.world
             dist.all_gather_object(everywhere, held, group=self._own_group())
-            self._mine, self._held = share_out(everywhere)[dist.get_rank()], held
+            self._mine, self._held = share_out(everywhere)[part.rank], held
         return self._mine
 
     def _own_group(self) -> dist.ProcessGroup:
@@ -157,18 +158,18 @@ class CheckpointSaver:
 
     def _write(self, path: Path, part: Part, order: SaveOrder) -> None:
         partial = path.with_name(f".{path.name}.partial")
-        if dist.get_world_size() == 1:
+        if part.world == 1:
             shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
             _complete(partial, path, [write_part(partial, part)], order)
             return
-        group, world = self._own_group(), dist.get_world_size()
+        group = self._own_group()
         error: CheckpointError | None = None
         try:
             if part.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             dist.barrier(group)
             report = write_part(partial, part)
-            reports: list[Any] | None = [None] * world if part.rank == 0 else None
+            reports: list[Any] | None = [None] * part.world if part.rank == 0 else None
             dist.gather_object(report, reports, group=group)
             if reports is not None:
                 try:

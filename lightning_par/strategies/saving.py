@@ -15,6 +15,7 @@ import lightning_par
 from lightning_par.checkpoint.files import write_object
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.saver import CheckpointSaver, SaveOrder
+from lightning_par.checkpoint.single import OWN_STATE
 from lightning_par.checkpoint.writer import make_part, Part
 from lightning_par.engine.random_states import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, raise_problems
@@ -22,10 +23,8 @@ from lightning_par.mesh import AXES
 from lightning_par.strategies.interruptions import InterruptibleProcesses
 from lightning_par.strategies.parallelise import Parallelised
 
-__all__ = ["OWN_STATE", "SavingProcesses"]
+__all__ = ["SavingProcesses"]
 
-OWN_STATE = "lightning_par"
-"""Key under which a checkpoint holds what this strategy adds to the Trainer's state."""
 _log = logging.getLogger(__name__)
 
 
