@@ -74,7 +74,7 @@ def train(
     order = DistributedSampler(samples, num_replicas=1, rank=0) if shuffled else None
     validation = loader(ToyData(4, ignored), batch_size)
     made.fit(user, loader(samples, batch_size, sampler=order), validation)
-    state = getattr(made.strategy, "lightning_module_state_dict", user.state_dict)()
+    state = getattr(made.strategy, "gather_state_dict", user.state_dict)()
     return {
         "losses": recorder.losses,
         "gradients": recorder.gradients,

@@ -11,6 +11,8 @@ from collections.abc import Callable
 __all__ = ["COMMANDS", "find_command"]
 
 COMMANDS: dict[str, str] = {
+    "export": "write a checkpoint folder as one file, for programs that do not know this package",
+    "inspect": "say what a checkpoint folder holds, and verify it",
     "schedule": "print and draw a pipeline schedule before anything runs it",
 }
 """What each command does, in one line, by its name; the module has the same name."""

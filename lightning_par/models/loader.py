@@ -104,7 +104,10 @@ class ResumableLoader(DataLoader[_T_co]):
         epoch, seen = self._whole_epochs(epoch, seen)
         sampler.set_epoch(epoch)
         sampler.start = seen // sampler.num_replicas
-        for batch in super().__iter__():
+        with torch.random.fork_rng(devices=[], enabled=seen > 0):
+            # At its start, the epoch drew a number here; a run that resumes must not draw another.
+            batches = super().__iter__()
+        for batch in batches:
             sampler.start = 0
             self._started = True
             seen = min(seen + self._global_batch, sampler.total_size)

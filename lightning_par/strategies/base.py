@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn, Tensor
@@ -36,14 +35,14 @@ from lightning_par.strategies.checks import (
     check_whole,
 )
 from lightning_par.strategies.finite import check_nonfinite_choice, GradientGuard
+from lightning_par.strategies.loading import CheckpointedProcesses
 from lightning_par.strategies.parallelise import parallelise, Parallelised
-from lightning_par.strategies.processes import MeshProcesses
 from lightning_par.strategies.sharing import BatchSharing
 
 __all__ = ["MeshStrategy"]
 
 
-class MeshStrategy(MeshProcesses):
+class MeshStrategy(CheckpointedProcesses):
     """Trains an unchanged LightningModule on a mesh of tensor, pipeline and data parallelism.
 
     Sizes are whole numbers or ``"auto"``; what "auto" gives is said by each named strategy.
@@ -66,6 +65,11 @@ class MeshStrategy(MeshProcesses):
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
         compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
             ``{"mode": "max-autotune"}``.
+        save_distributed_checkpoint: Write checkpoints as folders, to which every rank writes its
+            part and which any layout reads. False: as one file, gathered on rank 0, which a plain
+            `Trainer` reads, too.
+        async_save: Train on while a checkpoint is written; costs a copy of weights and optimizer
+            states in host memory.
         plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
             LightningModule.
         process_group_backend: Of torch.distributed; by default gloo for the CPU and NCCL for CUDA.
@@ -97,6 +101,8 @@ class MeshStrategy(MeshProcesses):
         stage_blocks: Sequence[int] | None = None,
         sequence_parallel: bool = True,
         compile_blocks: bool | dict[str, Any] = False,
+        save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
         plan: ParallelPlan | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -117,6 +123,8 @@ class MeshStrategy(MeshProcesses):
             process_group_backend=process_group_backend,
             timeout=timeout,
             lightning_options=lightning_options,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            async_save=async_save,
         )
         check_values(schedule, num_microbatches, stage_blocks, virtual_pipeline_size)
         check_nonfinite_choice(on_nonfinite)
@@ -133,6 +141,7 @@ class MeshStrategy(MeshProcesses):
         self._guard: GradientGuard | None = None
 
     @property
+    @override
     def parallelised(self) -> Parallelised:
         """The model on the mesh; made by `setup`."""
         assert self._parallelised is not None
@@ -225,7 +234,7 @@ class MeshStrategy(MeshProcesses):
     def process_dataloader(self, dataloader: object) -> object:
         if self.sizes.pipeline > 1:
             check_loader(dataloader, self.num_microbatches)
-        return dataloader
+        return super().process_dataloader(dataloader)
 
     @override
     def batch_to_device(
@@ -317,39 +326,9 @@ class MeshStrategy(MeshProcesses):
     def on_predict_end(self) -> None:
         self.parallelised.sharding.release()
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the whole model's state dict on rank 0, empty elsewhere."""
-        self.parallelised.sharding.release()
-        return dict(self.parallelised.states.gather_weights(self.parallelised.module))
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.parallelised.sharding.release()
-        state = checkpoint["state_dict"]
-        self.parallelised.states.load_weights(self.parallelised.module, state, strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict as one process would have it on rank 0, empty
-        elsewhere.
-        """
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.parallelised.states.gather_optimizer(self.parallelised.module, inner)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        module, states = self.parallelised.module, self.parallelised.states
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            states.load_optimizer(module, optimizer, state)
-
     @override
     def teardown(self) -> None:
+        self.finish_saving()
         if self._parallelised is not None:
             self._parallelised.sharding.release()
         assert self.cluster_environment is not None

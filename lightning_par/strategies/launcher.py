@@ -1,5 +1,6 @@
 """Launching the processes of a node, after what can be checked without them has been checked."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ class PreflightLauncher(_SubprocessScriptLauncher):
         num_processes: Devices on this node.
         num_nodes: Nodes.
         preflight: Called with the trainer and the model before any process starts; raises to stop.
+
+    Attributes:
+        weights_only: What the user passed to the Trainer's method under this name.
     """
 
     def __init__(
@@ -30,6 +34,7 @@ class PreflightLauncher(_SubprocessScriptLauncher):
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._preflight = preflight
+        self.weights_only: bool | None = None
 
     @override
     def launch(
@@ -40,6 +45,8 @@ class PreflightLauncher(_SubprocessScriptLauncher):
         **kwargs: Any,
     ) -> Any:
         self._preflight(trainer, args[0] if args else None)
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        self.weights_only = given.get("weights_only")
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override

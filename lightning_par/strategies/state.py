@@ -1,20 +1,21 @@
-"""Weights and optimizer states under global names and global shapes: gathered to rank 0, cut again
-on loading.
+"""Weights and optimizer states under global names and global shapes: what this rank holds, what
+rank 0 gathers, and what a rank takes out of a checkpoint.
 
 What is gathered is what a single process would have: `Trainer()` reads it, and any layout reads
 what `Trainer()` wrote.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from lightning_par.checkpoint.pieces import Box, cut_piece, local_box, local_part, Piece
+from lightning_par.checkpoint.reader import StoredOptimizer, StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
 from lightning_par.mesh import ParallelMesh
 
@@ -41,49 +42,155 @@ class StateMap:
         self._mesh, self._canonical = mesh, dict(canonical)
         self._state_order = list(state_order)
         self._rank_of = {name: i for i, name in enumerate(parameter_order)}
+        self._tied: dict[str, list[str]] = {}
+        for name, first in self._canonical.items():
+            self._tied.setdefault(first, []).append(name)
 
-    def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied weights -> the name under which they are stored."""
+        known = set(self._state_order)
+        return {n: c for n, c in self._canonical.items() if n != c and n in known}
+
+    def place(self, name: str) -> int:
+        """Return the place of a parameter among those of the whole model."""
+        return self._rank_of[name]
+
+    def gather_weights(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, on the CPU; elsewhere an empty dict.
 
         **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
         stages.
         """
         local = {name: self._whole(value) for name, value in module.state_dict().items()}
-        merged: dict[str, Tensor] = {}
+        merged: dict[str, Any] = {}
         for part in self._gather_stages(local):
             merged.update(part)
         order = [name for name in self._state_order if name in merged]
         return {name: merged[name] for name in [*order, *(merged.keys() - set(order))]}
 
+    def weight_pieces(self, state: Mapping[str, Any]) -> tuple[list[Piece], dict[str, Any]]:
+        """Return the parts of this rank's state dict to be stored, and its entries without tensor.
+
+        Args:
+            state: Of the module, with sharded tensors.
+
+        Raises:
+            CheckpointError: A tensor is sharded in an unknown way.
+        """
+        named: dict[str, Tensor] = {}
+        values = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                named.setdefault(self._canonical.get(name, name), value)
+            else:
+                values[f"weights/{name}"] = value
+        return _pieces(named), values
+
     @torch.no_grad()
     def load_weights(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
         """Copy this rank's part of a whole state dict into `module`.
 
+        A tied weight needs to be there under one of its names only.
+
         Args:
             module: Parameters are whole or DTensors.
-            state: Key -> whole tensor; the same on every rank.
+            state: Key -> whole tensor, the same on every rank; of `StoredTensors` only the part of
+                this rank is read.
             strict: Refuse missing and unexpected keys.
 
         Raises:
             CheckpointError: With every key that is missing, unexpected or of another shape.
         """
         known = set(self._state_order)
+        source = {n: self._source(n, state) for n in (*self._state_order, *module.state_dict())}
         problems = []
         if strict:
-            problems += [f"missing {name}" for name in self._state_order if name not in state]
+            problems += [f"missing {name}" for name in self._state_order if source[name] is None]
             problems += [f"unexpected {name}" for name in state if name not in known]
-        target = module.state_dict()
-        for name, tensor in target.items():
-            if name in state and isinstance(tensor, Tensor) and tensor.shape != state[name].shape:
-                found, wanted = tuple(state[name].shape), tuple(tensor.shape)
-                problems.append(f"{name} has shape {found}, the model {wanted}")
+        found: list[tuple[str, Tensor, Any]] = []
+        rest: dict[str, Any] = {}
+        for name, target in module.state_dict().items():
+            key = source[name]
+            if key is None:
+                continue
+            if not isinstance(target, Tensor):
+                rest[name] = state[key]
+                continue
+            value = state.find(key) if isinstance(state, StoredTensors) else state[key]
+            found.append((name, target, value))
+            if target.shape != value.shape:
+                has, wanted = tuple(value.shape), tuple(target.shape)
+                problems.append(f"{name} has shape {has}, the model {wanted}")
         if problems:
             raise CheckpointError(
                 "the checkpoint does not fit the model: " + "; ".join(problems) + "."
             )
-        for name, tensor in target.items():
-            if name in state and isinstance(tensor, Tensor):
-                _local(tensor).copy_(_part_like(tensor, state[name]))
+        for name, target, value in found:
+            _read_part(value, local_box(name, target), local_part(target))
+        if rest:
+            module.load_state_dict(rest, strict=False)
+
+    def match_prefix(self, state: StoredTensors) -> StoredTensors:
+        """Return weights of a bare model under the names that the LightningModule gives them.
+
+        Args:
+            state: Named from the LightningModule, or from one of its direct children.
+        """
+        known = set(self._state_order)
+        prefixes = {"", *(name.partition(".")[0] + "." for name in known)}
+        hits = {prefix: sum(prefix + name in known for name in state) for prefix in prefixes}
+        best = max(sorted(prefixes), key=hits.__getitem__)
+        return state.renamed(best) if best else state
+
+    def _source(self, name: str, state: Mapping[str, Any]) -> str | None:
+        """Return the key of `state` that holds an entry of the model, or None."""
+        names = (name, *self._tied.get(self._canonical.get(name, ""), ()))
+        return next((n for n in names if n in state), None)
+
+    def local_optimizer(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the states and groups of an optimizer with names in place of parameters.
+
+        Raises:
+            CheckpointError: It holds what is no parameter of `module`.
+        """
+        names = self._names(module)
+        groups = [
+            {**group, "params": [self._name(names, p) for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        states = {names[id(p)]: dict(optimizer.state[p]) for p in held if p in optimizer.state}
+        shards = {names[id(p)] for p in held if isinstance(p, DTensor)}
+        for name in shards & states.keys():
+            for key, value in states[name].items():
+                plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+                if plain and value.numel() > 1:
+                    raise CheckpointError(
+                        f"optimizer: {key} of {name} is a plain tensor of shape "
+                        f"{tuple(value.shape)} although the parameter is sharded, so that nobody "
+                        "knows which part of a whole it is. Make it like the parameter "
+                        "(torch.zeros_like), or save with save_weights_only=True."
+                    )
+        return {"state": states, "param_groups": groups}
+
+    def optimizer_pieces(
+        self, number: int, state: Mapping[str, Any]
+    ) -> tuple[list[Piece], dict[str, Any]]:
+        """Return the parts of a `local_optimizer` to be stored, and its entries without tensor.
+
+        Args:
+            number: Of the optimizer.
+            state: What `local_optimizer` gave.
+        """
+        flat = {
+            f"{number}/{name}/{key}": value
+            for name, entries in state["state"].items()
+            for key, value in entries.items()
+        }
+        tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
+        rest = {f"optimizer/{n}": value for n, value in flat.items() if n not in tensors}
+        return _pieces(tensors), rest
 
     def gather_optimizer(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state dict as one process would have it, on rank 0; elsewhere an
@@ -92,90 +199,85 @@ class StateMap:
         **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
         stages.
         """
-        names = self._names(module)
+        local = self.local_optimizer(module, optimizer)
         states = {
-            names[id(p)]: {k: self._whole(v) for k, v in optimizer.state[p].items()}
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p in optimizer.state
+            name: {k: self._whole(v) for k, v in entries.items()}
+            for name, entries in local["state"].items()
         }
-        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        groups = [group["params"] for group in local["param_groups"]]
         parts = self._gather_stages((states, groups))
         if not parts:
             return {}
         merged: dict[str, Any] = {}
         for part, _ in parts:
             merged.update(part)
-        numbers, numbered = self._number([names for _, names in parts])
+        names = self._merge([groups for _, groups in parts])
+        numbers = _number(names)
+        order = sorted(merged, key=numbers.__getitem__)
         return {
-            "state": {
-                numbers[name]: state
-                for name, state in sorted(merged.items(), key=lambda i: numbers[i[0]])
-            },
+            "state": {numbers[name]: merged[name] for name in order},
             "param_groups": [
-                {**o, "params": ids} for o, ids in zip(options, numbered, strict=True)
+                {**group, "params": [numbers[name] for name in members]}
+                for group, members in zip(local["param_groups"], names, strict=True)
             ],
         }
 
     def load_optimizer(
-        self, module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+        self, module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | StoredOptimizer
     ) -> None:
-        """Load this rank's part of a whole optimizer state dict.
+        """Load this rank's part of a whole optimizer state.
 
         Args:
             module: Whose parameters the optimizer holds.
             optimizer: Of this rank.
-            state: As one process would have it; the same on every rank.
+            state: As one process would have it, the same on every rank; of a `StoredOptimizer` only
+                the part of this rank is read.
 
         Raises:
-            CheckpointError: The numbers of groups or parameters differ.
+            CheckpointError: Groups or parameters differ.
 
         **Communicates**: the names in every group, over the pipeline stages.
         """
         names = self._names(module)
-        groups = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+        groups = [[self._name(names, p) for p in g["params"]] for g in optimizer.param_groups]
         stages: list[Any] = [None] * self._mesh.sizes.pipeline
         if len(stages) > 1:
             dist.all_gather_object(stages, groups, group=self._mesh.group("pp"))
         else:
             stages = [groups]
-        numbers, numbered = self._number(stages)
-        saved = state["param_groups"]
-        if [len(g["params"]) for g in saved] != [len(ids) for ids in numbered]:
-            raise CheckpointError(
-                f"the checkpoint's optimizer has groups of {[len(g['params']) for g in saved]} "
-                "parameters, this one "
-                f"of {[len(ids) for ids in numbered]}."
-            )
+        merged = self._merge(stages)
+        stored = state if isinstance(state, StoredOptimizer) else _by_name(state, merged)
+        _check_groups(stored, merged)
         local_state, local_groups, position = {}, [], 0
-        for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
+        for group, saved in zip(optimizer.param_groups, stored.groups, strict=True):
             ids = []
             for parameter in group["params"]:
-                entry = state["state"].get(numbers[names[id(parameter)]])
+                entry = stored.states.get(names[id(parameter)])
                 if entry is not None:
                     local_state[position] = {k: _state_like(parameter, v) for k, v in entry.items()}
                 ids.append(position)
                 position += 1
-            local_groups.append({**saved_group, "params": ids})
+            local_groups.append({**saved, "params": ids})
         optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
 
     def _names(self, module: nn.Module) -> dict[int, str]:
         named = module.named_parameters(remove_duplicate=False)
         return {id(p): self._canonical[name] for name, p in named}
 
-    def _number(
-        self, stages: Sequence[Sequence[Sequence[str]]]
-    ) -> tuple[dict[str, int], list[list[int]]]:
-        """Number the parameters of all stages as one process would: group by group, in the model's
-        order.
-        """
-        numbers: dict[str, int] = {}
-        numbered = []
-        for parts in zip(*stages, strict=True):
-            names = sorted({n for part in parts for n in part}, key=self._rank_of.__getitem__)
-            numbered.append([numbers.setdefault(name, len(numbers)) for name in names])
-        return numbers, numbered
+    def _name(self, names: Mapping[int, str], parameter: Tensor) -> str:
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is no "
+                "parameter of the module, so that it has no name in a checkpoint."
+            )
+        return names[id(parameter)]
+
+    def _merge(self, stages: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+        """Return the names of every group over all stages, in the order of one process."""
+        return [
+            sorted({n for part in parts for n in part}, key=self._rank_of.__getitem__)
+            for parts in zip(*stages, strict=True)
+        ]
 
     def _whole(self, value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -195,30 +297,77 @@ class StateMap:
         return parts or []
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _number(groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Number parameters as one process would: group by group."""
+    numbers: dict[str, int] = {}
+    for name in (n for group in groups for n in group):
+        numbers.setdefault(name, len(numbers))
+    return numbers
 
 
-def _part_like(tensor: Tensor, full: Tensor) -> Tensor:
-    """Return the part of `full` that `tensor`, a DTensor or a whole tensor, holds on this rank."""
-    if not isinstance(tensor, DTensor):
-        return full
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
-        full = full.narrow(dim, min(start, full.shape[dim]), size)
-    return full
+def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> StoredOptimizer:
+    """Give the numbers in an optimizer's state dict their names.
+
+    Raises:
+        CheckpointError: The numbers of parameters differ.
+    """
+    saved = state["param_groups"]
+    counts = [len(g["params"]) for g in saved]
+    if counts != [len(group) for group in groups]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {counts} parameters, this one "
+            f"of {[len(group) for group in groups]}."
+        )
+    numbers = _number(groups)
+    states = {name: state["state"][i] for name, i in numbers.items() if i in state["state"]}
+    named = [{**g, "params": list(names)} for g, names in zip(saved, groups, strict=True)]
+    return StoredOptimizer(named, states)
+
+
+def _check_groups(stored: StoredOptimizer, groups: Sequence[Sequence[str]]) -> None:
+    problems = []
+    if len(stored.groups) != len(groups):
+        problems.append(f"has {len(stored.groups)} groups, this one {len(groups)}")
+    for number, (saved, names) in enumerate(zip(stored.groups, groups, strict=False)):
+        for more, missing, words in (
+            (saved["params"], names, "which this one has not"),
+            (names, saved["params"], "which only this one has"),
+        ):
+            extra = sorted(set(more) - set(missing))
+            if extra:
+                rest = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+                problems.append(f"differs in group {number} by {extra[0]}{rest}, {words}")
+    if problems:
+        raise CheckpointError("the checkpoint's optimizer " + "; it ".join(problems) + ".")
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    pieces: Iterator[Piece] = (cut_piece(name, tensor) for name, tensor in tensors.items())
+    return [piece for piece in pieces if not piece.is_shard_of_nothing]
+
+
+def _read_part(value: Any, box: Box, out: Tensor) -> None:
+    """Copy a part of a whole tensor."""
+    if isinstance(value, StoredTensor):
+        value.read_box(box.offset, out)
+        return
+    for dim, (low, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        value = value.narrow(dim, low, size)
+    out.copy_(value)
 
 
 def _state_like(parameter: nn.Parameter, value: Any) -> Any:
-    """Shard an optimizer state like its parameter, where it has the same shape."""
+    """Return this rank's part of an optimizer state: sharded like its parameter, where it has the
+    same shape.
+    """
+    if not isinstance(value, Tensor | StoredTensor):
+        return value
     data = parameter.data
-    if not isinstance(data, DTensor) or not isinstance(value, Tensor):
-        return value
-    if value.shape != data.shape or value.ndim == 0:
-        return value
-    local = _part_like(data, value).to(data.device).clone(memory_format=torch.contiguous_format)
+    same = value.shape == data.shape and data.ndim > 0
+    if not isinstance(data, DTensor) or not same:
+        return value.read() if isinstance(value, StoredTensor) else value
+    local = torch.empty_like(data.to_local(), dtype=value.dtype)
+    _read_part(value, local_box("state", data), local)
     return DTensor.from_local(
         local,
         data.device_mesh,

@@ -66,6 +66,7 @@ class StepRunner:
         last_run: When the actions of the last pipelined step ran.
         in_step: True while the user's step runs.
         silent: Whether the loss of the last step, outside of a pipeline, weighs nothing.
+        evaluations: How many steps have been evaluated.
     """
 
     module: pl.LightningModule
@@ -83,7 +84,7 @@ class StepRunner:
     last_run: PipelineRun | None = None
     in_step: bool = False
     silent: bool = False
-    _evaluations: int = 0
+    evaluations: int = 0
     _checked: set[Any] = field(default_factory=set)
 
     def training(self, context: _Context, args: Sequence[Any]) -> Any:
@@ -111,9 +112,9 @@ class StepRunner:
             context: Of the precision plugin.
             args: The batch, and what else the step takes.
         """
-        self._evaluations += 1
+        self.evaluations += 1
         self.activity.begin(name)
-        key = (name, self._evaluations)
+        key = (name, self.evaluations)
         if self.executor is None:
             return self._whole(name, context, args, key, training=False)
         return self._pipelined_evaluation(self.executor, name, context, args, key)

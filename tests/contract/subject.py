@@ -131,8 +131,10 @@ def data(
 
 
 def files(folder: Path) -> list[str]:
-    """Names of all files below a folder."""
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    """Names of all files below a folder; a checkpoint that is a folder counts as one."""
+    found = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file() or p.is_symlink()}
+    tops = {next((q for q in (p, *p.parents) if q.suffix == ".ckpt"), p) for p in found}
+    return sorted(map(str, tops))
 
 
 def numbers(metrics: Any) -> dict[str, float]:

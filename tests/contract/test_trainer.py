@@ -51,7 +51,10 @@ def start_rank(
     def strategy() -> Any:
         if layout == "one":
             return "auto"
-        return lightning_par.Hybrid3DStrategy(**LAYOUTS[layout])
+        one_file = scenario == "resumed"  # that a plain Trainer reads, too
+        return lightning_par.Hybrid3DStrategy(
+            **LAYOUTS[layout], save_distributed_checkpoint=not one_file
+        )
 
     return start(scenario, strategy, folder, world, replicas, **o)
 
@@ -188,7 +191,7 @@ def resumed(
     module = TalkativeModule("step", "adamw")
     made.fit(module, data(10, 4, replicas), data(8, 4, replicas, ordered=True), ckpt_path=ckpt)
     made.strategy.barrier()
-    state = getattr(made.strategy, "lightning_module_state_dict", module.state_dict)()
+    state = getattr(made.strategy, "gather_state_dict", module.state_dict)()
     return {
         "step": made.global_step,
         "rates": diary.rates,

@@ -36,7 +36,7 @@ def initial_weights(rank: int, world: int, options: dict[str, Any]) -> Any:
     torch.randn(rank)  # ranks whose random states differ still agree
     trainer.fit(module, byte_loader())
     whole = sum(p.numel() for p in module.parameters())
-    return trainer.strategy.lightning_module_state_dict(), whole
+    return trainer.strategy.gather_state_dict(), whole
 
 
 @pytest.fixture(scope="module")

@@ -32,5 +32,5 @@ def test_a_model_on_one_device_is_there_and_its_checkpoint_is_not() -> None:
     )
     trainer.fit(module, loader(ToyData(4), 4))
     assert {p.device.type for p in module.parameters()} == {"cuda"}
-    state = trainer.strategy.lightning_module_state_dict()
+    state = trainer.strategy.gather_state_dict()
     assert {value.device.type for value in state.values()} == {"cpu"}

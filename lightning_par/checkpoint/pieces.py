@@ -1,0 +1,137 @@
+"""What a rank holds of every tensor, and which of the ranks that hold the same writes it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_par.errors import CheckpointError
+
+__all__ = ["Box", "Piece", "cut_piece", "local_box", "local_part", "share_out"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a named tensor.
+
+    Attributes:
+        name: Global.
+        offset: First entry in every dim of the global tensor.
+        shape: Of the part.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a named tensor with its values.
+
+    Attributes:
+        box: Which part.
+        global_shape: Of the whole.
+        values: On any device.
+    """
+
+    box: Box
+    global_shape: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the part in bytes."""
+        return self.values.numel() * self.values.element_size()
+
+    @property
+    def is_shard_of_nothing(self) -> bool:
+        """Whether this rank holds no entry of a tensor that has some."""
+        return not self.values.numel() and bool(torch.Size(self.global_shape).numel())
+
+    @property
+    def key(self) -> str:
+        """Its name in a file: the tensor's, and the slices unless it is the whole."""
+        if self.box.shape == self.global_shape:
+            return self.box.name
+        ends = zip(self.box.offset, self.box.shape, strict=True)
+        return f"{self.box.name}[{', '.join(f'{low}:{low + size}' for low, size in ends)}]"
+
+
+def local_box(name: str, tensor: Tensor) -> Box:
+    """Return which part of the global tensor this rank holds: of a DTensor its shard, else all.
+
+    A dim that tensor parallelism and then the replicas shard is cut in that order, although the
+    mesh names the replicas first: there, DTensor calls their cut a strided shard.
+
+    Args:
+        name: Global.
+        tensor: If it is a DTensor, sharded as `torch.chunk` does.
+
+    Raises:
+        CheckpointError: The DTensor is sharded in another way.
+    """
+    shape, offset = list(tensor.shape), [0] * tensor.ndim
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        place = mesh.get_coordinate()
+        assert place is not None
+        cuts = [(p, mesh.size(i), place[i]) for i, p in enumerate(tensor.placements)]
+        cuts.sort(key=lambda cut: type(cut[0]) is not Shard)  # strided ones were made last
+        for placement, count, index in cuts:
+            dim = getattr(placement, "dim", None)
+            if dim is not None:
+                each = -(-shape[dim] // count)
+                low = min(each * index, shape[dim])
+                offset[dim] += low
+                shape[dim] = min(each, shape[dim] - low)
+        held = tuple(tensor.to_local().shape)
+        if 0 in held and 0 in shape:
+            shape = list(held)  # nothing has many shapes
+        if held != tuple(shape):
+            raise CheckpointError(
+                f"{name} holds {held} of {tuple(tensor.shape)} here, but its placements "
+                f"{tensor.placements} on {tuple(mesh.shape)} ranks would be {tuple(shape)}."
+            )
+    return Box(name, tuple(offset), tuple(shape))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the values that this rank holds of a tensor."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def cut_piece(name: str, tensor: Tensor) -> Piece:
+    """Return what this rank holds of a named tensor.
+
+    Raises:
+        CheckpointError: See `local_box`.
+    """
+    return Piece(local_box(name, tensor), tuple(tensor.shape), local_part(tensor))
+
+
+def share_out(held: Sequence[Iterable[tuple[Box, int]]]) -> list[frozenset[Box]]:
+    """Let every box be written by one of the ranks that hold it, so that all write about as much.
+
+    Args:
+        held: For every rank its boxes, and their sizes in bytes.
+
+    Returns:
+        For every rank the boxes that it writes; the same on every rank that computes it.
+    """
+    holders: dict[Box, list[int]] = {}
+    sizes: dict[Box, int] = {}
+    for rank, boxes in enumerate(held):
+        for box, size in boxes:
+            holders.setdefault(box, []).append(rank)
+            sizes[box] = size
+    load = [0] * len(held)
+    mine: list[set[Box]] = [set() for _ in held]
+    order = sorted(holders, key=lambda b: (len(holders[b]), -sizes[b], b.name, b.offset))
+    for box in order:  # those without a choice come first
+        rank = min(holders[box], key=lambda r: (load[r], r))
+        load[rank] += sizes[box]
+        mine[rank].add(box)
+    return [frozenset(boxes) for boxes in mine]

@@ -1,0 +1,76 @@
+"""Say what a checkpoint folder holds: layout, step, sizes; and compare every file with its
+checksum.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_par.checkpoint.index import TensorEntry
+from lightning_par.checkpoint.reader import CheckpointReader
+
+__all__ = ["main"]
+
+_KINDS = ("weights", "optimizer", "state")
+
+
+def main(arguments: list[str]) -> int:
+    """Print what is in a checkpoint.
+
+    Args:
+        arguments: What follows ``lightning-par inspect``.
+
+    Returns:
+        The exit status: 0, or 1 if a file is damaged.
+
+    Raises:
+        CheckpointError: The manifest or the index is missing or damaged.
+    """
+    options = _parser().parse_args(arguments)
+    reader = CheckpointReader(Path(options.folder))
+    print("\n".join(_summary(reader)))
+    if options.tensors:
+        print("\n".join(_tensors(reader.index.weights)))
+    if options.no_verify:
+        return 0
+    problems = reader.problems(sorted(reader.manifest.files))
+    count = len(reader.manifest.files)
+    if not problems:
+        print(f"verified: all {count} files have the length and checksum that were written")
+        return 0
+    print(f"damaged: {len(problems)} of {count} files")
+    print("\n".join(f"  {problem}" for problem in problems))
+    return 1
+
+
+def _summary(reader: CheckpointReader) -> Iterator[str]:
+    manifest, index = reader.manifest, reader.index
+    layout = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1)
+    yield f"{reader.folder}: step {manifest.step}, epoch {manifest.epoch}"
+    yield f"written by {manifest.world_size} ranks: {layout or '1 device'}"
+    yield "versions: " + ", ".join(f"{name} {v}" for name, v in manifest.versions.items())
+    for kind in _KINDS:
+        names = [name for name in manifest.files if name.startswith(f"{kind}-")]
+        size = sum(manifest.files[name].length for name in names)
+        yield f"{kind}: {len(names)} files, {size:,} bytes"
+    numbers = sum(entry.numel for entry in index.weights.values())
+    dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in index.weights.values()})
+    tied = f", {len(index.aliases)} more names of tied ones" if index.aliases else ""
+    yield f"  {len(index.weights)} tensors of {numbers:,} numbers ({', '.join(dtypes)}){tied}"
+    if index.groups:
+        yield f"  {len(index.groups)} optimizers, {len(index.optimizer)} tensors of their states"
+
+
+def _tensors(entries: dict[str, TensorEntry]) -> Iterator[str]:
+    for name in sorted(entries):
+        entry = entries[name]
+        parts = f" in {len(entry.chunks)} parts" if len(entry.chunks) > 1 else ""
+        yield f"{name} {list(entry.shape)} {str(entry.dtype).removeprefix('torch.')}{parts}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-par inspect", description=__doc__)
+    parser.add_argument("folder", metavar="DIR", help="the checkpoint")
+    parser.add_argument("--tensors", action="store_true", help="list every weight")
+    parser.add_argument("--no-verify", action="store_true", help="do not read the files")
+    return parser

@@ -1,0 +1,65 @@
+"""A damaged checkpoint, and a save that fails on one rank, are the same clear error on all."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_par.checkpoint.index import Manifest
+from lightning_par.checkpoint.reader import find_problems
+from lightning_par.errors import CheckpointError
+from tests.contract.test_checkpoints import fit
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.contract
+
+
+@ranks(2, fresh=True)
+def test_damaged_file_is_named_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "a")
+    fit(world, "tp2", [saver], max_epochs=1)
+    folder = tmp_path / "a.ckpt"
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        torch.distributed.barrier()
+        if rank == 0:
+            middle = len(data) // 2
+            path.write_bytes(data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :])
+        torch.distributed.barrier()
+        says = rf"{path.name.replace('.', '[.]')} is damaged"
+        with pytest.raises(CheckpointError, match=says):
+            fit(world, "tp2", [], ckpt=folder)
+        torch.distributed.barrier()
+        if rank == 0:
+            path.write_bytes(data)
+        torch.distributed.barrier()
+    assert fit(world, "tp2", [], ckpt=folder).global_step == 6
+
+
+class FullDisk(Callback):
+    """From the second epoch on, one rank cannot write long files."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.global_rank == 1:
+            trainer.strategy.finish_saving()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+
+
+@ranks(2, fresh=True)
+@pytest.mark.parametrize("background", [False, True])
+def test_full_disk_on_one_rank_keeps_the_previous_checkpoint_and_stops_all(
+    rank: int, world: int, background: bool, tmp_path: Path
+) -> None:
+    """In the background the next save, here the end of the run, says so."""
+    saver = ModelCheckpoint(tmp_path, "a", save_top_k=-1, enable_version_counter=False)
+    with pytest.raises(CheckpointError) as caught:
+        fit(world, "dp2", [FullDisk(), saver], strategy={"async_save": background})
+    assert "what was there before is untouched: rank 1: OSError: [Errno 27]" in str(caught.value)
+    torch.distributed.barrier()
+    assert find_problems(tmp_path / "a.ckpt") == []
+    assert Manifest.read(tmp_path / "a.ckpt").step == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -1,0 +1,102 @@
+"""Small checkpoints that two ranks would write, made in one process; and what they hold."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.checkpoint.index import Manifest
+from lightning_par.checkpoint.pieces import Box, Piece
+from lightning_par.checkpoint.reader import CheckpointReader
+from lightning_par.checkpoint.saver import CheckpointSaver, SaveOrder
+from lightning_par.checkpoint.writer import complete, make_part, write_part
+
+WORLD = 2
+
+
+def make_values(seed: int) -> dict[str, Tensor]:
+    """Weights of several types and shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "table": torch.randn(7, 5, generator=generator),
+        "bias": torch.randn(5, generator=generator, dtype=torch.float64),
+        "half": torch.randn(3, 2, generator=generator).bfloat16(),
+        "count": torch.tensor(seed),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def pieces_of(values: dict[str, Tensor], rank: int) -> list[Piece]:
+    """Of the table the rows that a rank holds, of the rest what one of them writes."""
+    found = []
+    for number, (name, value) in enumerate(values.items()):
+        if name == "table":
+            low, high = (0, 4) if rank == 0 else (4, 7)
+            box = Box(name, (low, 0), (high - low, 5))
+            found.append(Piece(box, (7, 5), value[low:high]))
+        elif number % WORLD == rank:
+            box = Box(name, (0,) * value.ndim, tuple(value.shape))
+            found.append(Piece(box, tuple(value.shape), value))
+    return found
+
+
+def part_of(seed: int, rank: int, world: int = WORLD, state: Any = None) -> Any:
+    """What one rank would write."""
+    values = make_values(seed)
+    if world == 1:
+        whole = [Box(n, (0,) * v.ndim, tuple(v.shape)) for n, v in values.items()]
+        pieces = [Piece(box, box.shape, values[box.name]) for box in whole]
+    else:
+        pieces = pieces_of(values, rank)
+    moments = [
+        Piece(Box(f"0/{p.box.name}/exp_avg", p.box.offset, p.box.shape), p.global_shape, -p.values)
+        for p in pieces
+    ]
+    state = {"epoch": seed, "tensor": torch.full((3,), seed), **(state or {})}
+    groups = [[{"lr": 0.1, "params": list(values)}]]
+    return make_part(
+        rank, world, step=seed, weights=pieces, optimizer=moments, state=state, groups=groups
+    )
+
+
+def write_folder(path: Path, seed: int, state: Any = None) -> Path:
+    """Write a checkpoint of two ranks."""
+    partial = path.with_name(f".{path.name}.partial")
+    reports = [write_part(partial, part_of(seed, rank, state=state)) for rank in range(WORLD)]
+    manifest = Manifest(world_size=WORLD, step=seed, epoch=seed)
+    order = list(make_values(seed)).index
+    complete(partial, path, reports, manifest, aliases={"tied": "table"}, order=order)
+    return path
+
+
+def save_alone(path: Path, seed: int) -> None:
+    """Save as the only rank."""
+    order = SaveOrder(
+        manifest=Manifest(world_size=1, step=seed), aliases={}, place=list(make_values(seed)).index
+    )
+    CheckpointSaver().save(path, part_of(seed, 0, 1), order)
+
+
+def read_folder(path: Path) -> dict[str, Tensor]:
+    """Everything in a checkpoint that is a tensor, and the seed that made it."""
+    reader = CheckpointReader(path)
+    (optimizer,) = reader.optimizers()
+    states = {f"{n}/exp_avg": s["exp_avg"].read() for n, s in optimizer.states.items()}
+    return {**dict(reader.weights()), **states, "state": reader.state(0)["tensor"]}
+
+
+def expected(seed: int) -> dict[str, Tensor]:
+    """What `read_folder` gives."""
+    values = make_values(seed)
+    moments = {f"{name}/exp_avg": -value for name, value in values.items()}
+    return {**values, **moments, "state": torch.full((3,), seed)}
+
+
+def holds(path: Path, seed: int) -> bool:
+    """Whether a checkpoint holds exactly what a seed makes."""
+    found, wanted = read_folder(path), expected(seed)
+    found.pop("tied", None)
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[n], v) and found[n].dtype == v.dtype for n, v in wanted.items()
+    )
