@@ -18,7 +18,7 @@ from lightning_par.engine.schedule import TimedAction
 from lightning_par.engine.stages import StageStub
 from lightning_par.engine.trace import write_trace
 from lightning_par.errors import ConfigurationError
-from lightning_par.mesh import AXES
+from lightning_par.sizes import AXES
 from lightning_par.strategies.base import MeshStrategy
 
 __all__ = ["Chapter", "Profiler", "Recording", "mesh_strategy"]

@@ -42,6 +42,11 @@ from lightning_par.strategies.sharing import BatchSharing
 __all__ = ["MeshStrategy"]
 
 
+def _count(size: Size) -> int | None:
+    """The number, or None for "auto"."""
+    return None if size == "auto" else int(size)
+
+
 class MeshStrategy(CheckpointedProcesses):
     """Trains an unchanged LightningModule on a mesh of tensor, pipeline and data parallelism.
 
@@ -86,6 +91,11 @@ class MeshStrategy(CheckpointedProcesses):
     strategy_name: ClassVar[str] = "mesh"
     _auto_rule: ClassVar[AutoRule] = "balanced"
 
+    _record: ConstructionRecord | None = None
+    _parallelised: Parallelised | None = None
+    _sharing: BatchSharing | None = None
+    _guard: GradientGuard | None = None
+
     def __init__(
         self,
         *,
@@ -129,16 +139,10 @@ class MeshStrategy(CheckpointedProcesses):
         check_values(schedule, num_microbatches, stage_blocks, virtual_pipeline_size)
         check_nonfinite_choice(on_nonfinite)
         self.on_nonfinite = on_nonfinite
-        self.virtual_pipeline_size = (
-            None if virtual_pipeline_size == "auto" else int(virtual_pipeline_size)
-        )
+        self.virtual_pipeline_size = _count(virtual_pipeline_size)
         self.zero_stage, self.schedule, self.compile_blocks = zero_stage, schedule, compile_blocks
-        self.num_microbatches = None if num_microbatches == "auto" else int(num_microbatches)
+        self.num_microbatches = _count(num_microbatches)
         self.stage_blocks, self.sequence_parallel, self.plan = stage_blocks, sequence_parallel, plan
-        self._record: ConstructionRecord | None = None
-        self._parallelised: Parallelised | None = None
-        self._sharing: BatchSharing | None = None
-        self._guard: GradientGuard | None = None
 
     @property
     @override

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from typing_extensions import override
 
 from lightning_par.strategies.processes import MeshProcesses
@@ -55,7 +56,7 @@ class InterruptibleProcesses(MeshProcesses):
         """Wait until all ranks handle an exception; the first to know or to give up decides."""
         self._interruptions += 1
         prefix = f"lightning_par/stopped/{self._interruptions}"
-        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         names = [str(rank) for rank in range(self.world_size)]
         store.set(names[self.global_rank], "")
         limit = _GRACE if self._timeout is None else min(_GRACE, self._timeout / 2)

@@ -19,7 +19,7 @@ from lightning_par.checkpoint.single import OWN_STATE
 from lightning_par.checkpoint.writer import make_part, Part
 from lightning_par.engine.random_states import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, raise_problems
-from lightning_par.mesh import AXES
+from lightning_par.sizes import AXES
 from lightning_par.strategies.interruptions import InterruptibleProcesses
 from lightning_par.strategies.parallelise import Parallelised
 
