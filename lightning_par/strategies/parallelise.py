@@ -178,7 +178,7 @@ def parallelise(
         seed=seed,
         activity=options.activity,
     )
-    bind_metrics(module, mesh, lambda: steps.in_step)
+    bind_metrics(module, mesh, owners, lambda: steps.in_step)
     return Parallelised(
         module=module,
         layout=layout,

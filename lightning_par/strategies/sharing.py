@@ -132,7 +132,9 @@ def _hollow(batch: Any) -> tuple[bytes, list[Tensor]]:
     return pickle.dumps(specs) + file.getvalue(), pickler.tensors
 
 
-def bind_metrics(module: nn.Module, mesh: ParallelMesh, in_step: Any) -> None:
+def bind_metrics(
+    module: nn.Module, mesh: ParallelMesh, rank_of_stage: Sequence[int], in_step: Any
+) -> None:
     """Make the torchmetrics of `module` right on the mesh.
 
     They are reduced over the replicas only, and what the last pipeline stage gathered is given to
@@ -141,6 +143,7 @@ def bind_metrics(module: nn.Module, mesh: ParallelMesh, in_step: Any) -> None:
     Args:
         module: The user's.
         mesh: Its data group reduces.
+        rank_of_stage: The pipeline rank that holds each stage; the last one updates the metrics.
         in_step: Called without arguments; tells whether the user's step is running.
     """
     for metric in module.modules():
@@ -150,11 +153,11 @@ def bind_metrics(module: nn.Module, mesh: ParallelMesh, in_step: Any) -> None:
             metric.process_group = mesh.data_group
         if mesh.sizes.pipeline > 1 and "_lightning_par_compute" not in metric.__dict__:
             metric.__dict__["_lightning_par_compute"] = metric.compute
-            metric.compute = _shared_compute(metric, mesh, in_step)  # type: ignore[method-assign]
+            source = mesh.neighbour("pp", rank_of_stage[-1])
+            metric.compute = _shared_compute(metric, mesh, source, in_step)  # type: ignore[method-assign]
 
 
-def _shared_compute(metric: Metric, mesh: ParallelMesh, in_step: Any) -> Any:
-    source = mesh.neighbour("pp", mesh.sizes.pipeline - 1)
+def _shared_compute(metric: Metric, mesh: ParallelMesh, source: int, in_step: Any) -> Any:
     original = metric.compute
 
     def compute(*args: Any, **kwargs: Any) -> Any:
