@@ -45,6 +45,7 @@ WHOLE = {
     "tp2": (layout(tp=2), BIAS),
     "tp2 whole sequences": (layout(tp=2, sequence_parallel=False), AUXILIARY),
     "pp2": (layout(pp=2), AUXILIARY),
+    "pp2 zbv": (layout(pp=2, schedule="zbv"), {"num_layers": 5}),
     "dp2": (layout(dp=2), AUXILIARY),
     "dp2 zero3": (layout(dp=2, zero=3), BIAS),
     "tp2 switch": (layout(tp=2), SWITCH),

@@ -1,0 +1,185 @@
+"""`ExpertBalance`: how evenly the routers of a mixture of experts load their experts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from typing_extensions import override
+
+from lightning_par.engine.draw_load import draw_expert_load
+from lightning_par.errors import ConfigurationError
+from lightning_par.models.moe import Router
+from lightning_par.strategies import MeshStrategy
+
+__all__ = ["ExpertBalance", "LayerLoad"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLoad:
+    """What one router did since the last report, over all replicas.
+
+    Attributes:
+        load: Assignments that every expert was to get, before any was dropped.
+        dropped: Of these, how many were.
+        z: Mean over the tokens of the squared log-sum-exp of the router's logits.
+    """
+
+    load: tuple[float, ...]
+    dropped: float
+    z: float
+
+    def measures(self) -> dict[str, float]:
+        """Return what is logged of a layer, by the last part of its key."""
+        loads = torch.tensor(self.load, dtype=torch.float64)
+        shares = loads / loads.sum().clamp(min=1)
+        largest = torch.tensor(float(len(loads))).log().clamp(min=1e-12)
+        entropy = torch.special.entr(shares).sum() / largest if len(loads) > 1 else shares.sum()
+        values = {
+            "entropy": float(entropy),
+            "max_over_mean": float(shares.max() * len(loads)),
+            "dropped": float(self.dropped / loads.sum().clamp(min=1)),
+            "z": self.z,
+        }
+        return values | {f"load_{e}": share for e, share in enumerate(shares.tolist())}
+
+
+class ExpertBalance(Callback):
+    """Logs the load of the experts of every layer, and draws it.
+
+    Logged at the Trainer's ``log_every_n_steps``, the same on every rank, over the steps since the
+    last time, all their micro-batches and all replicas; i is the number of the layer:
+
+    ===================================  ====================================================
+    key                                  meaning
+    ===================================  ====================================================
+    ``experts/layer_i/load_e``           share of the assignments that expert e was to get
+    ``experts/layer_i/entropy``          of these shares, 0 (one has all) to 1 (even)
+    ``experts/layer_i/max_over_mean``    the largest share times the number of experts
+    ``experts/layer_i/dropped``          share of the assignments that found no room
+    ``experts/layer_i/z``                mean squared log-sum-exp of the router's logits
+    ``experts/entropy`` and so on        the mean over the layers; of ``max_over_mean`` the largest
+    ===================================  ====================================================
+
+    At the end of training rank 0 draws ``expert_balance.png``, layers and experts over time.
+
+    Args:
+        path: Where the picture goes (.png, .svg or .pdf); None: ``expert_balance.png`` in the
+            folder of the Trainer's logger.
+
+    **Communicates**: the numbers of the layers, over the ``pp`` axis, when it logs. What it counts
+    costs a few sums per layer; the routers sum them over the replicas anyway.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self.steps: list[int] = []
+        self.history: list[dict[str, LayerLoad]] = []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse a model without routers."""
+        if not any(_gather(trainer, len(_routers(pl_module)))):
+            raise ConfigurationError(
+                f"ExpertBalance: {type(pl_module).__name__} has no Router of lightning_par.models. "
+                "Remove the callback, or train a MixtralModule."
+            )
+        for router in _routers(pl_module).values():
+            router.record = None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Report, if it is time."""
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if every and step and step % every == 0 and self.steps[-1:] != [step]:
+            self._report(trainer, pl_module)
+
+    def _report(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        found = {}
+        for name, router in _routers(module).items():
+            if router.record is not None:
+                found[name] = _read(router)
+                router.record = None
+        layers: dict[str, LayerLoad] = {}
+        for part in _gather(trainer, found):
+            layers |= part
+        ordered = dict(sorted(layers.items(), key=lambda item: _number(item[0])))
+        self.steps.append(trainer.global_step)
+        self.history.append(ordered)
+        values = _values(ordered)
+        trainer.callback_metrics.update({k: torch.tensor(v) for k, v in values.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw what was reported."""
+        if not self.steps or not trainer.is_global_zero:
+            return
+        if find_spec("matplotlib") is None:
+            rank_zero_warn("ExpertBalance draws nothing: matplotlib is not installed.")
+            return
+        path = self.path or Path(trainer.log_dir or trainer.default_root_dir, "expert_balance.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        loads = {
+            name.replace("_", " "): [list(layers[name].load) for layers in self.history]
+            for name in self.history[0]
+        }
+        draw_expert_load(loads, self.steps, path, title="Load of the experts")
+
+
+def _routers(module: nn.Module) -> dict[str, Router]:
+    """Return the routers of this rank by the name of their layer."""
+    named = {n: m for n, m in module.named_modules() if isinstance(m, Router)}
+    return {_layer(name): router for name, router in named.items()}
+
+
+def _layer(fqn: str) -> str:
+    """Return ``layer_3`` for ``model.blocks.3.moe.router``; the FQN if it has no number."""
+    number = next((part for part in fqn.split(".") if part.isdecimal()), None)
+    return fqn if number is None else f"layer_{number}"
+
+
+def _number(layer: str) -> tuple[int, str]:
+    digits = layer.rpartition("_")[2]
+    return (int(digits) if digits.isdecimal() else -1, layer)
+
+
+def _read(router: Router) -> LayerLoad:
+    record = router.record
+    assert record is not None
+    return LayerLoad(
+        load=tuple(record.load.tolist()),
+        dropped=float(record.dropped),
+        z=float(record.z / record.tokens.clamp(min=1)),
+    )
+
+
+def _gather(trainer: pl.Trainer, value: Any) -> list[Any]:
+    """Return the values of all pipeline stages."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, MeshStrategy) or strategy.sizes.pipeline == 1:
+        return [value]
+    parts: list[Any] = [None] * strategy.sizes.pipeline
+    dist.all_gather_object(parts, value, group=strategy.mesh.group("pp"))
+    return parts
+
+
+def _values(layers: Mapping[str, LayerLoad]) -> dict[str, float]:
+    """Return what is logged, by key."""
+    each = {name: layer.measures() for name, layer in layers.items()}
+    values = {f"experts/{n}/{k}": v for n, found in each.items() for k, v in found.items()}
+    for key in ("entropy", "max_over_mean", "dropped", "z"):
+        of_layers = [found[key] for found in each.values()]
+        whole = max(of_layers) if key == "max_over_mean" else sum(of_layers) / len(of_layers)
+        values[f"experts/{key}"] = whole
+    return values

@@ -1,0 +1,107 @@
+"""Draws how the load of experts changes over a run, as one picture."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["draw_expert_load"]
+
+_SUFFIXES = (".pdf", ".png", ".svg")
+_INK = "#2b2f36"
+_LEFT, _PER_EXPERT, _LEAST = 0.9, 0.09, 0.5  # inches
+
+
+def draw_expert_load(
+    loads: Mapping[str, Sequence[Sequence[float]]],
+    steps: Sequence[int],
+    path: str | Path,
+    *,
+    title: str,
+    width: float = 9.0,
+) -> Path:
+    """Draws one band per layer: experts downwards, time to the right, colour is the load.
+
+    The load is relative to the mean of the layer at that time: 1 is even. Beside each band stands
+    the entropy of its last column, as a share of the largest possible one.
+
+    Args:
+        loads: Name of a layer -> for every time, the assignments of every expert.
+        steps: The optimizer step of every time.
+        path: Where to write; the suffix (.png, .svg or .pdf) says the format.
+        title: Above the picture.
+        width: Inches.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, the suffix is not one of the three, or
+            there is nothing to draw.
+    """
+    path = Path(path)
+    if path.suffix not in _SUFFIXES:
+        raise ConfigurationError(
+            f"path={str(path)!r}: the suffix must be one of {', '.join(_SUFFIXES)}."
+        )
+    if not loads or not steps:
+        raise ConfigurationError(
+            f"There is no load to draw: {len(loads)} layers at {len(steps)} times."
+        )
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            'Drawing needs matplotlib. Install it with: pip install "lightning-par[plot]"'
+        ) from error
+    experts = len(next(iter(loads.values()))[0])
+    height = 1.2 + len(loads) * max(_LEAST, _PER_EXPERT * experts)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-par", "font.size": 8}):
+        figure = Figure(figsize=(width, height), dpi=150)
+        figure.set_layout_engine("constrained")
+        bands = figure.subplots(len(loads), sharex=True, squeeze=False)[:, 0]
+        for axes, (name, times) in zip(bands, loads.items(), strict=True):
+            image = axes.imshow(
+                [[_relative(time)[e] for time in times] for e in range(experts)],
+                aspect="auto",
+                interpolation="nearest",
+                cmap="RdYlBu_r",
+                vmin=0,
+                vmax=2,
+                extent=(-0.5, len(steps) - 0.5, experts - 0.5, -0.5),
+            )
+            axes.set_yticks([])
+            axes.set_ylabel(name, rotation=0, ha="right", va="center", color=_INK)
+            axes.text(
+                1.01,
+                0.5,
+                f"{_evenness(times[-1]):.3f}",
+                transform=axes.transAxes,
+                va="center",
+                color=_INK,
+            )
+            axes.tick_params(length=0, colors=_INK)
+        shown = range(0, len(steps), max(1, len(steps) // 8))
+        bands[-1].set_xticks(list(shown), [str(steps[i]) for i in shown])
+        bands[-1].set_xlabel("optimizer step; at the right: entropy at the end", color=_INK)
+        bar = figure.colorbar(image, ax=list(bands), location="top", shrink=0.35, pad=0.02)
+        bar.set_label("load / mean load", color=_INK)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return path
+
+
+def _relative(load: Sequence[float]) -> list[float]:
+    mean = sum(load) / len(load)
+    return [value / mean if mean else 1.0 for value in load]
+
+
+def _evenness(load: Sequence[float]) -> float:
+    """Return the entropy of the shares over that of an even load; 1 with one expert."""
+    total = sum(load)
+    shares = [value / total for value in load if value]
+    if len(load) == 1 or not shares:
+        return 1.0
+    return -sum(s * math.log(s) for s in shares) / math.log(len(load))
