@@ -1,6 +1,8 @@
 """Callbacks that say where the time, the bytes and the memory of a step go."""
 
 from lightning_par.callbacks.communication_profiler import CommunicationProfiler
+from lightning_par.callbacks.memory import MemoryMonitor
 from lightning_par.callbacks.pipeline_profiler import PipelineProfiler
+from lightning_par.callbacks.throughput import ThroughputMonitor
 
-__all__ = ["CommunicationProfiler", "PipelineProfiler"]
+__all__ = ["CommunicationProfiler", "MemoryMonitor", "PipelineProfiler", "ThroughputMonitor"]

@@ -18,7 +18,7 @@ _NOTE = (
     "One step, all ranks together; times are the mean over the ranks that took part. Sent: what "
     "the ranks send with the ring algorithm. Predicted: what the plan and the shapes say; empty "
     "where they do not. Time runs from the call to the end of the wait for its result. Exposed: a "
-    "rank stood still for it. Hidden: it went on computing; transfers under way at once are added up."
+    "rank stood still for it. Hidden: it went on computing. What is under way at once is added up."
 )
 
 

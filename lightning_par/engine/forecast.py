@@ -21,7 +21,8 @@ What `shard.py` says of the ZeRO stages is counted for every unit: a block, or a
 of the blocks. A parameter is padded along dim 0 to a multiple of the shards.
 
 Not foreseen: what the user's step communicates or logs, batches and losses shared within a replica,
-and under a pipeline what a block hands on beside the hidden states.
+under a pipeline what a block hands on beside the hidden states, and the data axes where experts are
+divided.
 """
 
 import math
@@ -173,7 +174,7 @@ class Forecast:
 
     def _foresee_replicas(self, actions: Sequence[Action], synchronises: bool) -> None:
         parts, sizes = self.parts, self.parts.mesh.sizes
-        if sizes.data == 1:
+        if sizes.data == 1 or parts.mesh.expert_mesh is not None:
             return
         self._add(parts.mesh.data_group, "all_reduce", _WEIGHTS_OF_THE_LOSS)
         walk = actions or (Action(0, _F, 0), Action(0, _B, 0))
