@@ -1,6 +1,15 @@
 """Callbacks that say where the time, the bytes and the memory of a step go, and the tokens."""
 
+from lightning_par.callbacks.communication_profiler import CommunicationProfiler
 from lightning_par.callbacks.expert_balance import ExpertBalance
+from lightning_par.callbacks.memory import MemoryMonitor
 from lightning_par.callbacks.pipeline_profiler import PipelineProfiler
+from lightning_par.callbacks.throughput import ThroughputMonitor
 
-__all__ = ["ExpertBalance", "PipelineProfiler"]
+__all__ = [
+    "CommunicationProfiler",
+    "ExpertBalance",
+    "MemoryMonitor",
+    "PipelineProfiler",
+    "ThroughputMonitor",
+]

@@ -1,6 +1,6 @@
 """What the profilers share: one recording of the steps, and one report at the end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_par.engine.batch import signature
 from lightning_par.engine.clock import clock_for, measure_offset
-from lightning_par.engine.ledger import Ledger
+from lightning_par.engine.forecast import Forecast, Parts
+from lightning_par.engine.ledger import Ledger, LedgerEntry
 from lightning_par.engine.record import RankRecord, StepRecorder
 from lightning_par.engine.report import Report, Table, write_report
 from lightning_par.engine.schedule import TimedAction
@@ -59,6 +61,10 @@ class Recording:
             blocks=self._blocks(),
             keep=keep,
         )
+        self._forecast = Forecast(self._parts(strategy), self.steps.ledger)
+        self._foreseen: dict[Hashable, tuple[LedgerEntry, ...]] = {}
+        self._kind: Hashable = None
+        self._watch: ExitStack | None = None
         self._open = ExitStack()
 
     def start(self) -> None:
@@ -72,6 +78,34 @@ class Recording:
     def stop(self) -> None:
         """Stop listening; may be called again."""
         self._open.close()
+
+    def begin(self, batch: Any, *, synchronises: bool) -> None:
+        """Begin a step.
+
+        Args:
+            batch: Its shapes tell whether steps of the same kind have been seen.
+            synchronises: Whether gradients are reduced at its end.
+        """
+        self._kind = signature(batch, synchronises)
+        if self._kind not in self._foreseen:
+            self._watch = self._forecast.watch()
+        self.steps.begin()
+
+    def end(self, step: int) -> None:
+        """End the step.
+
+        Args:
+            step: Number of the batch.
+        """
+        run = self.parallelised.steps.last_run
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+            actions = [] if run is None else [action for action, *_ in run.marks]
+            synchronises = bool(self._kind[-1])  # type: ignore[index]
+            rows = self._forecast.rows(actions, synchronises=synchronises)
+            self._foreseen[self._kind] = rows
+        self.steps.end(step, run, self._foreseen[self._kind])
 
     def gather(self, group: dist.ProcessGroup, *, last: bool = False) -> list[RankRecord]:
         """Return the records of all ranks of a group, on the clock of its first rank.
@@ -102,6 +136,19 @@ class Recording:
             if shared.group.group_name == axes.get("tp", shared.group).group_name:
                 del axes["pp shared weights"]
         return axes
+
+    def _parts(self, strategy: MeshStrategy) -> Parts:
+        return Parts(
+            module=self.parallelised.module,
+            layout=self.parallelised.layout,
+            mesh=self.mesh,
+            bounds=self.parallelised.bounds,
+            owners=self.parallelised.rank_of_stage,
+            shared=self.parallelised.shared,
+            zero_stage=strategy.zero_stage,
+            sequence_parallel=strategy.sequence_parallel,
+            compiled=strategy.compile_blocks is not False,
+        )
 
     def _blocks(self) -> dict[int, Any]:
         module = self.parallelised.module
@@ -159,9 +206,12 @@ class Profiler(Callback):
         self._folder = Path(folder) / "profile" if self._given is None else Path(self._given)
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._records(trainer):
-            self.recording.steps.begin()
+            synchronises = not trainer.fit_loop._should_accumulate()
+            self.recording.begin(batch, synchronises=synchronises)
 
     @override
     def on_train_batch_end(
@@ -174,8 +224,7 @@ class Profiler(Callback):
     ) -> None:
         recording = self.recording
         if self._records(trainer):
-            run = recording.parallelised.steps.last_run
-            recording.steps.end(trainer.fit_loop.total_batch_idx, run)
+            recording.end(trainer.fit_loop.total_batch_idx)
         if trainer._logger_connector.should_update_logs:
             values = self.measure(recording)
             pl_module.log_dict(dict(values), on_step=True, on_epoch=False, batch_size=1)

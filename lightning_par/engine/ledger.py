@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_par.engine.clock import Clock
 from lightning_par.engine.wiretap import Call, Wiretap
 
-__all__ = ["Ledger", "LedgerEntry", "Transfer"]
+__all__ = ["Ledger", "LedgerEntry", "Transfer", "ring_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,15 @@ def _kept(call: Call, payload: int, ranks: int, rank: int) -> Fraction:
 
 
 @cache
-def _sent(operation: str, payload: int, ranks: int, is_root: bool) -> Fraction:
-    """Return the bytes that a rank sends; `is_root`: the operation starts or ends at it."""
+def ring_bytes(operation: str, payload: int, ranks: int, is_root: bool) -> Fraction:
+    """Return the bytes that a rank sends, for every operation but all-to-all.
+
+    Args:
+        operation: As in the table of this module.
+        payload: Bytes of the whole tensor.
+        ranks: n.
+        is_root: Whether the operation starts or ends at this rank.
+    """
     whole, others = Fraction(payload), Fraction(ranks - 1, ranks)
     return {
         "all_reduce": 2 * others * whole,
@@ -160,6 +167,7 @@ class Ledger(Wiretap):
     ) -> None:
         super().__init__()
         self._axes: dict[str, str] = {}
+        self._groups = dict(axes or {})
         for axis, group in (axes or {}).items():
             self._axes.setdefault(group.group_name, axis)
         self._counts: dict[tuple[str, str], _Count] = {}
@@ -175,6 +183,10 @@ class Ledger(Wiretap):
 
     def __exit__(self, *_: object) -> None:
         self._exit()
+
+    def group_of(self, axis: str) -> dist.ProcessGroup:
+        """Return the group of an axis that was given."""
+        return self._groups[axis]
 
     def entries(self) -> tuple[LedgerEntry, ...]:
         """Return what was counted, by axis (given ones first, in their order) and operation."""
@@ -221,8 +233,8 @@ class Ledger(Wiretap):
         if call.operation == "all_to_all":
             sent = payload - _kept(call, payload, ranks, rank)
         else:
-            sent = _sent(call.operation, payload, ranks, rank == call.root)
-        axis = self._axis(call.group)
+            sent = ring_bytes(call.operation, payload, ranks, rank == call.root)
+        axis = self.axis_of(call.group)
         count = self._counts.setdefault((axis, call.operation), _Count())
         count.add(_Count(calls=1, payload=payload, sent=sent))
         if self._clock is not None:
@@ -260,7 +272,12 @@ class Ledger(Wiretap):
         if transfer is not None:
             transfer.waits.append((began, self._clock.mark()))
 
-    def _axis(self, group: dist.ProcessGroup) -> str:
+    def axis_of(self, group: dist.ProcessGroup) -> str:
+        """Return the name under which a group is counted.
+
+        Args:
+            group: Of this rank.
+        """
         name = group.group_name
         world = dist.group.WORLD is not None and name == dist.group.WORLD.group_name
         return self._axes.get(name, "world" if world else name)

@@ -56,6 +56,7 @@ class StepRecord:
         waits: For every action, how long the rank waited for its input.
         transfers: In the order in which they were called.
         entries: What the ledger counted.
+        foreseen: What the plan says that there is to count; of fewer axes and operations.
         blocks: Block -> seconds of one forward, the mean over the micro-batches.
     """
 
@@ -66,6 +67,7 @@ class StepRecord:
     waits: tuple[float, ...]
     transfers: tuple[TimedTransfer, ...]
     entries: tuple[LedgerEntry, ...]
+    foreseen: tuple[LedgerEntry, ...]
     blocks: Mapping[int, float]
 
     def shifted(self, seconds: float) -> "StepRecord":
@@ -124,6 +126,7 @@ class _Open:
     run: PipelineRun | None
     transfers: list[Transfer]
     entries: tuple[LedgerEntry, ...]
+    foreseen: tuple[LedgerEntry, ...]
     blocks: list[tuple[int, Any, Any]]
 
 
@@ -169,12 +172,15 @@ class StepRecorder:
         self.ledger.listens = True
         self._start = self.clock.mark()
 
-    def end(self, step: int, run: PipelineRun | None) -> None:
+    def end(
+        self, step: int, run: PipelineRun | None, foreseen: tuple[LedgerEntry, ...] = ()
+    ) -> None:
         """End the step.
 
         Args:
             step: Number of the batch.
             run: Its walk through the schedule, if there is a pipeline.
+            foreseen: What the plan says that there is to count.
         """
         self.ledger.listens = False
         opened = _Open(
@@ -184,6 +190,7 @@ class StepRecorder:
             run=run,
             transfers=self.ledger.transfers,
             entries=self.ledger.entries(),
+            foreseen=foreseen,
             blocks=self._blocks,
         )
         self._start = None
@@ -214,6 +221,7 @@ class StepRecorder:
             waits=() if run is None else tuple(run.waited.values()),
             transfers=self._timed(opened.transfers),
             entries=opened.entries,
+            foreseen=opened.foreseen,
             blocks=self._block_means(opened.blocks),
         )
 

@@ -19,13 +19,20 @@ MICROBATCHES, STEPS, KEPT = 3, 4, 2
 Run = dict[str, Any]
 
 
+class Losses(Recorder):
+    """Gathers no gradients, which would be communication too."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
 def fit(rank: int, world: int, folder: Path, options: Run, names: list[str]) -> Run:
     """Train with the profilers of these names, in float64."""
     import lightning_par
     from lightning_par import callbacks
 
     torch.set_default_dtype(torch.float64)
-    recorder = Recorder()
+    recorder = Losses()
     profilers = [
         getattr(callbacks, name)(folder=folder / "profile", keep_steps=KEPT) for name in names
     ]
@@ -60,6 +67,22 @@ def check_pipeline_values(values: dict[str, float], stages: int) -> None:
         assert parts["waited"] >= 0
     mean = sum(of[f"rank_{r}/bubble"] for r in range(stages)) / stages
     assert of["bubble"] == pytest.approx(mean)
+
+
+def check_communication_values(values: dict[str, float], tensor: int) -> None:
+    """Bytes are those that the plan predicts, and nobody stands still longer than it lasts."""
+    rows: dict[str, dict[str, float]] = {}
+    for key, value in values.items():
+        if key.startswith("communication/"):
+            name, _, column = key.removeprefix("communication/").rpartition("/")
+            rows.setdefault(name, {})[column] = value
+    assert {"pp_activations/send", "pp_gradients/send"} <= rows.keys()
+    assert ("tp/all_gather" in rows) is (tensor > 1)
+    for name, row in rows.items():
+        if not name.endswith("broadcast"):
+            assert row["sent"] == row["predicted"], name
+            assert row["calls"] > 0
+        assert 0 < row["exposed"] <= row["time"] * (1 + 1e-6), name
 
 
 def check_trace(path: Path, ranks: int, tensor: int) -> None:
@@ -99,7 +122,8 @@ def test_pipeline_profiler_logs_writes_and_changes_nothing(layout: str, tmp_path
         "num_microbatches": MICROBATCHES,
     }
     plain = run_ranks(fit, 2 * tensor, tmp_path, options, [], timeout=120)
-    results = run_ranks(fit, 2 * tensor, tmp_path, options, ["PipelineProfiler"], timeout=120)
+    names = ["PipelineProfiler", "CommunicationProfiler"]
+    results = run_ranks(fit, 2 * tensor, tmp_path, options, names, timeout=120)
     for result, without in zip(results, plain, strict=True):
         assert result["losses"] == without["losses"]
         pipeline = {k: v for k, v in result["metrics"].items() if k.startswith("pipeline/")}
@@ -112,6 +136,8 @@ def test_pipeline_profiler_logs_writes_and_changes_nothing(layout: str, tmp_path
     assert len(rows) == STEPS
     for row in rows:
         check_pipeline_values(row, 2)
+    for row in rows[1:]:  # in the first step, headers travel as well
+        check_communication_values(row, tensor)
     check_trace(tmp_path / "profile" / "trace.json", 2 * tensor, tensor)
     text = (tmp_path / "profile" / "report.html").read_text()
     assert "bubble, measured" in text
@@ -120,6 +146,10 @@ def test_pipeline_profiler_logs_writes_and_changes_nothing(layout: str, tmp_path
         drawn = "document.querySelectorAll('#timeline rect.action').length"
         assert page.ask(drawn) > 0
         assert page.ask("document.querySelectorAll('#stages tbody tr').length") == 2
+        cells = page.ask(
+            "[...document.querySelectorAll('#communication td')].map(t => t.innerText)"
+        )
+        assert {"pp activations", "send"} <= set(cells)
         assert page.messages == []
         page.save_screenshot(tmp_path / "report.png")
     assert (tmp_path / "profile" / "timeline.png").stat().st_size > 10_000

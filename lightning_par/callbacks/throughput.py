@@ -1,0 +1,155 @@
+"""`ThroughputMonitor`: samples, tokens and counted FLOPs per second, and the share of the peak."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+from typing_extensions import override
+
+from lightning_par.callbacks.first_step import FirstStepCounter, gather_numbers
+from lightning_par.engine.batch import batch_entry, batch_size
+from lightning_par.engine.flops import FlopCounter
+from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.base import MeshStrategy
+
+__all__ = ["ThroughputMonitor"]
+
+
+class ThroughputMonitor(FirstStepCounter[FlopCounter]):
+    """Measures how fast the whole mesh trains, between two logged steps.
+
+    FLOPs are counted by torch's formulas in the first step of every batch shape, on every rank, and
+    summed; nothing has to be declared. The first step, which is counted, and validation do not take
+    part in the time. Logged at the Trainer's ``log_every_n_steps``, the same on every rank:
+
+    ====================================  =========  ==============================================
+    key                                   unit       meaning
+    ====================================  =========  ==============================================
+    ``throughput/samples``                1/s        of all replicas together
+    ``throughput/tokens``                 1/s        the same; if the plan names sequence dims, or
+                                                     `tokens` is given
+    ``throughput/step``                   ms         mean time of a batch
+    ``throughput/model_flops``            TFLOP/s    per device; forwards and backwards
+    ``throughput/hardware_flops``         TFLOP/s    the same with what is computed a second time
+    ``throughput/mfu``                    fraction   model FLOP/s over the device's peak, where that
+                                                     is known
+    ====================================  =========  ==============================================
+
+    Works with any strategy. On CUDA, logging waits for the device.
+
+    Args:
+        peak_flops: Of one device, in FLOP/s; None looks it up by the name of the device and the
+            precision. There is none for CPUs.
+        tokens: Gives the number of tokens of this rank's batch; None asks the model's plan.
+
+    **Communicates**: one all-gather of five numbers at every logged step.
+    """
+
+    def __init__(
+        self,
+        *,
+        peak_flops: float | None = None,
+        tokens: Callable[[Any], int] | None = None,
+    ) -> None:
+        super().__init__()
+        if peak_flops is not None and peak_flops <= 0:
+            raise ConfigurationError(
+                f"peak_flops={peak_flops}: use the FLOP/s of one device, such as 989e12, or leave "
+                "it out."
+            )
+        self.peak_flops, self._tokens = peak_flops, tokens
+        self._started: float | None = None
+        self._paused = 0.0
+        self._sums = [0.0, 0.0, 0.0, 0.0]
+        self._batches = 0
+
+    @override
+    def counter(self) -> AbstractContextManager[FlopCounter]:
+        return FlopCounter()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        device = trainer.strategy.root_device
+        if self.peak_flops is None and device.type == "cuda":
+            dtype = _plugin_to_compute_dtype(trainer.precision_plugin)
+            self.peak_flops = get_available_flops(device, dtype)
+        self._restart(None)
+
+    @override
+    def on_validation_start(self, *_: Any) -> None:
+        self._paused -= time.monotonic()
+
+    @override
+    def on_validation_end(self, *_: Any) -> None:
+        self._paused += time.monotonic()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._stop()
+        if self._started is None:  # this step was counted, and is no measure
+            self._synchronise(trainer)
+            self._restart(time.monotonic())
+            return
+        counter = self.counted
+        samples, tokens = self._count(trainer, batch)
+        flops = counter.model, counter.model + counter.recomputed
+        self._batches += 1
+        self._sums = [s + n for s, n in zip(self._sums, (samples, tokens, *flops), strict=True)]
+        if trainer._logger_connector.should_update_logs:
+            self._synchronise(trainer)
+            now = time.monotonic()
+            values = self._measure(trainer, now - self._started - self._paused)
+            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+            self._restart(now)
+
+    def _restart(self, now: float | None) -> None:
+        self._started, self._paused = now, 0.0
+        self._sums, self._batches = [0.0, 0.0, 0.0, 0.0], 0
+
+    def _synchronise(self, trainer: pl.Trainer) -> None:
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)
+
+    def _measure(self, trainer: pl.Trainer, seconds: float) -> dict[str, float]:
+        device = trainer.strategy.root_device
+        found = gather_numbers([*self._sums, seconds], device)
+        samples, tokens, model, hardware = (float(n) for n in found[:, :4].sum(0))
+        devices, seconds = len(found), float(found[:, 4].max())
+        values = {
+            "samples": samples / seconds,
+            "step": 1e3 * seconds / self._batches,
+            "model_flops": model / seconds / devices / 1e12,
+            "hardware_flops": hardware / seconds / devices / 1e12,
+        }
+        if tokens:
+            values["tokens"] = tokens / seconds
+        if self.peak_flops:
+            values["mfu"] = model / seconds / devices / self.peak_flops
+        return {f"throughput/{name}": value for name, value in values.items()}
+
+    def _count(self, trainer: pl.Trainer, batch: Any) -> tuple[int, int]:
+        """Return the samples and tokens of a batch, on one rank of every replica, else 0."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, MeshStrategy):
+            return batch_size(batch), 0 if self._tokens is None else self._tokens(batch)
+        if strategy.mesh.replica_group.rank() != 0:
+            return 0, 0
+        if self._tokens is not None:
+            return batch_size(batch), self._tokens(batch)
+        layout = strategy.parallelised.layout.plan.batch
+        for name, dim in layout.sequence_dims.items():
+            entry = batch_entry(batch, name)
+            return batch_size(batch), entry.shape[0] * entry.shape[dim]
+        return batch_size(batch), 0

@@ -1,0 +1,316 @@
+"""What a step has to communicate, from the plan: the bytes that a ledger is compared with.
+
+n is the size of the group, x and y are what goes into a module and comes out of it, on this rank.
+
+=========================  =========================================================================
+tensor style               payload in the forward, then in the backward
+=========================  =========================================================================
+entry of sharded weights   with sequence parallelism: all-gather n x, reduce-scatter n x;
+                           without: nothing, all-reduce x
+exit of sharded weights    with sequence parallelism: reduce-scatter n y, all-gather n y;
+                           without: all-reduce y, nothing
+``vocab_head``             as an entry; its loss: all-reduces of one and of two numbers per token
+``colwise_gather_output``  as an entry; all-gather y, nothing
+=========================  =========================================================================
+
+Entries are ``gather_sequence``, ``vocab_head`` and ``colwise_gather_output``; exits are ``rowwise``
+and ``vocab_embedding``. A backward communicates only if x or y requires grad.
+
+A pipeline stage sends what its last block gives, and the gradient of what its first block takes.
+What `shard.py` says of the ZeRO stages is counted for every unit: a block, or all that is outside
+of the blocks. A parameter is padded along dim 0 to a multiple of the shards.
+
+Not foreseen: what the user's step communicates or logs, batches and losses shared within a replica,
+under a pipeline what a block hands on beside the hidden states, and the data axes where experts are
+divided.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
+
+from lightning_par.engine.boundary import group_name
+from lightning_par.engine.collectives import split_sizes
+from lightning_par.engine.gradients import SharedGradients
+from lightning_par.engine.ledger import Ledger, LedgerEntry, ring_bytes
+from lightning_par.engine.schedule import Action, ActionKind
+from lightning_par.engine.stages import StageStub
+from lightning_par.layout import ModelLayout
+from lightning_par.mesh import ParallelMesh
+
+__all__ = ["Forecast", "Parts"]
+
+_F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
+_I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+_ENTRIES = ("gather_sequence", "vocab_head", "colwise_gather_output")
+_EXITS = ("rowwise", "vocab_embedding")
+_WEIGHTS_OF_THE_LOSS = 16
+"""Bytes: two numbers in float64, summed over the replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of a model on a mesh that decide what is communicated.
+
+    Attributes:
+        module: Holds this rank's part.
+        layout: Its resolved plan.
+        mesh: Where it is.
+        bounds: First and one-past-last block of every pipeline stage; empty without a pipeline.
+        owners: The pipeline rank of every stage.
+        shared: Parameters whose gradients are summed after the backward.
+        zero_stage: 0 to 3.
+        sequence_parallel: Whether activations between the blocks are sharded along T.
+        compiled: Whether the blocks are; what their modules do cannot be watched then.
+    """
+
+    module: nn.Module
+    layout: ModelLayout
+    mesh: ParallelMesh
+    bounds: Sequence[tuple[int, int]]
+    owners: Sequence[int]
+    shared: Sequence[SharedGradients]
+    zero_stage: int
+    sequence_parallel: bool
+    compiled: bool
+
+
+@dataclass(eq=False)
+class _Sum:
+    calls: int = 0
+    payload: int = 0
+
+
+@dataclass(eq=False)
+class Forecast:
+    """Foresees the communication of a step on this rank.
+
+    Shapes are read from the forwards of the first step of their kind, which is watched.
+
+    Args:
+        parts: Of the model.
+        ledger: Names the groups.
+    """
+
+    parts: Parts
+    ledger: Ledger
+    _found: dict[tuple[str, str], _Sum] = field(default_factory=dict)
+    _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    def watch(self) -> ExitStack:
+        """Watch the forwards of a step until what is returned is closed."""
+        self._found = {}
+        hooks = ExitStack()
+        for module, hook in self._hooks():
+            hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        return hooks
+
+    def rows(self, actions: Sequence[Action], *, synchronises: bool) -> tuple[LedgerEntry, ...]:
+        """Return what the step that was watched has to communicate, by axis and operation.
+
+        Args:
+            actions: What this rank ran of the schedule; empty without a pipeline.
+            synchronises: Whether gradients are reduced over the replicas at its end.
+        """
+        self._foresee_replicas(actions, synchronises)
+        if synchronises:
+            for shared in self.parts.shared:
+                self._foresee_shared(shared)
+        rows = []
+        for (axis, operation), total in self._found.items():
+            ranks = self._groups[axis].size()
+            rows.append(
+                LedgerEntry(
+                    axis=axis,
+                    operation=operation,
+                    calls=total.calls,
+                    payload=total.payload,
+                    sent=round(ring_bytes(operation, total.payload, ranks, False)),
+                )
+            )
+        return tuple(rows)
+
+    def _add(self, group: dist.ProcessGroup, operation: str, payload: int, calls: int = 1) -> None:
+        if group.size() == 1 or not calls:
+            return
+        axis = self.ledger.axis_of(group)
+        self._groups[axis] = group
+        total = self._found.setdefault((axis, operation), _Sum())
+        total.calls += calls
+        total.payload += payload * calls
+
+    def _hooks(self) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
+        parts = self.parts
+        if parts.mesh.sizes.tensor > 1 and not parts.compiled:
+            held = _own_modules(parts.module)
+            for fqn, style in parts.layout.styles.items():
+                if fqn in held and style in (*_ENTRIES, *_EXITS):
+                    yield held[fqn], _TensorHook(self, style)
+        for stage, (lo, hi) in enumerate(parts.bounds):
+            if parts.owners[stage] != parts.mesh.place["pp"]:
+                continue
+            names = parts.layout.block_names
+            if stage > 0:
+                yield parts.module.get_submodule(names[lo]), _BoundaryHook(self, stage - 1, False)
+            if stage < len(parts.bounds) - 1:
+                yield parts.module.get_submodule(names[hi - 1]), _BoundaryHook(self, stage, True)
+
+    def _foresee_shared(self, shared: SharedGradients) -> None:
+        by_dtype: dict[torch.dtype, int] = {}
+        for p in shared.parameters:
+            if p.requires_grad:
+                local = p.to_local() if isinstance(p, DTensor) else p
+                by_dtype[p.dtype] = by_dtype.get(p.dtype, 0) + _bytes(local)
+        for payload in by_dtype.values():
+            self._add(shared.group, "all_reduce", payload)
+
+    def _foresee_replicas(self, actions: Sequence[Action], synchronises: bool) -> None:
+        parts, sizes = self.parts, self.parts.mesh.sizes
+        if sizes.data == 1 or parts.mesh.expert_mesh is not None:
+            return
+        self._add(parts.mesh.data_group, "all_reduce", _WEIGHTS_OF_THE_LOSS)
+        walk = actions or (Action(0, _F, 0), Action(0, _B, 0))
+        once = not synchronises or parts.zero_stage < 2 or any(a.kind is _W for a in walk)
+        backwards = 1 if once else sum(a.kind is _B for a in walk)
+        shard, replicate = parts.mesh.group("dp_shard"), parts.mesh.group("dp_replicate")
+        for block, parameters in self._units():
+            if not parameters:
+                continue
+            gathers = self._gathers(walk, block)
+            whole = sum(_padded(p, parts.mesh) * p.element_size() for p in parameters)
+            trained = [p for p in parameters if p.requires_grad]
+            reduced = sum(_padded(p, parts.mesh) * p.element_size() for p in trained)
+            self._add(shard, "all_gather", whole, gathers)
+            if synchronises and trained:
+                self._add(shard, "reduce_scatter", reduced, backwards)
+                self._add(replicate, "all_reduce", reduced // sizes.data_shard, backwards)
+
+    def _units(self) -> Iterator[tuple[int | None, list[nn.Parameter]]]:
+        """Give the units of sharding that this rank holds: block or None, and its parameters."""
+        seen: set[int] = set()
+        held = _own_modules(self.parts.module)
+        for number, name in enumerate(self.parts.layout.block_names):
+            if name in held:
+                parameters = list(held[name].parameters())
+                seen |= {id(p) for p in parameters}
+                yield number, parameters
+        yield None, [p for p in self.parts.module.parameters() if id(p) not in seen]
+
+    def _gathers(self, walk: Sequence[Action], block: int | None) -> int:
+        """Return how often a unit is gathered in a step."""
+        if self.parts.zero_stage < 3:
+            return 1
+        if block is not None:
+            stage = next((s for s, (lo, hi) in enumerate(self.parts.bounds) if lo <= block < hi), 0)
+            return sum(a.stage == stage and a.kind is not _W for a in walk)
+        count, whole = 0, False
+        for action in walk:
+            if action.kind is not _W:
+                count += not whole
+                whole = action.kind is _F
+        return count
+
+
+@dataclass(frozen=True)
+class _TensorHook:
+    """Foresees what one call of a module with a tensor style moves."""
+
+    forecast: Forecast
+    style: str
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        group = self.forecast.parts.mesh.group("tp")
+        x = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        if self.style in _ENTRIES:
+            self._cross(group, x, "all_gather", "reduce_scatter", in_forward=False)
+        else:
+            self._cross(group, output, "reduce_scatter", "all_gather", in_forward=True)
+        if self.style == "vocab_head":
+            tokens = output.numel() // output.shape[-1] * output.element_size()
+            self.forecast._add(group, "all_reduce", tokens)
+            self.forecast._add(group, "all_reduce", 2 * tokens)
+        if self.style == "colwise_gather_output":
+            features = output.shape[-1]
+            padded = split_sizes(features, group.size())[0] * group.size()
+            self.forecast._add(group, "all_gather", _bytes(output) // features * padded)
+
+    def _cross(
+        self,
+        group: dist.ProcessGroup,
+        tensor: Tensor,
+        forward: str,
+        backward: str,
+        *,
+        in_forward: bool,
+    ) -> None:
+        returns = tensor.requires_grad and not _recomputes()
+        size, add = _bytes(tensor), self.forecast._add
+        if self.forecast.parts.sequence_parallel:
+            add(group, forward, group.size() * size)
+            if returns:
+                add(group, backward, group.size() * size)
+        elif in_forward or returns:
+            add(group, "all_reduce", size)
+
+
+@dataclass(frozen=True)
+class _BoundaryHook:
+    """Foresees what one micro-batch moves over a boundary between stages."""
+
+    forecast: Forecast
+    boundary: int
+    sends: bool
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        parts = self.forecast.parts
+        earlier, later = parts.owners[self.boundary], parts.owners[self.boundary + 1]
+        if earlier == later or _recomputes():
+            return
+        leaves = tree_leaves(output if self.sends else (args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        moved = list({id(t): t for t in tensors}.values()) if self.sends else tensors[:1]
+        for kind, ends in (("activations", (earlier, later)), ("gradients", (later, earlier))):
+            operation = "send" if (kind == "activations") == self.sends else "recv"
+            for tensor in moved:
+                if kind == "activations" or tensor.requires_grad:
+                    group = self.forecast.ledger.group_of(group_name(kind, *ends))
+                    self.forecast._add(group, operation, _bytes(tensor))
+
+
+def _recomputes() -> bool:
+    """Whether a forward runs inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _own_modules(module: nn.Module) -> Mapping[str, nn.Module]:
+    named = module.named_modules(remove_duplicate=False)
+    return {name: part for name, part in named if not isinstance(part, StageStub)}
+
+
+def _padded(parameter: nn.Parameter, mesh: ParallelMesh) -> int:
+    """Return the number of entries of a parameter on this rank of ``tp``, with dim 0 padded to a
+    multiple of the shards.
+    """
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        for name, placement in zip(names, parameter.placements, strict=True):
+            if name == "tp" and isinstance(placement, Shard):
+                sizes = split_sizes(shape[placement.dim], mesh.sizes.tensor)
+                shape[placement.dim] = sizes[mesh.place["tp"]]
+    if not shape:
+        return 1
+    shards = mesh.sizes.data_shard
+    return -(-shape[0] // shards) * shards * math.prod(shape[1:])

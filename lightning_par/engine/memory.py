@@ -1,0 +1,134 @@
+"""Bytes that a rank holds: parameters, gradients, optimizer states, activations, all of it."""
+
+import os
+import resource
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["SavedActivations", "bytes_held", "current_memory", "peak_memory"]
+
+_STATM = Path("/proc/self/statm")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_held(tree: Any) -> int:
+    """Return the bytes of the tensors in a nest on this rank; what shares memory counts once.
+
+    Args:
+        tree: Any pytree; of a DTensor, the local part counts.
+    """
+    tensors = (_local(t) for t in tree_leaves(tree) if isinstance(t, Tensor))
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+    return sum(storages.values())
+
+
+def current_memory(device: torch.device) -> int:
+    """Return the bytes that a rank holds now: those of tensors on a GPU, else of the process.
+
+    Args:
+        device: Of the rank.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _resident() or _most_resident()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that a rank held: on a GPU since the last `reset_peak_memory_stats`,
+    else since the process began.
+
+    Args:
+        device: Of the rank.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return max(_most_resident(), _resident())  # the kernel keeps the first one late
+
+
+def _resident() -> int:
+    """Return the bytes of this process in memory; 0 where the system does not say."""
+    if not _STATM.exists():
+        return 0
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _most_resident() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class _Saved:
+    """Holds a tensor for the backward; tells when nobody needs it any more."""
+
+    def __init__(self, tensor: Tensor, owner: "SavedActivations") -> None:
+        self.tensor, self._owner, self._key = tensor, owner, tensor.untyped_storage().data_ptr()
+        owner._hold(self._key, tensor.untyped_storage().nbytes())
+
+    def __del__(self) -> None:
+        self._owner._free(self._key)
+
+
+class SavedActivations:
+    """Counts, while it is entered, the bytes that are saved for backwards; parameters do not count.
+
+    Attributes:
+        peak: The most bytes that were saved at once.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._now = 0
+        self._held: dict[int, tuple[int, int]] = {}
+        self._parameters: set[int] = set()
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        # A sharded parameter is whole only while its module computes.
+        hook = nn.modules.module.register_module_forward_pre_hook(self._see_parameters)
+        self._open.callback(hook.remove)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._open.enter_context(hooks)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _see_parameters(self, module: nn.Module, _: Any) -> None:
+        self._add_parameters(p for p in module._parameters.values() if p is not None)
+
+    def _add_parameters(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters |= {_local(p).untyped_storage().data_ptr() for p in parameters}
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        plain = type(tensor) in (Tensor, nn.Parameter)
+        if not plain or tensor.untyped_storage().data_ptr() in self._parameters:
+            return tensor
+        return _Saved(tensor, self)
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        return saved.tensor if isinstance(saved, _Saved) else saved
+
+    def _hold(self, key: int, size: int) -> None:
+        users, _ = self._held.get(key, (0, size))
+        self._held[key] = users + 1, size
+        if not users:
+            self._now += size
+            self.peak = max(self.peak, self._now)
+
+    def _free(self, key: int) -> None:
+        users, size = self._held.pop(key)
+        if users > 1:
+            self._held[key] = users - 1, size
+        else:
+            self._now -= size
