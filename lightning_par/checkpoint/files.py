@@ -30,7 +30,7 @@ __all__ = [
     "publish",
     "remove_path",
     "replacing",
-    "sync_folder",
+    "sync_files",
     "write_json",
     "write_object",
     "write_tensors",
@@ -55,7 +55,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """Names of the safetensors format."""
-_CHUNK = 4 << 20
+_CHUNK = 1 << 20
 """Bytes that are written and summed at a time; they stay in the cache between the two."""
 _EXCHANGE = 2
 """The flag of `renameat2` that swaps two paths."""
@@ -77,14 +77,14 @@ class FileRecord:
 
 
 class ChecksumFile:
-    """A file that is summed while it is written, and on the disk when it is closed.
+    """A file that is summed while it is written; `sync_files` brings it to the disk.
 
     Args:
         path: Created or overwritten.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        self._file = path.open("wb", buffering=0)
         self._length = self._sum = 0
 
     def write(self, data: Any) -> None:
@@ -100,7 +100,8 @@ class ChecksumFile:
         for low in range(0, len(view), _CHUNK):
             part = view[low : low + _CHUNK]
             self._sum = zlib.crc32(part, self._sum)
-            self._file.write(part)
+            while part:  # the system may take less than all
+                part = part[self._file.write(part) :]
         self._length += len(view)
 
     def __enter__(self) -> Self:
@@ -112,16 +113,7 @@ class ChecksumFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()  # flushes: it would fail again
-            return
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        finally:
-            with contextlib.suppress(OSError):
-                self._file.close()
+        self._file.close()
 
     @property
     def record(self) -> FileRecord:
@@ -130,14 +122,14 @@ class ChecksumFile:
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
-    """Write a value as JSON, for people to read.
+    """Write a value as JSON, in one line: an indent would take Python's slow encoder.
 
     Args:
         path: Where to.
         value: Made of JSON's types.
     """
     with ChecksumFile(path) as file:
-        file.write(json.dumps(value, indent=1, allow_nan=False).encode())
+        file.write(json.dumps(value, allow_nan=False).encode())
     return file.record
 
 
@@ -210,10 +202,8 @@ def write_object(path: Path, value: Any) -> None:
     Raises:
         OSError: The disk is full, for example; or RuntimeError, from `torch.save`.
     """
-    with replacing(path) as partial, partial.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+    with replacing(path) as partial:
+        torch.save(value, partial)
 
 
 def file_order(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[str]:
@@ -255,13 +245,21 @@ def _read(path: Path) -> Iterator[memoryview]:
             yield view[:count]
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names of the files in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync_files(paths: Iterable[Path]) -> None:
+    """Bring files, or the names of the files in folders, to the disk.
+
+    Together, after all have been written: the first then makes the file system write most of what
+    the others wait for.
+
+    Args:
+        paths: Files and folders.
+    """
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def publish(partial: Path, final: Path) -> None:
@@ -274,19 +272,19 @@ def publish(partial: Path, final: Path) -> None:
         partial: On the same file system.
         final: May exist, as a folder, a file or a link.
     """
-    sync_folder(partial)
-    if os.path.lexists(final):
-        if _exchange(partial, final):
-            aside = partial
-        else:
-            aside = partial.with_name(f"{partial.name}.old")
-            final.rename(aside)
-            partial.rename(final)
-        sync_folder(final.parent)
-        remove_path(aside)
-    else:
+    sync_files([partial])
+    aside = None
+    if not os.path.lexists(final):
         partial.rename(final)
-    sync_folder(final.parent)
+    elif _exchange(partial, final):
+        aside = partial
+    else:
+        aside = partial.with_name(f"{partial.name}.old")
+        final.rename(aside)
+        partial.rename(final)
+    sync_files([final.parent])
+    if aside is not None:
+        remove_path(aside)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -16,6 +16,7 @@ from lightning_par.checkpoint.files import (
     file_order,
     FileRecord,
     publish,
+    sync_files,
     write_json,
     write_tensors,
 )
@@ -24,6 +25,7 @@ from lightning_par.checkpoint.index import (
     file_name,
     INDEX,
     Index,
+    MANIFEST,
     Manifest,
     merge_entries,
     TensorEntry,
@@ -164,6 +166,7 @@ def write_part(folder: Path, part: Part) -> Report:
         report.index.weights = _write_pieces(folder, "weights", part.weights, part, report)
         report.index.optimizer = _write_pieces(folder, "optimizer", part.optimizer, part, report)
         _write_state(folder, part, report)
+        sync_files(folder / name for name in report.files)
     except Exception as error:
         cause = error if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         report.error = str(cause)
@@ -240,6 +243,7 @@ def complete(
             manifest.files.update(report.files)
         manifest.files[INDEX] = write_json(folder / INDEX, index.to_json())
         manifest.write(folder)
+        sync_files([folder / INDEX, folder / MANIFEST])
         publish(folder, final)
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)

@@ -42,11 +42,6 @@ from lightning_par.strategies.sharing import BatchSharing
 __all__ = ["MeshStrategy"]
 
 
-def _count(size: Size) -> int | None:
-    """The number, or None for "auto"."""
-    return None if size == "auto" else int(size)
-
-
 class MeshStrategy(CheckpointedProcesses):
     """Trains an unchanged LightningModule on a mesh of tensor, pipeline and data parallelism.
 
@@ -139,9 +134,9 @@ class MeshStrategy(CheckpointedProcesses):
         check_values(schedule, num_microbatches, stage_blocks, virtual_pipeline_size)
         check_nonfinite_choice(on_nonfinite)
         self.on_nonfinite = on_nonfinite
-        self.virtual_pipeline_size = _count(virtual_pipeline_size)
+        self.virtual_pipeline_size = _given(virtual_pipeline_size)
         self.zero_stage, self.schedule, self.compile_blocks = zero_stage, schedule, compile_blocks
-        self.num_microbatches = _count(num_microbatches)
+        self.num_microbatches = _given(num_microbatches)
         self.stage_blocks, self.sequence_parallel, self.plan = stage_blocks, sequence_parallel, plan
 
     @property
@@ -346,3 +341,8 @@ class MeshStrategy(CheckpointedProcesses):
         """Leave process groups, and what holds them, behind."""
         left = ("_mesh", "_parallelised", "_sharing", "_record", "_launcher", "_guard")
         return {**super().__getstate__(), **dict.fromkeys(left)}
+
+
+def _given(size: Size) -> int | None:
+    """Return a size that the user chose, or None."""
+    return None if size == "auto" else int(size)

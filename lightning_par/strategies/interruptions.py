@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from typing_extensions import override
 
 from lightning_par.strategies.processes import MeshProcesses
@@ -56,16 +55,16 @@ class InterruptibleProcesses(MeshProcesses):
         """Wait until all ranks handle an exception; the first to know or to give up decides."""
         self._interruptions += 1
         prefix = f"lightning_par/stopped/{self._interruptions}"
-        store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        names = [str(rank) for rank in range(self.world_size)]
-        store.set(names[self.global_rank], "")
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.global_rank], "")
         limit = _GRACE if self._timeout is None else min(_GRACE, self._timeout / 2)
         try:
-            store.wait(names, limit)
+            store.wait(keys, limit)
             verdict = "together"
         except RuntimeError:
             verdict = "apart"
-        return bool(store.compare_set("verdict", "", verdict) == b"together")
+        return bool(store.compare_set(f"{prefix}/verdict", "", verdict) == b"together")
 
     @override
     def barrier(self, name: str | None = None) -> None:

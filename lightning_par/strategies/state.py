@@ -69,6 +69,7 @@ class StateMap:
         order = [name for name in self._state_order if name in merged]
         return {name: merged[name] for name in [*order, *(merged.keys() - set(order))]}
 
+    @torch.no_grad()
     def weight_pieces(self, state: Mapping[str, Any]) -> tuple[list[Piece], dict[str, Any]]:
         """Return the parts of this rank's state dict to be stored, and its entries without tensor.
 
@@ -148,6 +149,7 @@ class StateMap:
         names = (name, *self._tied.get(self._canonical.get(name, ""), ()))
         return next((n for n in names if n in state), None)
 
+    @torch.no_grad()
     def local_optimizer(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return the states and groups of an optimizer with names in place of parameters.
 
@@ -174,6 +176,7 @@ class StateMap:
                     )
         return {"state": states, "param_groups": groups}
 
+    @torch.no_grad()
     def optimizer_pieces(
         self, number: int, state: Mapping[str, Any]
     ) -> tuple[list[Piece], dict[str, Any]]:
@@ -222,6 +225,7 @@ class StateMap:
             ],
         }
 
+    @torch.no_grad()
     def load_optimizer(
         self, module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | StoredOptimizer
     ) -> None:

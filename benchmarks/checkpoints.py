@@ -1,0 +1,189 @@
+"""Time to save and to load a checkpoint on two ranks (dp 2, zero 3), against
+torch.distributed.checkpoint and against Lightning's way, one file written by rank 0.
+
+All of it: weights and AdamW's states, on the disk (fsync), ours with checksums written and
+verified. A step is one save, or one load.
+"""
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _gpt import BenchModule, loader
+from _paired import add_arguments, Arguments, compare, launch, read_arguments, Turn
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from lightning_par.checkpoint.files import write_object
+from lightning_par.checkpoint.reader import CheckpointReader
+from lightning_par.models.gpt_config import GPTConfig
+from lightning_par.strategies import Hybrid3DStrategy
+
+CONFIG = GPTConfig(
+    vocab_size=8192, num_layers=8, model_dim=512, num_heads=8, num_kv_heads=8, tied_head=False
+)
+"""34 million parameters: 410 MB with the states of AdamW, in float32."""
+TARGET = 1 / 0.9
+
+
+def trained(**options: Any) -> pl.Trainer:
+    """A Trainer after one step."""
+    strategy = Hybrid3DStrategy(
+        tensor_parallel_size=1, pipeline_parallel_size=1, zero_stage=3, **options
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BenchModule(CONFIG), loader(1, vocab=CONFIG.vocab_size))
+    return trainer
+
+
+def flat_state(trainer: Any) -> dict[str, Any]:
+    """What a rank holds, as DCP takes it."""
+    states, module = trainer.strategy.parallelised.states, trainer.lightning_module
+    optimizer = states.local_optimizer(module, trainer.optimizers[0])
+    moments = {
+        f"optimizer.{name}.{key}": value
+        for name, entry in optimizer["state"].items()
+        for key, value in entry.items()
+    }
+    return {**{f"model.{n}": p.detach() for n, p in module.named_parameters()}, **moments}
+
+
+class Contenders:
+    """Every way to save and to load, each with a folder of its own.
+
+    Args:
+        trainer: Whose state.
+        background: One that saves in the background.
+        folder: Where to.
+    """
+
+    def __init__(self, trainer: Any, background: Any, folder: Path) -> None:
+        self.trainer, self.background, self.folder = trainer, background, folder
+        self.state = flat_state(trainer)
+
+    def save_dcp(self) -> None:
+        """torch.distributed.checkpoint, after the last one is removed."""
+        path = self.folder / "dcp"
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        dist.barrier()
+        dcp.save(self.state, checkpoint_id=path)
+
+    def save_ours(self) -> None:
+        """`Trainer.save_checkpoint`, over the last one."""
+        self.trainer.save_checkpoint(self.folder / "ours.ckpt")
+
+    def stall_of_background(self) -> None:
+        """How long the training waits with `async_save=True`."""
+        self.background.save_checkpoint(self.folder / "background.ckpt")
+
+    def gathered(self) -> dict[str, Any]:
+        """Everything on rank 0."""
+        states, module = self.trainer.strategy.parallelised.states, self.trainer.lightning_module
+        return {
+            "state_dict": states.gather_weights(module),
+            "optimizer_states": [states.gather_optimizer(module, self.trainer.optimizers[0])],
+        }
+
+    def save_lightning(self) -> None:
+        """What Lightning does with a gathered checkpoint; no fsync."""
+        checkpoint = self.gathered()
+        if dist.get_rank() == 0:
+            TorchCheckpointIO().save_checkpoint(checkpoint, self.folder / "lightning.ckpt")
+
+    def save_one_file(self) -> None:
+        """With `save_distributed_checkpoint=False`."""
+        checkpoint = self.gathered()
+        if dist.get_rank() == 0:
+            write_object(self.folder / "one.ckpt", checkpoint)
+
+    def load_dcp(self) -> None:
+        """Into the tensors in place."""
+        dcp.load(self.state, checkpoint_id=self.folder / "dcp")
+
+    def load_ours(self) -> None:
+        """Every file verified first."""
+        strategy = self.trainer.strategy
+        self.load(strategy.load_checkpoint(self.folder / "ours.ckpt"))
+
+    def load_lightning(self) -> None:
+        """Each rank reads the whole file and takes its part."""
+        path = self.folder / "lightning.ckpt"
+        self.load(TorchCheckpointIO().load_checkpoint(path, map_location="cpu"))
+
+    def load(self, checkpoint: Any) -> None:
+        """Into model and optimizer."""
+        self.trainer.strategy.load_model_state_dict(checkpoint)
+        self.trainer.strategy.load_optimizer_state_dict(checkpoint)
+
+
+def in_turns(work: Callable[[], None], arguments: Arguments) -> Callable[[Turn], None]:
+    """A contender whose step is one call of `work`."""
+
+    def run(turn: Turn) -> None:
+        for step in range(arguments.total_steps):
+            turn.next()
+            if step < arguments.total_steps - 1:  # the last one only ends the last block
+                work()
+
+    return run
+
+
+def measure(arguments: Arguments, root: Path) -> None:
+    """Run on every rank."""
+    pl.seed_everything(1, verbose=False)
+    box = [tempfile.mkdtemp(dir=root) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box)
+    folder = Path(box[0])
+    made = Contenders(trained(), trained(async_save=True), folder)
+    made.trainer.state.fn = "fit"
+    saving = {
+        "DCP": made.save_dcp,
+        "ours": made.save_ours,
+        "ours, async_save: wait": made.stall_of_background,
+        "ours, one file": made.save_one_file,
+        "Lightning's file": made.save_lightning,
+    }
+    loading = {
+        "DCP": made.load_dcp,
+        "ours": made.load_ours,
+        "Lightning's file": made.load_lightning,
+    }
+    for title, work in (("save", saving), ("load", loading)):
+        contenders = {name: in_turns(call, arguments) for name, call in work.items()}
+        compare(f"{title}, 2 ranks", contenders, arguments, targets={"ours": TARGET})
+        made.background.strategy.finish_saving()
+    if dist.get_rank() == 0:
+        index = CheckpointReader(folder / "ours.ckpt").index
+        numel = sum(entry.numel for entry in index.weights.values())
+        size = sum(file.stat().st_size for file in (folder / "ours.ckpt").iterdir())
+        print(f"{numel:,} parameters, {size / 1e6:.0f} MB")
+        shutil.rmtree(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    parser.set_defaults(pairs=7, steps=1, warmup=1)
+    parser.add_argument("--folder", type=Path, help="where to write; default: that for such files")
+    options = parser.parse_args()
+    root = options.folder or Path(tempfile.gettempdir())
+    launch(lambda arguments: measure(arguments, root), read_arguments(options), ranks=2)
+
+
+if __name__ == "__main__":
+    main()
