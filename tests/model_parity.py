@@ -64,7 +64,7 @@ def train_model(
     training = DataLoader(samples, batch_size=batch_size, sampler=order)
     held_out = Subset(samples, range(len(samples) - 8, len(samples)))  # type: ignore[arg-type]
     made.fit(module, training, DataLoader(held_out, batch_size=batch_size))
-    state = getattr(made.strategy, "lightning_module_state_dict", module.state_dict)()
+    state = getattr(made.strategy, "gather_state_dict", module.state_dict)()
     return {
         "losses": recorder.losses,
         "gradients": recorder.gradients,

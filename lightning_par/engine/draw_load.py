@@ -3,14 +3,19 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_par.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
 
 __all__ = ["draw_expert_load"]
 
 _SUFFIXES = (".pdf", ".png", ".svg")
 _INK = "#2b2f36"
-_LEFT, _PER_EXPERT, _LEAST = 0.9, 0.09, 0.5  # inches
+_PER_EXPERT, _LEAST = 0.09, 0.5  # inches, downwards
 
 
 def draw_expert_load(
@@ -63,34 +68,33 @@ def draw_expert_load(
         figure.set_layout_engine("constrained")
         bands = figure.subplots(len(loads), sharex=True, squeeze=False)[:, 0]
         for axes, (name, times) in zip(bands, loads.items(), strict=True):
-            image = axes.imshow(
-                [[_relative(time)[e] for time in times] for e in range(experts)],
-                aspect="auto",
-                interpolation="nearest",
-                cmap="RdYlBu_r",
-                vmin=0,
-                vmax=2,
-                extent=(-0.5, len(steps) - 0.5, experts - 0.5, -0.5),
-            )
-            axes.set_yticks([])
-            axes.set_ylabel(name, rotation=0, ha="right", va="center", color=_INK)
-            axes.text(
-                1.01,
-                0.5,
-                f"{_evenness(times[-1]):.3f}",
-                transform=axes.transAxes,
-                va="center",
-                color=_INK,
-            )
-            axes.tick_params(length=0, colors=_INK)
+            image = _draw_band(axes, name, times)
         shown = range(0, len(steps), max(1, len(steps) // 8))
         bands[-1].set_xticks(list(shown), [str(steps[i]) for i in shown])
         bands[-1].set_xlabel("optimizer step; at the right: entropy at the end", color=_INK)
-        bar = figure.colorbar(image, ax=list(bands), location="top", shrink=0.35, pad=0.02)
+        bar = figure.colorbar(image, ax=list(bands), location="right", shrink=0.7, pad=0.06)
         bar.set_label("load / mean load", color=_INK)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
+
+
+def _draw_band(axes: "Axes", name: str, times: Sequence[Sequence[float]]) -> "AxesImage":
+    columns = [_relative(time) for time in times]
+    image = axes.imshow(
+        [list(row) for row in zip(*columns, strict=True)],
+        aspect="auto",
+        interpolation="nearest",
+        cmap="RdYlBu_r",
+        vmin=0,
+        vmax=2,
+    )
+    axes.set_yticks([])
+    axes.set_ylabel(name, rotation=0, ha="right", va="center", color=_INK)
+    evenness = f"{_evenness(times[-1]):.3f}"
+    axes.text(1.01, 0.5, evenness, transform=axes.transAxes, va="center", color=_INK)
+    axes.tick_params(length=0, colors=_INK)
+    return image
 
 
 def _relative(load: Sequence[float]) -> list[float]:

@@ -55,17 +55,20 @@ class Sharding:
     Args:
         root: The FSDP root; None if there is one replica, and then every method does nothing.
         zero_stage: 0 to 3.
+        divided: Modules with experts that are divided among the replicas.
 
     Attributes:
         silence: For losses that weigh nothing.
     """
 
-    def __init__(self, root: nn.Module | None, zero_stage: int) -> None:
+    def __init__(
+        self, root: nn.Module | None, zero_stage: int, divided: Sequence[nn.Module] = ()
+    ) -> None:
         self._root, self._stage = root, zero_stage
         modules = () if root is None else root.modules()
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
         self._synchronise = True
-        self.silence = Silence(self._units)
+        self.silence = Silence(self._units, divided)
 
     @property
     def synchronises(self) -> bool:
@@ -173,7 +176,7 @@ def shard_model(
         runs = [layout.block_names[lo:hi] for lo, hi in bounds or every]
         held = [[model.get_submodule(n) for n in r] for r in runs if set(r) & set(units)]
         _gather_ahead(root, held)
-    return Sharding(root, zero_stage)
+    return Sharding(root, zero_stage, () if experts is None else list(experts.modules.values()))
 
 
 def _gather_ahead(root: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:

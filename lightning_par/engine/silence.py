@@ -3,7 +3,8 @@
 Note [Silence]: the mean over a mask without any entry is 0/0. Its value is left out by its weight
 0, but the gradient of the division is 0 * inf = NaN, whatever the weight. The replica cannot leave
 the backward out either, because the others reduce gradients with it. So the backward runs, and
-every parameter takes 0 in place of what reaches it.
+every parameter takes 0 in place of what reaches it. Experts that are divided among the replicas
+compute for the tokens of the others, too: there, what the silent loss sends into the experts is 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn, Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Silence"]
@@ -22,10 +24,11 @@ class Silence:
 
     Args:
         units: FSDP has its hooks on them already: they hold whole parameters while they run.
+        divided: Modules whose parameters compute for other replicas, too.
     """
 
-    def __init__(self, units: Sequence[nn.Module]) -> None:
-        self._units, self._on = units, False
+    def __init__(self, units: Sequence[nn.Module], divided: Sequence[nn.Module] = ()) -> None:
+        self._units, self._divided, self._on = units, divided, False
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
 
@@ -42,6 +45,7 @@ class Silence:
         """Find the parameters of the units whose forward runs from now on."""
         if not self._handles:
             self._handles = [u.register_forward_pre_hook(self._find) for u in self._units]
+            self._handles += [m.register_forward_hook(self._answer) for m in self._divided]
 
     def release(self) -> None:
         """Take every hook away."""
@@ -60,10 +64,16 @@ class Silence:
             self._on = False
 
     def _find(self, unit: nn.Module, inputs: Any) -> None:
+        spared = {id(p) for module in self._divided for p in module.parameters()}
         for parameter in unit.parameters():
-            if parameter.requires_grad and id(parameter) not in self._hooked:
+            if parameter.requires_grad and id(parameter) not in self._hooked | spared:
                 self._hooked.add(id(parameter))
                 self._handles.append(parameter.register_hook(self._zero))
+
+    def _answer(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for answer in tree_leaves(output):
+            if isinstance(answer, Tensor) and answer.requires_grad:
+                answer.register_hook(self._zero)
 
     def _zero(self, grad: Tensor) -> Tensor | None:
         return torch.zeros_like(grad) if self._on else None
