@@ -131,10 +131,10 @@ class Recording:
 
     def _axes(self) -> dict[str, dist.ProcessGroup]:
         axes = dict(self.parallelised.groups)
-        for shared in self.parallelised.shared:
-            axes.setdefault("pp shared weights", shared.group)
-            if shared.group.group_name == axes.get("tp", shared.group).group_name:
-                del axes["pp shared weights"]
+        known = {group.group_name for group in axes.values()}
+        others = [s.group for s in self.parallelised.shared if s.group.group_name not in known]
+        for number, group in enumerate(others, 1):
+            axes["pp shared weights" + (f" {number}" if number > 1 else "")] = group
         return axes
 
     def _parts(self, strategy: MeshStrategy) -> Parts:

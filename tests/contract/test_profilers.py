@@ -78,6 +78,7 @@ def check_communication_values(values: dict[str, float], tensor: int) -> None:
             rows.setdefault(name, {})[column] = value
     assert {"pp_activations/send", "pp_gradients/send"} <= rows.keys()
     assert ("tp/all_gather" in rows) is (tensor > 1)
+    assert "pp_shared_weights/all_reduce" in rows  # of the tied head
     for name, row in rows.items():
         if not name.endswith("broadcast"):
             assert row["sent"] == row["predicted"], name

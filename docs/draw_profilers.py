@@ -1,0 +1,87 @@
+"""Draws what PipelineProfiler says of a step; the options are those of draw.py."""
+
+from canvas import BLUE, canvas, GREY, ORANGE, PALE, save, SOFT, write
+from draw_schedules import draw_grid, draw_keys, percent, WIDE
+from matplotlib.figure import Figure
+
+from lightning_par.engine.builders import build_schedule
+from lightning_par.engine.record import StepRecord
+from lightning_par.engine.simulate import simulate, Simulation
+from lightning_par.engine.summary import PipelineSummary, summarise_pipeline
+from lightning_par.layout import balance_blocks, ModelLayout
+from lightning_par.plan import ParallelPlan
+
+BLOCKS, STAGES, MICRO_BATCHES, MESSAGE, HEAD = 12, 3, 6, 0.5, 2.0
+SCHEDULE = build_schedule("1f1b", STAGES, MICRO_BATCHES)
+LAYOUT = ModelLayout(
+    plan=ParallelPlan(),
+    block_names=tuple(f"blocks.{number}" for number in range(BLOCKS)),
+    block_weights=(1,) * BLOCKS,
+    edge_weights=(0, 0),
+    units={},
+    canonical={},
+    styles={},
+    divided={},
+)
+
+
+def run(counts: tuple[int, ...], p2p: float) -> Simulation:
+    """Simulate stages of so many blocks of 1 slot; what follows the blocks takes `HEAD`."""
+    forward = [float(count) for count in counts]
+    forward[-1] += HEAD
+    return simulate(SCHEDULE, forward=forward, backward=[2 * f for f in forward], p2p=p2p)
+
+
+def summarise(step: Simulation) -> PipelineSummary:
+    """Give a simulated step to the profiler as if it had been measured."""
+    bounds = balance_blocks(LAYOUT, STAGES)
+    records = [
+        StepRecord(
+            step=0,
+            start=0.0,
+            end=step.makespan,
+            actions=row,
+            waits=(0.0,) * len(row),
+            transfers=(),
+            entries=(),
+            foreseen=(),
+            blocks=dict.fromkeys(range(*bounds[rank]), 1.0),
+        )
+        for rank, row in enumerate(step.events)
+    ]
+    return summarise_pipeline(records, LAYOUT, bounds)
+
+
+def profilers() -> Figure:
+    counts = tuple(hi - lo for lo, hi in balance_blocks(LAYOUT, STAGES))
+    measured = run(counts, MESSAGE)
+    found = summarise(measured)
+    assert found.split is not None
+    better = run(found.split.stage_blocks, 0.0)
+    figure, axes = canvas(10, 5.35, title="What the profiler says of a step")
+    rows = (
+        (f"measured, blocks {list(counts)}: bubble", measured, found.bubble),
+        ("predicted, the stages' own times and no messages: bubble", found.simulation, None),
+        (f"suggested, stage_blocks={list(found.split.stage_blocks)}: bubble", better, None),
+    )
+    unit, top = WIDE / measured.makespan, 0.85
+    for text, simulation, bubble in rows:
+        share = simulation.bubble if bubble is None else bubble
+        write(axes, 0.2, top - 0.15, f"{text} {percent(share)}", weight="bold")
+        draw_grid(axes, simulation.events, top, unit, "stage")
+        end = 0.85 + simulation.makespan * unit
+        write(axes, end + 0.08, top + 0.5, f"{simulation.makespan:g} slots", size=8, colour=SOFT)
+        top += 1.45
+    keys = ((0.85, BLUE, "forward"), (1.95, ORANGE, "backward"), (3.15, PALE[GREY], "idle"))
+    draw_keys(axes, top - 0.12, keys)
+    note = (
+        f"{BLOCKS} blocks of 1 slot, a head of {HEAD:g} after them, {MESSAGE:g} for a message; a "
+        "backward takes twice as long.\nThe suggestion leaves the last stage fewer blocks, because "
+        f"it has the head: imbalance {percent(found.imbalance)} before."
+    )
+    write(axes, 4.0, top - 0.1, note, size=7.6, colour=SOFT, linespacing=1.4)
+    return figure
+
+
+if __name__ == "__main__":
+    save({"profilers": profilers}, __doc__)
