@@ -25,6 +25,7 @@ EVERYTHING = {
     "experts": ("decoder.blocks.*.experts.*",),
     "replica_sums": ("decoder.blocks.*.load",),
     "checkpointable": ("decoder.blocks.*.mlp",),
+    "positions": {"decoder": "position_ids", "": "positions"},
 }
 PLAN = ParallelPlan(**EVERYTHING)
 
