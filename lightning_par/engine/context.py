@@ -52,11 +52,13 @@ def check_context(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
             "or takes them from the batch."
         )
     if batch.labels is None or batch.labels not in batch.sequence_dims:
-        has = "names no labels" if batch.labels is None else f"has labels {batch.labels!r}"
+        says = "names no labels of the batch"
+        if batch.labels is not None:
+            says = f"gives the labels {batch.labels!r} no sequence dim"
         problems.append(
-            f"{asked}: the batch {has} without a sequence dim; a loss can be divided only if it is "
-            "a mean over tokens. Name the labels in BatchLayout(labels=..., sequence_dims=...), or "
-            "use context_parallel_size=1."
+            f"{asked}: the plan {says}; a loss can be divided only if it is a mean over tokens. "
+            "Say where they are in BatchLayout(labels=..., sequence_dims=...), or use "
+            "context_parallel_size=1."
         )
     if batch.label_shift:
         problems.append(
@@ -149,6 +151,7 @@ def _give_positions(module: nn.Module, keyword: str, axis: SequenceAxis) -> None
     def fill(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if axis.positions is None:
             return None
+        axis.fills += 1
         given = signature.bind_partial(*args, **kwargs).arguments
         if given.get(keyword) is not None:
             return None

@@ -119,6 +119,7 @@ class SequenceAxis:
         positions: [1, t], place of every token of this rank in its sequence; padding repeats the
             last one.
         calls: How many attentions were divided.
+        fills: How often positions were given to a module, or brought by its caller.
     """
 
     options: ContextOptions
@@ -129,6 +130,7 @@ class SequenceAxis:
     layout: SequenceLayout | None = None
     positions: Tensor | None = None
     calls: int = 0
+    fills: int = 0
     _masks: dict[Any, tuple[Tensor, KeyMask]] = field(default_factory=dict)
 
     @property
