@@ -1,10 +1,12 @@
 """N-dimensional parallel training for PyTorch Lightning.
 
 A LightningModule that trains on one device trains, unchanged, on any mesh of devices. Importing
-this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b`` and ``hybrid3d`` with
-Lightning.
+this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``sequence_ring`` and
+``hybrid3d`` with Lightning.
 """
 
+from lightning_par.engine.attention import attention
+from lightning_par.engine.sequence import ContextOptions
 from lightning_par.errors import LightningParError
 from lightning_par.layout import check_plan
 from lightning_par.plan import BatchLayout, ParallelPlan
@@ -12,6 +14,7 @@ from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies import (
     Hybrid3DStrategy,
     Pipeline1F1BStrategy,
+    SequenceRingStrategy,
     TensorParallelStrategy,
 )
 
@@ -19,11 +22,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchLayout",
+    "ContextOptions",
     "Hybrid3DStrategy",
     "LightningParError",
     "ParallelPlan",
     "ParallelSizes",
     "Pipeline1F1BStrategy",
+    "SequenceRingStrategy",
     "TensorParallelStrategy",
+    "attention",
     "check_plan",
 ]

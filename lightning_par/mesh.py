@@ -25,6 +25,8 @@ class ParallelMesh:
         device_mesh: Axes as in `AXES`; also those of size 1.
         rank: Global rank of this process.
         data_group: Ranks that hold the same part of the model and see other samples.
+        token_group: Ranks that hold the same part of the model and see other tokens: of other
+            samples, or of the same.
         replica_group: Ranks that hold the parts of one copy of the model and see the same samples.
         timeout: After which a collective of any group gives up; None: torch's.
         expert_mesh: Axes as in `EXPERT_AXES`; None if experts are not divided.
@@ -34,6 +36,7 @@ class ParallelMesh:
     device_mesh: DeviceMesh
     rank: int
     data_group: dist.ProcessGroup
+    token_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
     timeout: timedelta | None = None
     expert_mesh: DeviceMesh | None = None
@@ -58,8 +61,8 @@ class ParallelMesh:
         return self.device_mesh.get_group(axis)
 
     def named_groups(self) -> dict[str, dist.ProcessGroup]:
-        """Return the groups of this rank by name: axes larger than 1, of experts too, and ``data``
-        and ``replica``.
+        """Return the groups of this rank by name: axes larger than 1, of experts too, and ``data``,
+        ``replica`` and ``tokens``.
 
         Where two are the same group, the axis comes first.
         """
@@ -67,7 +70,8 @@ class ParallelMesh:
         axes = {axis: self.group(axis) for axis, size in sizes if size > 1}
         if self.expert_mesh is not None:
             axes |= {axis: self.expert_mesh.get_group(axis) for axis in EXPERT_AXES[1:4]}
-        return {**axes, "data": self.data_group, "replica": self.replica_group}
+        others = {"data": self.data_group, "replica": self.replica_group}
+        return {**axes, **others, "tokens": self.token_group}
 
     def neighbour(self, axis: str, coordinate: int) -> int:
         """Return the global rank at `coordinate` of `axis` and this rank's place on the others."""
@@ -135,13 +139,18 @@ def build_mesh(
             _set_pg_timeout(timeout, group)
     data_group = _make_groups(sizes.groups(("dp_replicate", "dp_shard")), timeout)
     replica_group = _make_groups(sizes.groups(("pp", "cp", "tp")), timeout)
+    token_group = data_group
+    if sizes.context > 1:
+        token_group = _make_groups(sizes.groups(("dp_replicate", "dp_shard", "cp")), timeout)
     assert data_group is not None
+    assert token_group is not None
     assert replica_group is not None
     return ParallelMesh(
         sizes=sizes,
         device_mesh=mesh,
         rank=dist.get_rank(),
         data_group=data_group,
+        token_group=token_group,
         replica_group=replica_group,
         timeout=timeout,
         expert_mesh=None

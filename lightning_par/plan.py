@@ -153,6 +153,10 @@ class ParallelPlan:
         replica_sums: FQN patterns of modules whose output, a tensor without a gradient, is summed
             over the replicas in training.
         checkpointable: FQN patterns of parts whose activations may be recomputed.
+        positions: FQN pattern -> the keyword of its `forward` that takes the place of every token
+            in its sequence, [1, T]; the empty pattern is the model itself. Where sequences are
+            divided, it is filled in. Empty: the model needs none, or takes them from the batch.
+            None: the model may count by itself, so sequences cannot be divided.
     """
 
     blocks: str | None = None
@@ -167,6 +171,7 @@ class ParallelPlan:
     experts: tuple[str, ...] = ()
     replica_sums: tuple[str, ...] = ()
     checkpointable: tuple[str, ...] = ()
+    positions: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         styles = get_args(TensorStyle)
@@ -184,6 +189,7 @@ class ParallelPlan:
         tied = tuple(_names(f"tied[{i}]", group) for i, group in enumerate(self.tied))
         values: dict[str, Any] = {"tensor": _Frozen(self.tensor), "divided": _Frozen(divided)}
         values["tied"] = tied
+        values["positions"] = None if self.positions is None else _Frozen(self.positions)
         names = ("first", "last", "replicated", "carried", "experts", "replica_sums")
         for name in (*names, "checkpointable"):
             values[name] = _names(name, getattr(self, name))
@@ -211,6 +217,9 @@ class ParallelPlan:
             experts=tuple(dot + f for f in self.experts),
             replica_sums=tuple(dot + f for f in self.replica_sums),
             checkpointable=tuple(dot + f for f in self.checkpointable),
+            positions=None
+            if self.positions is None
+            else {dot + k if k else prefix: v for k, v in self.positions.items()},
         )
 
     def to_dict(self) -> dict[str, Any]:

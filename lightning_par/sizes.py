@@ -26,8 +26,7 @@ EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
 """The same ranks in the same order, as experts see them."""
 
 Size = int | Literal["auto"]
-_NO_CONTEXT = ("context_parallel_size", 1)
-AutoRule = Literal["tensor", "pipeline", "balanced", "data"]
+AutoRule = Literal["tensor", "pipeline", "context", "balanced", "data"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +87,11 @@ class ParallelSizes:
         """Number of replicas that see different samples."""
         return self.data_replicate * self.data_shard
 
+    @property
+    def shares(self) -> int:
+        """Number of parts, with tokens of their own, into which a batch of all replicas is cut."""
+        return self.data * self.context
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of a global rank on every axis; needs no process group.
 
@@ -147,7 +151,7 @@ def fit_sizes(
     pipeline: Size = "auto",
     data: Size = "auto",
     data_replicate: Size = "auto",
-    context: int = 1,
+    context: Size = "auto",
     expert: Size = "auto",
     zero_stage: int = 1,
     auto: AutoRule = "balanced",
@@ -156,8 +160,9 @@ def fit_sizes(
 
     The rules for sizes left to ``"auto"``, of the devices that the given sizes leave over:
     ``tensor`` takes all of a node for `tensor`; ``pipeline`` takes all for `pipeline`; ``balanced``
-    takes 2 for `tensor`, then 2 for `pipeline`, where they divide; ``data`` takes none. What is
-    still left goes to `data`.
+    takes 2 for `tensor`, then 2 for `pipeline`, where they divide; ``context`` takes all for
+    `context`, which is 1 under the other rules; ``data`` takes none. What is still left goes to
+    `data`.
 
     Args:
         num_devices: Ranks in the world.
@@ -188,9 +193,12 @@ def fit_sizes(
     left = num_devices // fixed
     tp, left = _take(tensor, left, auto, "tensor", devices_per_node)
     pp, left = _take(pipeline, left, auto, "pipeline", left)
+    if context == "auto" and auto != "context":
+        context = 1
+    cp, left = _take(context, left, auto, "context", left)
     dp, left = (left, 1) if data == "auto" else (data, left)
     if left != 1:
-        raise MeshError(_unused(given, tp, pp, dp, num_devices))
+        raise MeshError(_unused(given, tp, pp, cp, dp, num_devices))
     replicate = (dp if zero_stage == 0 else 1) if data_replicate == "auto" else data_replicate
     problems = _check_fit(tp, devices_per_node, dp, replicate, zero_stage)
     raise_problems(MeshError, problems)
@@ -198,7 +206,7 @@ def fit_sizes(
         pipeline=pp,
         data_replicate=replicate,
         data_shard=dp // replicate,
-        context=context,
+        context=cp,
         tensor=tp,
         expert=1 if expert == "auto" else expert,
     )
@@ -246,8 +254,7 @@ def _take(size: Size, left: int, auto: AutoRule, axis: str, most: int) -> tuple[
 
 
 def _product(given: Mapping[str, Size]) -> str:
-    shown = {n: v for n, v in given.items() if v != "auto" and (n, v) != _NO_CONTEXT}
-    return " x ".join(f"{name}={value}" for name, value in shown.items())
+    return " x ".join(f"{name}={value}" for name, value in given.items() if value != "auto")
 
 
 def _misfit(given: Mapping[str, Size], fixed: int, num_devices: int) -> str:
@@ -262,12 +269,14 @@ def _misfit(given: Mapping[str, Size], fixed: int, num_devices: int) -> str:
     )
 
 
-def _unused(given: Mapping[str, Size], tp: int, pp: int, dp: int, num_devices: int) -> str:
+def _unused(given: Mapping[str, Size], tp: int, pp: int, cp: int, dp: int, num_devices: int) -> str:
     """Say that a given `data_parallel_size` leaves devices without work."""
     chosen = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    if cp > 1:
+        chosen["context_parallel_size"] = cp
     by_auto = [f"{n}={v}" for n, v in chosen.items() if given[n] == "auto"]
     note = f" with {' and '.join(by_auto)}, which 'auto' gave," if by_auto else ""
-    needs = math.prod(chosen.values()) * dp * int(given["context_parallel_size"])
+    needs = math.prod(chosen.values()) * dp
     return (
         f"{_product(given)}{note} needs exactly {needs} devices, but the Trainer has "
         f"{num_devices}. Use {needs} devices, or data_parallel_size={num_devices // needs * dp} "

@@ -107,6 +107,7 @@ def train_rank(rank: int, world: int, strategy: str, options: dict[str, Any], ru
     kind = {
         "tensor_parallel": lightning_par.TensorParallelStrategy,
         "pipeline_1f1b": lightning_par.Pipeline1F1BStrategy,
+        "sequence_ring": lightning_par.SequenceRingStrategy,
         "hybrid3d": lightning_par.Hybrid3DStrategy,
     }[strategy]
     return train(kind(**options), devices=world, **run)

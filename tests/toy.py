@@ -72,8 +72,9 @@ class ToyLM(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
         x = self.embed(ids) + self.position(positions)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
@@ -99,6 +100,7 @@ class ToyLM(nn.Module):
             },
             divided={"blocks.*.attention": ("heads", "kv_heads")},
             batch=BatchLayout(sequence_dims={"ids": 1, "labels": 1}, labels="labels"),
+            positions={"": "positions"},
         )
 
 

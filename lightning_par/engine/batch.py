@@ -23,6 +23,7 @@ __all__ = [
     "signature",
     "split_batch",
     "tensors_of",
+    "with_entries",
 ]
 
 
@@ -122,6 +123,33 @@ def batch_entry(batch: Any, path: str) -> Any:
             raise PlanError(f"the plan names the batch entry {path!r}, but {where} {has}.")
         passed.append(step)
     return value
+
+
+def with_entries(batch: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a batch with other values in some entries; containers keep their type.
+
+    Args:
+        batch: Has all of these entries.
+        values: Path as in `batch_entry` -> new value.
+    """
+    for path, value in values.items():
+        batch = _with_entry(batch, path.split("."), value)
+    return batch
+
+
+def _with_entry(batch: Any, path: list[str], value: Any) -> Any:
+    if not path:
+        return value
+    step, rest = path[0], path[1:]
+    if isinstance(batch, Mapping):
+        inner = _with_entry(batch[step], rest, value)
+        if isinstance(batch, MutableMapping):
+            changed = copy.copy(batch)
+            changed[step] = inner
+            return changed
+        return type(batch)({**batch, step: inner})  # type: ignore[call-arg]
+    items = [_with_entry(v, rest, value) if i == int(step) else v for i, v in enumerate(batch)]
+    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
 
 
 def count_valid(batch: Any, layout: BatchLayout) -> Float[Tensor, ""]:

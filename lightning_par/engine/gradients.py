@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_par.engine.shapes import Float
 
 __all__ = [
+    "ReplicatedGradients",
     "SharedGradients",
     "clip_by_norm",
     "clip_by_value",
@@ -51,6 +52,64 @@ class SharedGradients:
             dist.all_reduce(flat, group=self.group)
             for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
                 grad.copy_(total.view_as(grad))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicatedGradients:
+    """Parameters that several ranks hold whole, and use on other tokens of the same samples.
+
+    Attributes:
+        parameters: In the same order on every rank of the group.
+        group: The ranks that hold the copies.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Average the gradients over the group.
+
+        One that no rank has stays away, so that the optimizer leaves its parameter alone; one that
+        only some ranks have counts as 0 on the others.
+
+        **Communicates**: one all-reduce of a number for each parameter, then the gradients in
+        messages of about 32 MiB.
+        """
+        wanted = [p for p in self.parameters if p.requires_grad]
+        if not wanted:
+            return
+        device = _local(wanted[0].data).device
+        held = torch.tensor([float(p.grad is not None) for p in wanted], device=device)
+        dist.all_reduce(held, group=self.group)
+        used = [p for p, count in zip(wanted, held.tolist(), strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for grads in _buckets(local_gradients(used)):
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            dist.all_reduce(flat, group=self.group)
+            flat /= self.group.size()
+            for grad, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(mean.view_as(grad))
+
+
+_BUCKET = 2**25  # bytes
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Divide into lists of one dtype, each of `_BUCKET` bytes or little more."""
+    full: list[list[Tensor]] = []
+    filling: dict[torch.dtype, tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        bucket, size = filling.pop(tensor.dtype, ([], 0))
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= _BUCKET:
+            full.append(bucket)
+        else:
+            filling[tensor.dtype] = bucket, size
+    return full + [bucket for bucket, _ in filling.values()]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -216,6 +216,7 @@ class GPT(nn.Module):
                 sequence_dims={"input_ids": 1, "labels": 1}, labels="labels", ignore_index=-100
             ),
             checkpointable=("blocks.*.attention", "blocks.*.mlp"),
+            positions={"": "position_ids"},
         )
 
 

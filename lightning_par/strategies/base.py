@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_par.engine.initialise import ConstructionRecord, record_construction
 from lightning_par.engine.schedule import TimedAction
+from lightning_par.engine.sequence import ContextOptions
 from lightning_par.errors import LightningParError
 from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan
@@ -33,6 +34,7 @@ from lightning_par.strategies.checks import (
     check_trainer,
     check_values,
     check_whole,
+    read_context_options,
 )
 from lightning_par.strategies.finite import check_nonfinite_choice, GradientGuard
 from lightning_par.strategies.loading import CheckpointedProcesses
@@ -43,13 +45,16 @@ __all__ = ["MeshStrategy"]
 
 
 class MeshStrategy(CheckpointedProcesses):
-    """Trains an unchanged LightningModule on a mesh of tensor, pipeline and data parallelism.
+    """Trains an unchanged LightningModule on a mesh of tensor, pipeline, context and data
+    parallelism.
 
     Sizes are whole numbers or ``"auto"``; what "auto" gives is said by each named strategy.
 
     Args:
         tensor_parallel_size: Ranks over which every layer's weights are sharded.
         pipeline_parallel_size: Ranks over which the blocks are cut into stages.
+        context_parallel_size: Ranks over which sequences are divided.
+        context_options: How they are divided: a `ContextOptions`, or a dict of its fields.
         data_parallel_size: Replicas that see different samples.
         data_parallel_replicate_size: How many of the replicas hold a whole copy of the sharded
             state ("auto": 1, at ZeRO stage 0 all).
@@ -96,6 +101,8 @@ class MeshStrategy(CheckpointedProcesses):
         *,
         tensor_parallel_size: Size = "auto",
         pipeline_parallel_size: Size = "auto",
+        context_parallel_size: Size = "auto",
+        context_options: ContextOptions | dict[str, Any] | None = None,
         data_parallel_size: Size = "auto",
         data_parallel_replicate_size: Size = "auto",
         expert_parallel_size: Size = "auto",
@@ -119,6 +126,7 @@ class MeshStrategy(CheckpointedProcesses):
             sizes={
                 "tensor": tensor_parallel_size,
                 "pipeline": pipeline_parallel_size,
+                "context": context_parallel_size,
                 "data": data_parallel_size,
                 "data_replicate": data_parallel_replicate_size,
                 "expert": expert_parallel_size,
@@ -132,6 +140,7 @@ class MeshStrategy(CheckpointedProcesses):
             async_save=async_save,
         )
         check_values(schedule, num_microbatches, stage_blocks, virtual_pipeline_size)
+        self.context_options = read_context_options(context_options)
         check_nonfinite_choice(on_nonfinite)
         self.on_nonfinite = on_nonfinite
         self.virtual_pipeline_size = _given(virtual_pipeline_size)
@@ -299,6 +308,7 @@ class MeshStrategy(CheckpointedProcesses):
         self.activity.begin("backward")
         with steps.backward_of_step():
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        steps.sequence.close()
         self.parallelised.finish_gradients()
         self.activity.begin("optimizer step")
         loss = plugin.post_backward(loss, module)

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry
 from lightning_par.engine.builders import build_schedule, SCHEDULES
+from lightning_par.engine.context import check_context
 from lightning_par.engine.experts import check_experts
+from lightning_par.engine.sequence import ContextOptions
 from lightning_par.engine.stages import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.layout import check_plan, ModelLayout
@@ -30,6 +32,7 @@ __all__ = [
     "check_trainer",
     "check_values",
     "check_whole",
+    "read_context_options",
 ]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
@@ -41,6 +44,8 @@ class _Options(Protocol):
     schedule: str
     num_microbatches: int | None
     virtual_pipeline_size: int | None
+    compile_blocks: bool | dict[str, Any]
+    context_options: ContextOptions
 
     @property
     def sizes(self) -> ParallelSizes: ...
@@ -60,7 +65,15 @@ def check_options(strategy: type, options: Mapping[str, object]) -> None:
     unknown = [name for name in options if name not in of_lightning]
     if not unknown:
         return
-    own = [n for n, p in inspect.signature(strategy).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    own = list(
+        dict.fromkeys(
+            name
+            for kind in strategy.__mro__
+            if hasattr(kind, "strategy_name") and "__init__" in vars(kind)
+            for name, given in inspect.signature(kind).parameters.items()
+            if given.kind is given.KEYWORD_ONLY
+        )
+    )
     named = []
     for name in unknown:
         near = get_close_matches(name, own, n=1)
@@ -107,6 +120,31 @@ def check_values(
                 "each 1 or more, as in [3, 4, 5]."
             )
     raise_problems(ConfigurationError, problems)
+
+
+def read_context_options(options: ContextOptions | Mapping[str, Any] | None) -> ContextOptions:
+    """Return the options of the context axis, or the default ones.
+
+    Args:
+        options: Or its fields by name.
+
+    Raises:
+        ConfigurationError: A field does not exist, has no such value, or names a backend that this
+            machine does not have.
+    """
+    if not isinstance(options, ContextOptions):
+        given, known = dict(options or {}), list(ContextOptions.__dataclass_fields__)
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            near = get_close_matches(str(unknown[0]), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigurationError(
+                f"context_options has no {', '.join(map(repr, unknown))}: it takes "
+                f"{', '.join(known)}{hint}"
+            )
+        options = ContextOptions(**given)
+    options.check()
+    return options
 
 
 def _is_count(value: object) -> bool:
@@ -184,16 +222,20 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
             needs.append(f"pipeline_parallel_size={sizes.pipeline} (which modules are the blocks)")
         if sizes.tensor > 1:
             needs.append(f"tensor_parallel_size={sizes.tensor} (how each module is sharded)")
+        if sizes.context > 1:
+            needs.append(f"context_parallel_size={sizes.context} (where the tokens are)")
         if needs:
+            axes = ["tensor", "pipeline", *(["context"] if sizes.context > 1 else [])]
+            ones = " and ".join(f"{axis}_parallel_size=1" for axis in axes)
             raise PlanError(
                 f"{type(module).__name__} offers no parallel_plan(), which {' and '.join(needs)} "
                 "needs. Define "
                 "parallel_plan() on the LightningModule or its model, pass plan= to the strategy, "
                 "or use "
-                "tensor_parallel_size=1 and pipeline_parallel_size=1 (data parallelism needs no "
-                "plan)."
+                f"{ones} (data parallelism needs no plan)."
             )
         plan = ParallelPlan()
+    _check_context(module, plan, options)
     owners: tuple[int, ...] = (0,)
     if sizes.pipeline > 1:
         owners = build_schedule(
@@ -212,6 +254,24 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
     )
     check_experts(module, layout, sizes)
     return layout
+
+
+def _check_context(module: nn.Module, plan: ParallelPlan, options: _Options) -> None:
+    degree = options.sizes.context
+    options.context_options.ulysses(degree)
+    check_context(module, plan, degree)
+    if degree > 1 and options.sizes.expert > 1:
+        raise ConfigurationError(
+            f"expert_parallel_size={options.sizes.expert} is not supported with "
+            f"context_parallel_size={degree}: experts would be divided among ranks that share a "
+            "sample. Use expert_parallel_size=1 or context_parallel_size=1."
+        )
+    if degree > 1 and options.compile_blocks is not False:
+        raise ConfigurationError(
+            f"compile_blocks={options.compile_blocks!r} is not supported with "
+            f"context_parallel_size={degree}: messages between ranks cannot be compiled. Use "
+            "compile_blocks=False."
+        )
 
 
 def check_whole(module: nn.Module) -> None:
@@ -257,6 +317,8 @@ def check_batch(
 ) -> None:
     """Refuse a batch whose sequences cannot be cut over the tensor-parallel ranks.
 
+    Sequences that are divided over context-parallel ranks are padded, except in predictions.
+
     Args:
         batch: Of one replica.
         layout: Where its sequence dims are.
@@ -268,7 +330,8 @@ def check_batch(
         ConfigurationError: T does not divide.
         PlanError: The batch has no such entry or dim.
     """
-    if sizes.tensor == 1 or not sequence_parallel:
+    pads = sizes.context > 1 and labels_needed
+    if sizes.tensor == 1 or not sequence_parallel or pads:
         return
     for entry, dim in layout.sequence_dims.items():
         if entry == layout.labels and not labels_needed:

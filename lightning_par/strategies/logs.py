@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -24,17 +25,25 @@ class BatchShares:
     """What this replica's micro-batches weigh in the global batch.
 
     Attributes:
-        scales: For every micro-batch, replicas * (its valid entries) / (those of the global batch);
-            the gradient of a mean over replicas of losses times these is that of the global mean.
-        total: Their sum: 1 on average over the replicas.
+        scales: For every micro-batch, ranks * (its valid entries) / (those of the global batch),
+            where the ranks are those that see other tokens; the gradient of a mean over them of
+            losses times these is that of the global mean.
+        total: What this replica weighs: 1 on average over the replicas.
         samples: Samples in the global batch, or None if nobody counted.
         silent: Micro-batches of this replica that weigh nothing.
+        divided: Ranks that see other tokens of the same samples; None: this one sees them all.
     """
 
     scales: tuple[Tensor, ...]
     total: Tensor
     samples: Tensor | None
     silent: frozenset[int] = frozenset()
+    divided: dist.ProcessGroup | None = None
+
+    @property
+    def own(self) -> Tensor:
+        """What this rank weighs: 1 on average over those that see other tokens."""
+        return torch.stack(self.scales).sum()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +123,8 @@ def _weighted(
     """Scale a mean over replicas; a call with its own ``batch_size`` already says how its value
     weighs.
     """
+    if shares is not None and shares.divided is not None and not isinstance(value, Metric):
+        value, options = _join(value, options, shares)
     mean = options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
     explicit = options.get("batch_size") is not None
     if (
@@ -130,6 +141,29 @@ def _weighted(
     value = value if value.is_floating_point() else value.float()
     value = torch.where(shares.total > 0, value, 0) * shares.total
     return value, {**options, "batch_size": shares.samples}
+
+
+def _join(value: Any, options: dict[str, Any], shares: BatchShares) -> tuple[Any, dict[str, Any]]:
+    """Return what a rank would have logged that sees the whole samples.
+
+    **Communicates**: one all-reduce of one or two numbers over `shares.divided`.
+    """
+    name = reduction_name(options.get("reduce_fx", "mean"))
+    value = torch.as_tensor(value, device=shares.total.device)
+    kind = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    if name not in ("mean", "avg"):
+        operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        joined = value.double()
+        dist.all_reduce(joined, operations[name], group=shares.divided)
+        return joined.to(kind), options
+    size = options.get("batch_size")
+    weight = shares.own if size is None else shares.own.new_tensor(float(size))
+    sums = torch.stack([torch.where(weight > 0, value.double(), 0) * weight, weight])
+    dist.all_reduce(sums, group=shares.divided)
+    joined = (sums[0] / sums[1]).to(kind)  # NaN over no entry, as one process has it
+    if size is not None:
+        options = {**options, "batch_size": sums[1]}
+    return joined, options
 
 
 def combine_logs(calls: Sequence[Sequence[LogCall]], weights: Tensor) -> list[LogCall]:
@@ -161,7 +195,7 @@ def combine_logs(calls: Sequence[Sequence[LogCall]], weights: Tensor) -> list[Lo
 
 def combine_values(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
     """Reduce [m] values; a micro-batch that weighs nothing does not count, whatever its value."""
-    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    name = reduction_name(reduce_fx)
     counted = values[weights > 0] if bool((weights > 0).any()) else values
     if name in ("mean", "avg"):
         used = weights[weights > 0]
@@ -171,9 +205,19 @@ def combine_values(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
         "max": counted.amax,
         "min": counted.amin,
     }
-    if name not in reductions:
-        raise ConfigurationError(f"self.log(reduce_fx={reduce_fx!r}): use mean, sum, max or min.")
     return reductions[name]()
+
+
+def reduction_name(reduce_fx: Any) -> str:
+    """Return ``mean``, ``avg``, ``sum``, ``max`` or ``min``.
+
+    Raises:
+        ConfigurationError: It is another function.
+    """
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if name not in ("mean", "avg", "sum", "max", "min"):
+        raise ConfigurationError(f"self.log(reduce_fx={reduce_fx!r}): use mean, sum, max or min.")
+    return str(name)
 
 
 def replay_logs(

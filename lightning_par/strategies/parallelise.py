@@ -1,7 +1,7 @@
 """The one order in which parallelism is applied to a model.
 
-cut stages -> experts -> tensor -> defer -> compile -> materialise and shard, unit by unit ->
-optimizer
+cut stages -> experts -> tensor -> context -> defer -> compile -> materialise and shard, unit by
+unit -> optimizer
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,14 @@ from torch import nn, Tensor
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.boundary import Boundary, connect, group_name
 from lightning_par.engine.builders import build_schedule, place_stages, splits_backward
+from lightning_par.engine.context import apply_context_parallel, build_axis
 from lightning_par.engine.cutting import cut_stages
 from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
 from lightning_par.engine.experts import apply_expert_parallel, apply_replica_sums, ExpertParallel
 from lightning_par.engine.gradients import (
     clip_by_norm,
     clip_by_value,
+    ReplicatedGradients,
     SharedGradients,
     total_norm,
 )
@@ -31,11 +33,14 @@ from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.materialise import broadcast_values, Materialiser
 from lightning_par.engine.pipeline import PipelineExecutor
 from lightning_par.engine.schedule import Schedule
+from lightning_par.engine.sequence import ContextOptions
 from lightning_par.engine.shard import shard_model, Sharding
 from lightning_par.engine.stages import Stage, StageStub
 from lightning_par.engine.tensor import apply_tensor_parallel, TensorParallel
 from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.copies import find_copies
+from lightning_par.strategies.divided import DividedSteps
 from lightning_par.strategies.sharing import bind_metrics
 from lightning_par.strategies.state import StateMap
 from lightning_par.strategies.steps import StepRunner
@@ -52,6 +57,7 @@ class _Options(Protocol):
     sequence_parallel: bool
     compile_blocks: bool | dict[str, Any]
     activity: Activity
+    context_options: ContextOptions
 
     @property
     def root_device(self) -> torch.device: ...
@@ -84,7 +90,7 @@ class Parallelised:
     sharding: Sharding
     steps: StepRunner
     states: StateMap
-    shared: tuple[SharedGradients, ...]
+    shared: tuple[SharedGradients | ReplicatedGradients, ...]
     groups: Mapping[str, dist.ProcessGroup]
     counted_elsewhere: frozenset[int]
 
@@ -165,7 +171,7 @@ def parallelise(
     groups = mesh.named_groups()
     boundaries = _connect(mesh, owners, device, groups)
     executor = PipelineExecutor(stages, boundaries, sharding, parts.gradients, options.activity)
-    shared, elsewhere = _shared_gradients(module, layout, mesh, parts)
+    shared, elsewhere = find_copies(module, layout, mesh, bounds, owners, parts.tensor)
     steps = StepRunner(
         module=module,
         mesh=mesh,
@@ -175,6 +181,7 @@ def parallelise(
         num_microbatches=options.num_microbatches,
         schedule=_schedules(options, mesh.sizes.pipeline),
         rank_of_stage=owners,
+        sequence=parts.sequence,
         seed=seed,
         activity=options.activity,
     )
@@ -204,6 +211,7 @@ class _Parts:
     experts: ExpertParallel | None
     tensor: TensorParallel | None
     gradients: WeightGradients
+    sequence: DividedSteps
 
 
 def _divide(
@@ -211,9 +219,10 @@ def _divide(
 ) -> _Parts:
     """Cut the model and change its modules; the parameters are still whole, or on meta."""
     stages, bounds, owners = _cut(module, layout, mesh, options)
-    apply_replica_sums(module, layout, mesh.data_group)
+    apply_replica_sums(module, layout, mesh.token_group)
     experts = apply_expert_parallel(module, layout, mesh)
     tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
+    sequence = _divide_sequences(module, layout, mesh, options)
     return _Parts(
         stages=stages,
         bounds=bounds,
@@ -221,6 +230,7 @@ def _divide(
         experts=experts,
         tensor=tensor,
         gradients=_prepare_blocks(module, layout, mesh, options),
+        sequence=sequence,
     )
 
 
@@ -293,6 +303,17 @@ def _apply_tensor(
     return apply_tensor_parallel(module, layout, axis, sequence_parallel=sequence_parallel)
 
 
+def _divide_sequences(
+    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
+) -> DividedSteps:
+    if mesh.sizes.context == 1:
+        return DividedSteps(None, layout.plan, mesh)
+    divisor = mesh.sizes.tensor if options.sequence_parallel else 1
+    axis = build_axis(mesh, options.context_options, divisor=divisor)
+    apply_context_parallel(module, layout, axis)
+    return DividedSteps(axis, layout.plan, mesh)
+
+
 def _agree_on_seed(device: torch.device) -> int:
     seed = torch.tensor(torch.initial_seed() % 2**63, device=device)
     dist.broadcast(seed, 0)
@@ -346,50 +367,3 @@ def _connect(
                 groups[name] = group
     neighbour = partial(mesh.neighbour, "pp")
     return connect(owners, mesh.place["pp"], groups.__getitem__, neighbour, device)
-
-
-def _shared_gradients(
-    module: nn.Module,
-    layout: ModelLayout,
-    mesh: ParallelMesh,
-    parts: _Parts,
-) -> tuple[tuple[SharedGradients, ...], frozenset[int]]:
-    """Find the parameters that several pipeline ranks hold, and those that tensor parallelism
-    computes in parts.
-    """
-    named = dict(module.named_parameters(remove_duplicate=False))
-    shared: list[SharedGradients] = []
-    elsewhere: set[int] = set()
-    if parts.tensor is not None:
-        partial = [p for n, p in named.items() if n in parts.tensor.partial]
-        unique = tuple({id(p): p for p in partial}.values())
-        if unique:
-            shared.append(SharedGradients(parameters=unique, group=mesh.group("tp")))
-    for ranks, names in _by_owners(layout, parts.bounds, parts.rank_of_stage).items():
-        group = mesh.subgroup(("pp",), [sorted(ranks)])
-        if mesh.place["pp"] not in ranks:
-            continue
-        assert group is not None
-        held = {layout.canonical[n]: p for n, p in named.items()}
-        parameters = tuple(held[name] for name in names)
-        shared.append(SharedGradients(parameters=parameters, group=group))
-        if mesh.place["pp"] != min(ranks):
-            elsewhere |= {id(p) for p in parameters}
-    return tuple(shared), frozenset(elsewhere)
-
-
-def _by_owners(
-    layout: ModelLayout, bounds: Sequence[tuple[int, int]], owners: Sequence[int]
-) -> dict[frozenset[int], list[str]]:
-    """Return the canonical names of parameters that several ranks of the pipeline hold, by the
-    ranks that do.
-    """
-    holders: dict[str, frozenset[int]] = {}
-    for name, canonical in layout.canonical.items():
-        held = layout.stages_of(name, bounds) if bounds else ()
-        holders[canonical] = holders.get(canonical, frozenset()) | {owners[s] for s in held}
-    found: dict[frozenset[int], list[str]] = {}
-    for name, ranks in holders.items():
-        if len(ranks) > 1:
-            found.setdefault(ranks, []).append(name)
-    return found

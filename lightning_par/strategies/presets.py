@@ -1,11 +1,17 @@
 """The named strategies: presets of `MeshStrategy`, which may all be combined."""
 
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
+from lightning_par.engine.sequence import ContextOptions
 from lightning_par.sizes import AutoRule
 from lightning_par.strategies.base import MeshStrategy
 
-__all__ = ["Hybrid3DStrategy", "Pipeline1F1BStrategy", "TensorParallelStrategy"]
+__all__ = [
+    "Hybrid3DStrategy",
+    "Pipeline1F1BStrategy",
+    "SequenceRingStrategy",
+    "TensorParallelStrategy",
+]
 
 
 class TensorParallelStrategy(MeshStrategy):
@@ -32,13 +38,51 @@ class Pipeline1F1BStrategy(MeshStrategy):
     _auto_rule: ClassVar[AutoRule] = "pipeline"
 
 
+class SequenceRingStrategy(MeshStrategy):
+    """Context parallelism: the tokens of every sequence are divided over the devices, and attention
+    stays exact.
+
+    "auto": ``context_parallel_size`` takes all devices, the others are 1.
+
+    Args:
+        method: ``"ring"``, ``"ulysses"`` or ``"hybrid"``; see `ContextOptions`.
+        ulysses_size: Ranks that exchange heads under ``"hybrid"``.
+        layout: ``"zigzag"`` or ``"contiguous"``.
+        route: ``"direct"`` or ``"ring"``.
+        attention_backend: ``"auto"``, or a name that ``lightning-par backends`` lists.
+        options: Those of `MeshStrategy`.
+    """
+
+    strategy_name: ClassVar[str] = "sequence_ring"
+    _auto_rule: ClassVar[AutoRule] = "context"
+
+    def __init__(
+        self,
+        *,
+        method: Literal["ring", "ulysses", "hybrid"] = "ring",
+        ulysses_size: int | None = None,
+        layout: Literal["zigzag", "contiguous"] = "zigzag",
+        route: Literal["direct", "ring"] = "direct",
+        attention_backend: str = "auto",
+        **options: Any,
+    ) -> None:
+        context = ContextOptions(
+            method=method,
+            ulysses_size=ulysses_size,
+            layout=layout,
+            route=route,
+            backend=attention_backend,
+        )
+        super().__init__(context_options=context, **options)
+
+
 class Hybrid3DStrategy(MeshStrategy):
-    """Tensor, pipeline and data parallelism together.
+    """Tensor, pipeline, context and data parallelism together.
 
     "auto": ``tensor_parallel_size`` is 2 where the devices of a node are even, then
     ``pipeline_parallel_size`` is 2 where what is left is even, and ``data_parallel_size`` is the
     rest: 2 devices are tp 2, 4 are tp 2 x pp 2, 8 are tp 2 x pp 2 x dp 2, and on 1 device every
-    size is 1. The arguments are those of `MeshStrategy`.
+    size is 1; ``context_parallel_size`` is 1. The arguments are those of `MeshStrategy`.
     """
 
     strategy_name: ClassVar[str] = "hybrid3d"

@@ -137,12 +137,12 @@ def bind_metrics(
 ) -> None:
     """Make the torchmetrics of `module` right on the mesh.
 
-    They are reduced over the replicas only, and what the last pipeline stage gathered is given to
-    the other stages when a metric is computed outside of a step.
+    They are reduced over the ranks that see other tokens only, and what the last pipeline stage
+    gathered is given to the other stages when a metric is computed outside of a step.
 
     Args:
         module: The user's.
-        mesh: Its data group reduces.
+        mesh: Its token group reduces.
         rank_of_stage: The pipeline rank that holds each stage; the last one updates the metrics.
         in_step: Called without arguments; tells whether the user's step is running.
     """
@@ -150,7 +150,7 @@ def bind_metrics(
         if not isinstance(metric, Metric):
             continue
         if metric.process_group is None:
-            metric.process_group = mesh.data_group
+            metric.process_group = mesh.token_group
         if mesh.sizes.pipeline > 1 and "_lightning_par_compute" not in metric.__dict__:
             metric.__dict__["_lightning_par_compute"] = metric.compute
             source = mesh.neighbour("pp", rank_of_stage[-1])

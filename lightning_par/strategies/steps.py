@@ -23,6 +23,7 @@ from lightning_par.engine.shard import Sharding
 from lightning_par.errors import NonFiniteError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import BatchLayout
+from lightning_par.strategies.divided import DividedSteps
 from lightning_par.strategies.logs import (
     adjust_logs,
     BatchShares,
@@ -59,6 +60,7 @@ class StepRunner:
             pipeline rank.
         schedule: Gives the training schedule for a number of micro-batches.
         rank_of_stage: The pipeline rank that holds each stage; empty without a pipeline.
+        sequence: Divides the sequences of a batch.
         seed: The same on every rank.
         loss_scale: What the loss of the last step is to be multiplied by before its backward.
         activity: Where every step is written down.
@@ -77,6 +79,7 @@ class StepRunner:
     num_microbatches: int | None
     schedule: Callable[[int], Schedule]
     rank_of_stage: tuple[int, ...]
+    sequence: DividedSteps
     seed: int
     activity: Activity = field(default_factory=Activity)
     loss_scale: Tensor | None = None
@@ -100,9 +103,12 @@ class StepRunner:
         self.activity.step = self.module.trainer.global_step
         self.activity.begin("training_step")
         key = ("training_step", self.module.trainer.fit_loop.total_batch_idx)
+        args = self.sequence.open("training_step", args)
         if self.executor is None:
             return self._whole("training_step", context, args, key, training=True)
-        return self._pipelined_training(self.executor, context, args, key)
+        output = self._pipelined_training(self.executor, context, args, key)
+        self.sequence.close()
+        return output
 
     def evaluation(self, name: str, context: _Context, args: Sequence[Any]) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on the batch of this replica.
@@ -115,6 +121,12 @@ class StepRunner:
         self.evaluations += 1
         self.activity.begin(name)
         key = (name, self.evaluations)
+        args = self.sequence.open(name, args)
+        output = self._evaluate(name, context, args, key)
+        self.sequence.close()
+        return output
+
+    def _evaluate(self, name: str, context: _Context, args: Sequence[Any], key: Any) -> Any:
         if self.executor is None:
             return self._whole(name, context, args, key, training=False)
         return self._pipelined_evaluation(self.executor, name, context, args, key)
@@ -122,7 +134,7 @@ class StepRunner:
     def _whole(
         self, name: str, context: _Context, args: Sequence[Any], key: Any, *, training: bool
     ) -> Any:
-        weighted = self.mesh.sizes.data > 1 and name != "predict_step"
+        weighted = self.mesh.sizes.shares > 1 and name != "predict_step"
         shares = self._shares([args[0]]) if weighted else None
         step = getattr(self.module, name)
         logs = adjust_logs(self.module, shares)
@@ -133,8 +145,9 @@ class StepRunner:
         with context(), self._random_restored(), logs, self._user_step():
             self._seed(key, 0)
             output = self.sharding.call(lambda: step(*args))
+            self.sequence.check(name)
         if training:
-            self.loss_scale = None if shares is None else shares.total
+            self.loss_scale = None if shares is None else shares.own
             asks = not weighted and self.layout.labels is not None
             self.counts = count_valid(args[0], self.layout) > 0 if asks else None
         return output
@@ -142,22 +155,31 @@ class StepRunner:
     def _shares(self, micro_batches: Sequence[Any]) -> BatchShares:
         """Weigh micro-batches by their valid entries.
 
-        **Communicates**: one all-reduce of two numbers over the replicas, if there are several.
+        **Communicates**: one all-reduce of one number over the ranks that divide sequences, and
+        one of two numbers over the replicas, where there are several.
         """
         counts = torch.stack([count_valid(b, self.layout) for b in micro_batches])
-        samples = None
-        total = counts.sum()
+        samples, replica = None, counts
+        divided = self.sequence.group
+        if divided is not None:
+            replica = counts.clone()
+            dist.all_reduce(replica, group=divided)
+        total = replica.sum()
         if self.mesh.sizes.data > 1:
             own = sum(batch_size(b) for b in micro_batches)
             sums = torch.stack([total, total.new_tensor(own)])
             dist.all_reduce(sums, group=self.mesh.data_group)
             total, samples = sums[0], sums[1]
-        scales = counts * self.mesh.sizes.data / total.clamp(min=1)
         silent: frozenset[int] = frozenset()
         if self.layout.labels is not None:  # without labels every sample counts
-            silent = frozenset(i for i, count in enumerate(counts.tolist()) if count == 0)
+            silent = frozenset(i for i, count in enumerate(replica.tolist()) if count == 0)
+        valid = total.clamp(min=1)
         return BatchShares(
-            scales=tuple(scales.unbind()), total=scales.sum(), samples=samples, silent=silent
+            scales=tuple((counts * self.mesh.sizes.shares / valid).unbind()),
+            total=replica.sum() * self.mesh.sizes.data / valid,
+            samples=samples,
+            silent=silent,
+            divided=divided,
         )
 
     @contextmanager
@@ -269,6 +291,7 @@ class StepRunner:
             computed = take_gradients(parameters)
             for parameter, grad in zip(parameters, held, strict=True):
                 parameter.grad = grad
+        self.sequence.check("training_step")
         weights = torch.stack(shares.scales)
         value, extras, logs = self._from_last_stage(run, losses, calls, weights)
         self._check_poison(value, signatures, weights)

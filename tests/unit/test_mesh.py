@@ -103,6 +103,9 @@ def test_given_sizes_leave_the_rest_to_auto():
     assert fit(12, pipeline=3) == ParallelSizes(pipeline=3, tensor=2, data_shard=2)
     assert fit(12, auto="pipeline", data=3) == ParallelSizes(pipeline=4, data_shard=3)
     assert fit(12, auto="tensor", context=3) == ParallelSizes(tensor=4, context=3)
+    assert fit(12, auto="context", data=3) == ParallelSizes(context=4, data_shard=3)
+    assert fit(16, nodes=2, auto="context", tensor=2) == ParallelSizes(context=8, tensor=2)
+    assert {fit(8, auto=rule).context for rule in ("tensor", "pipeline", "balanced", "data")} == {1}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -25,6 +25,7 @@ EVERYTHING = {
     "experts": ("decoder.blocks.*.experts.*",),
     "replica_sums": ("decoder.blocks.*.load",),
     "checkpointable": ("decoder.blocks.*.mlp",),
+    "positions": {"decoder": "position_ids", "": "positions"},
 }
 PLAN = ParallelPlan(**EVERYTHING)
 
@@ -117,6 +118,7 @@ def test_under_moves_every_name_of_the_model_and_no_name_of_the_batch():
         names = names.replace(f'"{name}', f'"net.model.{name}')
     names = names.replace('"head"', '"net.model.head"').replace('"head.', '"net.model.head.')
     expected = {**json.loads(names), "batch": PLAN.to_dict()["batch"], "carried": ["auxiliary"]}
+    expected["positions"] = {"net.model.decoder": "position_ids", "net.model": "positions"}
     assert moved.to_dict() == expected
     assert PLAN.under("") == PLAN
     assert ParallelPlan().under("net") == ParallelPlan()

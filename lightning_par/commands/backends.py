@@ -1,0 +1,47 @@
+"""List the attention kernels of divided sequences: which of them work here, and why not the rest.
+
+The first column is the name for ``attention_backend``; "auto" takes the first of these that can
+take a call.
+"""
+
+import argparse
+
+import torch
+
+from lightning_par.engine.attention_backends import KERNELS
+from lightning_par.engine.attention_kernels import AttentionKernel
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Print a line for every kernel.
+
+    Args:
+        arguments: None are taken.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-par backends",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(arguments)
+    rows = [("backend", "here", "takes"), *(_row(kernel) for kernel in KERNELS.values())]
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    for name, here, takes in rows:
+        print(f"{name:<{widths[0]}}  {here:<{widths[1]}}  {takes}")
+    return 0
+
+
+def _row(kernel: AttentionKernel) -> tuple[str, str, str]:
+    """Return name, "yes" or why not, and what the kernel takes."""
+    device = torch.device(kernel.device_type or "cpu")
+    kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    takes = [
+        str(kind).removeprefix("torch.")
+        for kind in kinds
+        if kernel.refusal(device=device, dtype=kind, head_dim=64) is None
+    ]
+    masks = "padded keys" if kernel.takes_bias else "no padded keys"
+    where = kernel.device_type or "any device"
+    return kernel.name, kernel.missing() or "yes", f"{where}: {', '.join(takes)}; {masks}"

@@ -1,0 +1,213 @@
+"""Attention that is divided over the context axis where a model calls it.
+
+Shapes: B batch, N query heads, K key/value heads, T tokens, H head dim.
+
+Note [Taking over]: while a block of the model runs, a `TorchFunctionMode` of the running thread
+sees its calls of `F.scaled_dot_product_attention` and of `attention`. Nothing is patched: another
+thread, another model, and what this model does outside of its blocks see torch's own. A part of a
+block that is computed again in the backward enters the mode by itself.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function, TorchFunctionMode
+
+from lightning_par.engine.sequence import SequenceAxis
+from lightning_par.engine.shapes import Bool, Float
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["attention", "take_over"]
+
+
+def attention(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K T H"],
+    value: Float[Tensor, "B K T H"],
+    *,
+    causal: bool = False,
+    key_mask: Bool[Tensor, "#B T"] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "B N T H"]:
+    """Attend; on any number of context-parallel ranks the same.
+
+    On one device this is `F.scaled_dot_product_attention`, which a model may call as well. This
+    function also takes packed documents, of which only what is needed is sent.
+
+    Args:
+        query: [B, N, T, H].
+        key: [B, K, T, H]; N is a multiple of K.
+        value: [B, K, T, H].
+        causal: Whether a token sees only itself and those before it.
+        key_mask: [B or 1, T], True for the keys that may be seen; None: all.
+        cu_seqlens: Boundaries 0, ..., T of the documents that are packed into every sample, counted
+            in the whole sequence, whatever part of it is here; None: one document. A tensor on the
+            CPU, or a list, costs no waiting.
+        scale: Multiplies the products; None: 1 / sqrt(H).
+
+    Returns:
+        [B, N, T, H]; 0 for a token that sees no key.
+
+    Example:
+        >>> x = torch.randn(1, 2, 6, 4)
+        >>> attention(x, x, x, causal=True, cu_seqlens=[0, 4, 6]).shape
+        torch.Size([1, 2, 6, 4])
+    """
+    if has_torch_function((query, key, value)):
+        taken: Tensor = handle_torch_function(
+            attention,
+            (query, key, value),
+            query,
+            key,
+            value,
+            causal=causal,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            scale=scale,
+        )
+        return taken
+    bounds = _bounds(cu_seqlens) or [0, query.shape[2]]
+    parts = []
+    for a, b in pairwise(bounds):
+        if a == b:
+            continue
+        seen = None if key_mask is None else key_mask[:, None, None, a:b]
+        if seen is not None and causal:
+            seen = seen & torch.ones(b - a, b - a, dtype=torch.bool, device=query.device).tril()
+        part = F.scaled_dot_product_attention(
+            query[:, :, a:b],
+            key[:, :, a:b],
+            value[:, :, a:b],
+            attn_mask=seen,
+            is_causal=causal and seen is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        parts.append(part if seen is None else part * seen.any(-1, keepdim=True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _bounds(cu_seqlens: Tensor | Sequence[int] | None) -> list[int]:
+    if cu_seqlens is None:
+        return []
+    return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+
+
+class _TakeOver(TorchFunctionMode):
+    """Sends the attention of the running thread through the context axis."""
+
+    def __init__(self, axis: SequenceAxis) -> None:
+        super().__init__()
+        self._axis = axis
+        self.is_active = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if self._axis.layout is None:
+            return func(*args, **options)
+        if func is F.scaled_dot_product_attention:
+            return self._dot_product(*args, **options)
+        if func is attention:
+            return self._attention(*args, **options)
+        if func is F.multi_head_attention_forward:
+            raise ConfigurationError(
+                "nn.MultiheadAttention cannot be divided over context_parallel_size="
+                f"{self._axis.group.size()} ranks, since it computes attention out of sight. Call "
+                "F.scaled_dot_product_attention or lightning_par.attention in the block."
+            )
+        return func(*args, **options)
+
+    def _dot_product(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        ranks = self._axis.group.size()
+        if dropout_p > 0:
+            raise ConfigurationError(
+                f"dropout_p={dropout_p} of attention weights is not supported with "
+                f"context_parallel_size={ranks}: the backward would need the same random numbers "
+                "for every pair of tokens. Set the dropout of attention to 0."
+            )
+        visible = None
+        if attn_mask is not None:
+            shape = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
+            if is_causal or shape[1:3] != (1, 1) or shape[-1] != query.shape[-2]:
+                raise ConfigurationError(
+                    f"attn_mask of shape {tuple(attn_mask.shape)} with is_causal={is_causal}: "
+                    f"with context_parallel_size={ranks} a mask may only say which keys are "
+                    f"visible, [B, 1, 1, {query.shape[-2]}] without is_causal. Use is_causal=True "
+                    "for a causal mask, or lightning_par.attention(causal=..., key_mask=..., "
+                    "cu_seqlens=...)."
+                )
+            visible = attn_mask.reshape(shape)[:, 0, 0]
+        return self._attend(query, key, value, causal=is_causal, visible=visible, scale=scale)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | Sequence[int] | None,
+        scale: float | None,
+    ) -> Tensor:
+        documents = _bounds(cu_seqlens)
+        options = {"causal": causal, "visible": key_mask, "scale": scale, "documents": documents}
+        return self._attend(query, key, value, **options)
+
+    def _attend(self, *tensors: Tensor, **options: Any) -> Tensor:
+        device = tensors[0].device.type
+        if torch.is_autocast_enabled(device):  # as torch does for its own attention
+            kind = torch.get_autocast_dtype(device)
+            tensors = tuple(x.to(kind) for x in tensors)
+        return self._axis.attend(*tensors, **options)
+
+
+def _wrap(forward: Callable[..., Any], mode: _TakeOver) -> Callable[..., Any]:
+    @wraps(forward)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        if mode.is_active:
+            return forward(*args, **kwargs)
+        mode.is_active = True
+        try:
+            with mode:
+                return forward(*args, **kwargs)
+        finally:
+            mode.is_active = False
+
+    return inside
+
+
+def _own_parts(block: nn.Module) -> Iterator[nn.Module]:
+    """Give the block and what is in it that torch did not write."""
+    for module in block.modules():
+        if module is block or not type(module).__module__.startswith("torch."):
+            yield module
+
+
+def take_over(blocks: Iterable[nn.Module], axis: SequenceAxis) -> None:
+    """Let the attention in these blocks see the tokens of all ranks; see Note [Taking over].
+
+    Args:
+        blocks: Their `forward`, and that of their parts, is replaced.
+        axis: Says how.
+    """
+    mode = _TakeOver(axis)
+    for block in blocks:
+        for part in _own_parts(block):
+            part.forward = _wrap(part.forward, mode)

@@ -1,0 +1,163 @@
+"""Context parallelism applied to a model: attention taken over, positions given.
+
+Shapes: t tokens of one rank.
+"""
+
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_par.engine.attention import take_over
+from lightning_par.engine.ring_messages import Mailbox
+from lightning_par.engine.sequence import ContextOptions, SequenceAxis
+from lightning_par.engine.stages import StageStub
+from lightning_par.errors import PlanError, raise_problems
+from lightning_par.layout import ModelLayout
+from lightning_par.mesh import ParallelMesh
+from lightning_par.plan import match_pattern, ParallelPlan
+
+__all__ = ["apply_context_parallel", "build_axis", "check_context"]
+
+
+def check_context(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
+    """Refuse a model that would compute something else if its sequences were divided.
+
+    Args:
+        model: Its parameters may be on the meta device.
+        plan: FQNs as seen from `model`.
+        degree: Of the context axis.
+
+    Raises:
+        PlanError: With everything that the plan lacks.
+    """
+    if degree == 1:
+        return
+    asked, name, batch = f"context_parallel_size={degree}", type(model).__name__, plan.batch
+    problems = []
+    if plan.blocks is None:
+        problems.append(
+            f"{asked}: the plan of {name} names no blocks, in which attention could be divided; "
+            'return ParallelPlan(blocks="...").'
+        )
+    if plan.positions is None:
+        problems.append(
+            f"{asked}: the plan of {name} does not say how it learns the positions of its tokens; "
+            "it would count from 0 on every rank. Return ParallelPlan(positions={'': "
+            "'position_ids'}) if its forward takes position_ids, or positions={} if it needs none "
+            "or takes them from the batch."
+        )
+    if batch.labels is None or batch.labels not in batch.sequence_dims:
+        says = "names no labels of the batch"
+        if batch.labels is not None:
+            says = f"gives the labels {batch.labels!r} no sequence dim"
+        problems.append(
+            f"{asked}: the plan {says}; a loss can be divided only if it is a mean over tokens. "
+            "Say where they are in BatchLayout(labels=..., sequence_dims=...), or use "
+            "context_parallel_size=1."
+        )
+    if batch.label_shift:
+        problems.append(
+            f"{asked}: label_shift={batch.label_shift}, so the model shifts labels by itself, but "
+            "the next token may be on another rank. Shift them in the data, and set label_shift=0."
+        )
+    raise_problems(PlanError, problems)
+    _positions_of(model, plan.positions or {})
+
+
+def _positions_of(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
+    """Return the FQN of every module that takes positions, and its keyword."""
+    modules, found, problems = dict(model.named_modules()), dict[str, str](), list[str]()
+    for pattern, keyword in patterns.items():
+        hits = [name for name in modules if name == pattern or match_pattern(pattern, name)]
+        if not hits:
+            near = get_close_matches(pattern, [n for n in modules if n], n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            problems.append(f"positions: {pattern!r} matches no module{hint}")
+        for name in hits:
+            takes = list(inspect.signature(modules[name].forward).parameters)
+            if keyword not in takes:
+                problems.append(
+                    f"positions: the forward of {name or type(model).__name__} takes no "
+                    f"{keyword!r}; it takes {', '.join(takes)}."
+                )
+            found[name] = keyword
+    raise_problems(PlanError, problems)
+    return found
+
+
+def build_axis(mesh: ParallelMesh, options: ContextOptions, *, divisor: int = 1) -> SequenceAxis:
+    """Make the groups of the context axis; every rank must call this.
+
+    Args:
+        mesh: Its ``cp`` axis is divided.
+        options: How.
+        divisor: What the number of tokens of a rank has to be a multiple of.
+
+    Raises:
+        ConfigurationError: The options do not fit the degree of the axis.
+
+    **Communicates**: makes process groups over all ranks, if some ranks exchange heads and others
+    form rings.
+    """
+    degree = mesh.sizes.context
+    ulysses = options.ulysses(degree)
+    rings = degree // ulysses
+    heads, ring = mesh.group("cp"), mesh.group("cp")
+    if ulysses > 1 and rings > 1:
+        heads = _own_group(mesh, [range(m * ulysses, (m + 1) * ulysses) for m in range(rings)])
+        ring = _own_group(mesh, [range(place, degree, ulysses) for place in range(ulysses)])
+    if rings > 1 and mesh.device_type == "cuda":
+        # NCCL wants all members in a group's first call; a message has only two.
+        dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=ring)
+    return SequenceAxis(
+        options=options,
+        group=mesh.group("cp"),
+        heads=heads if ulysses > 1 else None,
+        mailbox=Mailbox(ring) if rings > 1 else None,
+        divisor=divisor,
+    )
+
+
+def _own_group(mesh: ParallelMesh, places: list[range]) -> dist.ProcessGroup:
+    """Make a group of each of these coordinates; return the one of this rank."""
+    made = [mesh.subgroup(("cp",), [place]) for place in places]
+    (own,) = [group for group in made if group is not None]
+    return own
+
+
+def apply_context_parallel(model: nn.Module, layout: ModelLayout, axis: SequenceAxis) -> None:
+    """Divide the attention of the plan's blocks, and give the model the positions of its tokens.
+
+    Args:
+        model: Changed in place.
+        layout: The resolved plan.
+        axis: Of this rank.
+    """
+    blocks = [model.get_submodule(name) for name in layout.block_names]
+    take_over([block for block in blocks if not isinstance(block, StageStub)], axis)
+    for name, keyword in _positions_of(model, layout.plan.positions or {}).items():
+        _give_positions(model.get_submodule(name), keyword, axis)
+
+
+def _give_positions(module: nn.Module, keyword: str, axis: SequenceAxis) -> None:
+    """Fill in the positions [1, t] wherever the caller leaves them out."""
+    signature = inspect.signature(module.forward)
+
+    def fill(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if axis.positions is None:
+            return None
+        axis.fills += 1
+        given = signature.bind_partial(*args, **kwargs).arguments
+        if given.get(keyword) is not None:
+            return None
+        given[keyword] = axis.positions
+        bound = signature.bind_partial()
+        bound.arguments.update({n: given[n] for n in signature.parameters if n in given})
+        return bound.args, bound.kwargs
+
+    module.register_forward_pre_hook(fill, with_kwargs=True)

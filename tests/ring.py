@@ -1,0 +1,110 @@
+"""Attention with explicit masks in float64, and what every rank of a ring should have of it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_par.engine.context import build_axis
+from lightning_par.engine.sequence import ContextOptions, SequenceAxis
+from lightning_par.mesh import build_mesh, ParallelSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention; every dim has its own size."""
+
+    causal: bool = False
+    documents: tuple[int, ...] = ()
+    padded: bool = False
+    tokens: int = 37
+    heads: int = 8
+    kv_heads: int = 8
+    dim: int = 16
+    batch: int = 3
+    dtype: torch.dtype = torch.float64
+    scale: float | None = None
+
+    def draw(self) -> list[Tensor]:
+        """Query, key, value and the gradient of the output."""
+        generator = torch.Generator().manual_seed(7)
+        shapes = [(self.batch, n, self.tokens, self.dim) for n in (self.heads, self.kv_heads)]
+        return [
+            torch.randn(s, generator=generator, dtype=torch.float64).to(self.dtype)
+            for s in (shapes[0], shapes[1], shapes[1], shapes[0])
+        ]
+
+    @property
+    def visible(self) -> Tensor | None:
+        """[B, T]: other lengths in every sample, and nothing in the last one."""
+        if not self.padded:
+            return None
+        lengths = [self.tokens, self.tokens // 3, 0]
+        return torch.tensor([[i < n for i in range(self.tokens)] for n in lengths])
+
+    @property
+    def pairs(self) -> Tensor:
+        """[B or 1, 1, T, T]: which query sees which key."""
+        bounds = self.documents or (0, self.tokens)
+        sizes = torch.tensor(bounds).diff()
+        document = torch.arange(len(sizes)).repeat_interleave(sizes)
+        seen = document[:, None] == document[None]
+        if self.causal:
+            seen = seen.tril()
+        seen = seen[None, None]
+        return seen if self.visible is None else seen & self.visible[:, None, None]
+
+    def attend_whole(self, dtype: torch.dtype) -> list[Tensor]:
+        """Output and gradients of one process with the whole mask; 0 where nothing is seen."""
+        *inputs, grad = (x.to(dtype) for x in self.draw())
+        query, key, value = (x.requires_grad_() for x in inputs)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=self.pairs, scale=self.scale, enable_gqa=True
+        )
+        out = out.where(self.pairs.any(-1, keepdim=True), 0)
+        out.backward(grad)
+        return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[misc]
+
+
+def make_axis(world: int, **options: Any) -> SequenceAxis:
+    """The context axis of a mesh of nothing else."""
+    return build_axis(build_mesh(ParallelSizes(context=world), "cpu"), ContextOptions(**options))
+
+
+def attend_divided(case: Case, axis: SequenceAxis) -> list[Tensor]:
+    """Output and gradients of this rank's tokens."""
+    axis.lay_out(case.tokens)
+    *inputs, grad = (axis.part(x, 2) for x in case.draw())
+    query, key, value = (x.requires_grad_() for x in inputs)
+    visible = case.visible
+    out = axis.attend(
+        query,
+        key,
+        value,
+        causal=case.causal,
+        documents=case.documents,
+        visible=None if visible is None else axis.part(visible, 1),
+        scale=case.scale,
+    )
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[misc]
+
+
+def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    """The largest difference of each tensor, relative to the largest number of the wanted one."""
+    pairs = zip(found, wanted, strict=True)
+    return [float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs]
+
+
+def worst_error(case: Case, axis: SequenceAxis) -> float:
+    """Of output and gradients of this rank against float64 in one process."""
+    wanted = replace(case).attend_whole(torch.float64)
+    found = attend_divided(case, axis)
+    scales = [w.abs().max() for w in wanted]
+    parts = [axis.part(w, 2) for w in wanted]
+    assert [f.shape for f in found] == [p.shape for p in parts]
+    assert all(f.dtype is case.dtype for f in found)
+    differences = zip(found, parts, scales, strict=True)
+    return max(float((f.double() - p).abs().max() / s) for f, p, s in differences)
