@@ -99,7 +99,7 @@ class ExpertBalance(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         """Report, if it is time."""
-        step, every = trainer.global_step, trainer.log_every_n_steps
+        step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and step and step % every == 0 and self.steps[-1:] != [step]:
             self._report(trainer, pl_module)
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_par.engine.batch import signature
 from lightning_par.engine.clock import clock_for, measure_offset
 from lightning_par.engine.forecast import Forecast, Parts
+from lightning_par.engine.gradients import SharedGradients
 from lightning_par.engine.ledger import Ledger, LedgerEntry
 from lightning_par.engine.record import RankRecord, StepRecorder
 from lightning_par.engine.report import Report, Table, write_report
@@ -144,7 +145,7 @@ class Recording:
             mesh=self.mesh,
             bounds=self.parallelised.bounds,
             owners=self.parallelised.rank_of_stage,
-            shared=self.parallelised.shared,
+            shared=[s for s in self.parallelised.shared if isinstance(s, SharedGradients)],
             zero_stage=strategy.zero_stage,
             sequence_parallel=strategy.sequence_parallel,
             compiled=strategy.compile_blocks is not False,

@@ -22,7 +22,7 @@ of the blocks. A parameter is padded along dim 0 to a multiple of the shards.
 
 Not foreseen: what the user's step communicates or logs, batches and losses shared within a replica,
 under a pipeline what a block hands on beside the hidden states, and the data axes where experts are
-divided.
+divided, or the tokens of a sample.
 """
 
 import math

@@ -141,8 +141,7 @@ class MeshStrategy(CheckpointedProcesses):
         )
         check_values(schedule, num_microbatches, stage_blocks, virtual_pipeline_size)
         self.context_options = read_context_options(context_options)
-        check_nonfinite_choice(on_nonfinite)
-        self.on_nonfinite = on_nonfinite
+        self.on_nonfinite = check_nonfinite_choice(on_nonfinite)
         self.virtual_pipeline_size = _given(virtual_pipeline_size)
         self.zero_stage, self.schedule, self.compile_blocks = zero_stage, schedule, compile_blocks
         self.num_microbatches = _given(num_microbatches)

@@ -26,8 +26,8 @@ _NAMED = 3
 _logger = logging.getLogger(__name__)
 
 
-def check_nonfinite_choice(choice: object) -> None:
-    """Refuse a value of `on_nonfinite` that does not exist.
+def check_nonfinite_choice(choice: str) -> str:
+    """Return a value of `on_nonfinite`, if it exists.
 
     Raises:
         ConfigurationError: It is none of "raise", "skip" and "ignore".
@@ -36,6 +36,7 @@ def check_nonfinite_choice(choice: object) -> None:
         raise ConfigurationError(
             f"on_nonfinite={choice!r} must be {either([repr(c) for c in _CHOICES])}."
         )
+    return choice
 
 
 class GradientGuard:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.board import RankBoard, RankState, RankStatus
 from lightning_par.errors import LightningParError
-from lightning_par.mesh import ParallelSizes
+from lightning_par.sizes import ParallelSizes
 
 __all__ = ["RankWatch", "open_board"]
 
