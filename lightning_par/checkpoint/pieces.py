@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_par.errors import CheckpointError
 
-__all__ = ["Box", "Piece", "cut_piece", "local_box", "local_part", "share_out"]
+__all__ = ["Box", "Piece", "cut_box", "cut_piece", "local_box", "local_part", "share_out"]
 
 
 @dataclass(frozen=True)
@@ -73,29 +73,45 @@ def local_box(name: str, tensor: Tensor) -> Box:
     Raises:
         CheckpointError: The DTensor is sharded in another way.
     """
-    shape, offset = list(tensor.shape), [0] * tensor.ndim
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        place = mesh.get_coordinate()
-        assert place is not None
-        cuts = [(p, mesh.size(i), place[i]) for i, p in enumerate(tensor.placements)]
-        cuts.sort(key=lambda cut: type(cut[0]) is not Shard)  # strided ones were made last
-        for placement, count, index in cuts:
-            dim = getattr(placement, "dim", None)
-            if dim is not None:
-                each = -(-shape[dim] // count)
-                low = min(each * index, shape[dim])
-                offset[dim] += low
-                shape[dim] = min(each, shape[dim] - low)
-        held = tuple(tensor.to_local().shape)
-        if 0 in held and 0 in shape:
-            shape = list(held)  # nothing has many shapes
-        if held != tuple(shape):
-            raise CheckpointError(
-                f"{name} holds {held} of {tuple(tensor.shape)} here, but its placements "
-                f"{tensor.placements} on {tuple(mesh.shape)} ranks would be {tuple(shape)}."
-            )
-    return Box(name, tuple(offset), tuple(shape))
+    if not isinstance(tensor, DTensor):
+        return Box(name, (0,) * tensor.ndim, tuple(tensor.shape))
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    assert place is not None
+    shards = [(i, p) for i, p in enumerate(tensor.placements) if hasattr(p, "dim")]
+    shards.sort(key=lambda shard: type(shard[1]) is not Shard)  # strided ones were made last
+    cuts = [(p.dim, mesh.size(i), place[i]) for i, p in shards]
+    box = cut_box(name, tuple(tensor.shape), cuts)
+    held = tuple(tensor.to_local().shape)
+    if 0 in held and 0 in box.shape:
+        return Box(name, box.offset, held)  # nothing has many shapes
+    if held != box.shape:
+        raise CheckpointError(
+            f"{name} holds {held} of {tuple(tensor.shape)} here, but its placements "
+            f"{tensor.placements} on {tuple(mesh.shape)} ranks would be {box.shape}."
+        )
+    return box
+
+
+def cut_box(name: str, shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> Box:
+    """Return what is left of a tensor after it was cut as `torch.chunk` does, again and again.
+
+    Args:
+        name: Of the tensor.
+        shape: Of the whole.
+        cuts: Each a dim, into how many parts, and which of them is kept.
+
+    Example:
+        >>> cut_box("w", (7, 5), [(0, 2, 1), (0, 2, 0)])
+        Box(name='w', offset=(4, 0), shape=(2, 5))
+    """
+    left, offset = list(shape), [0] * len(shape)
+    for dim, count, index in cuts:
+        each = -(-left[dim] // count)
+        low = min(each * index, left[dim])
+        offset[dim] += low
+        left[dim] = min(each, left[dim] - low)
+    return Box(name, tuple(offset), tuple(left))
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from safetensors import safe_open, SafetensorError
 from torch import Tensor
 
 from lightning_par.checkpoint.encoding import Decoder, PickledValueError
-from lightning_par.checkpoint.files import check_file, DTYPES
+from lightning_par.checkpoint.files import check_file
 from lightning_par.checkpoint.index import (
     Chunk,
     file_name,
@@ -30,12 +30,32 @@ __all__ = [
     "StoredTensors",
     "TensorFiles",
     "find_problems",
-    "find_weights",
-    "holds_weights_only",
+    "overlap",
 ]
 
 _HINTS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Parts of the state that the Trainer never restores; a pickle in them can be left out."""
+
+
+def overlap(
+    chunk: Chunk, offset: Sequence[int], shape: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    """Return what a stored box and a wanted one have in common: first and one-past-last entry of
+    every dim, or None.
+
+    Args:
+        chunk: What is stored.
+        offset: First entry of the wanted box in every dim.
+        shape: Of the wanted box.
+    """
+    common = []
+    for dim, size in enumerate(shape):
+        low = max(offset[dim], chunk.offset[dim])
+        high = min(offset[dim] + size, chunk.offset[dim] + chunk.shape[dim])
+        if high <= low:
+            return None
+        common.append((low, high))
+    return common
 
 
 class TensorFiles:
@@ -80,20 +100,15 @@ class TensorFiles:
             CheckpointError: The files do not fit the index.
         """
         for chunk in entry.chunks:
-            source, target = None, out
-            for dim, size in enumerate(out.shape):
-                low = max(offset[dim], chunk.offset[dim])
-                high = min(offset[dim] + size, chunk.offset[dim] + chunk.shape[dim])
-                if high <= low:
-                    break
-                if source is None:
-                    source = self._chunk(chunk)
+            common = overlap(chunk, offset, out.shape)
+            if common is None:
+                continue
+            source, target = self._chunk(chunk), out
+            for dim, (low, high) in enumerate(common):
                 source = source.narrow(dim, low - chunk.offset[dim], high - low)
                 target = target.narrow(dim, low - offset[dim], high - low)
-            else:
-                source = self._chunk(chunk) if source is None else source
-                target.copy_(source)
-                self.bytes_read += source.numel() * source.element_size()
+            target.copy_(source)
+            self.bytes_read += source.numel() * source.element_size()
 
     def _chunk(self, chunk: Chunk) -> Tensor:
         found = self.tensor(chunk.file, chunk.key)
@@ -330,67 +345,3 @@ def find_problems(folder: Path) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     return reader.problems(sorted(reader.manifest.files))
-
-
-def find_weights(path: Path) -> StoredTensors:
-    """Open weights that are stored alone: one safetensors file, or several with an index.
-
-    Args:
-        path: ``model.safetensors``; ``model.safetensors.index.json``, whose ``weight_map`` says
-            which file holds which tensor; or a folder with one of the two.
-
-    Raises:
-        CheckpointError: It is none of these, or damaged.
-    """
-    if path.is_dir() and (path / "model.safetensors.index.json").exists():
-        path = path / "model.safetensors.index.json"
-    elif path.is_dir() and (path / "model.safetensors").exists():
-        path = path / "model.safetensors"
-    if path.name.endswith(".index.json") and path.is_file():
-        files = _files_of(path)
-    elif path.suffix == ".safetensors" and path.is_file():
-        files = {path.name}
-    else:
-        raise CheckpointError(
-            f"{path} holds no weights: give a .safetensors file, a model.safetensors.index.json, "
-            "or a folder with one of them."
-        )
-    folder = path.parent
-    entries: dict[str, TensorEntry] = {}
-    for file in sorted(files):
-        entries |= _entries_of(folder, file)
-    return StoredTensors(TensorFiles(folder), entries)
-
-
-def holds_weights_only(path: Path) -> bool:
-    """Return whether `find_weights` would look into a path."""
-    names = ("model.safetensors.index.json", "model.safetensors")
-    if path.is_dir():
-        return any((path / name).exists() for name in names)
-    return path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
-
-
-def _files_of(index: Path) -> set[str]:
-    try:
-        files = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
-    outside = [name for name in files if Path(str(name)).name != name]
-    if outside:
-        raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file beside it.")
-    return files
-
-
-def _entries_of(folder: Path, file: str) -> dict[str, TensorEntry]:
-    """Return the index of a single safetensors file."""
-    found = {}
-    try:
-        with safe_open(folder / file, framework="pt", device="cpu") as opened:
-            for key in opened.keys():  # noqa: SIM118  (not a dict)
-                part = opened.get_slice(key)
-                shape = tuple(part.get_shape())
-                chunk = Chunk(file, key, (0,) * len(shape), shape)
-                found[key] = TensorEntry(DTYPES[part.get_dtype()], shape, (chunk,))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder / file}: {error}") from error
-    return found

@@ -14,7 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_par.checkpoint.index import is_checkpoint_folder
-from lightning_par.checkpoint.reader import CheckpointReader, find_weights, holds_weights_only
+from lightning_par.checkpoint.plain_weights import find_weights, holds_weights_only
+from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.single import OWN_STATE
 from lightning_par.engine.random_states import restore_random_states
 from lightning_par.errors import CheckpointError

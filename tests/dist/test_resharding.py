@@ -21,7 +21,7 @@ CHAIN = [
     "tp2",
     "pp2 dp2",
 ]
-STEPS = 2
+START, STEPS = 1, 2
 
 
 def assert_same_training(results: list[dict[str, Any]], wanted: dict[str, Any], start: int) -> None:
@@ -92,14 +92,17 @@ def header_length(file: Path) -> int:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A checkpoint of every layout after two steps, what it holds, and the uninterrupted run."""
+    """A checkpoint of every layout, what it holds, and the uninterrupted run."""
     folder = tmp_path_factory.mktemp("sources")
+    start = {"save_at": START, "save_to": folder / "start.ckpt"}  # as torch initialises
+    (wanted,) = run_layout(PLAIN, folder, steps=START + 2 * STEPS, **start)
     sources = {}
     for layout in LAYOUTS:
-        path = folder / f"{layout}.ckpt"
-        results = run_layout(layout, folder, steps=STEPS, save_at=STEPS, save_to=path)
+        path, stop = folder / f"{layout}.ckpt", START + STEPS
+        results = run_layout(
+            layout, folder, steps=stop, source=start["save_to"], save_at=stop, save_to=path
+        )
         sources[layout] = (path, results[0]["saved"])
-    (wanted,) = run_layout(PLAIN, folder, steps=2 * STEPS)
     return {"sources": sources, "wanted": wanted, "folder": folder}
 
 
@@ -110,9 +113,9 @@ def test_every_layout_goes_on_from_every_layout(
     saved: dict[str, Any], source: str, layout: str
 ) -> None:
     path, state = saved["sources"][source]
-    results = run_layout(layout, saved["folder"], steps=2 * STEPS, source=path)
+    results = run_layout(layout, saved["folder"], steps=START + 2 * STEPS, source=path)
     assert differences(results[0]["loaded"], state, f"{source} to {layout}") == []
-    assert_same_training(results, saved["wanted"], STEPS)
+    assert_same_training(results, saved["wanted"], START + STEPS)
     if world_of(layout) > 1:
         whole = {name: tuple(w.shape) for name, w in state["weights"].items()}
         assert any(shape != whole[name] for name, shape in results[0]["shapes"].items()) or (

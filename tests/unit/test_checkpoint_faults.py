@@ -16,7 +16,8 @@ import torch
 
 from lightning_par.checkpoint.files import check_file, FileRecord, write_json, write_object
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.reader import CheckpointReader, find_problems, find_weights
+from lightning_par.checkpoint.plain_weights import find_weights
+from lightning_par.checkpoint.reader import CheckpointReader, find_problems
 from lightning_par.errors import CheckpointError
 from tests.folders import holds, save_alone, write_folder
 

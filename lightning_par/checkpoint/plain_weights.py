@@ -1,0 +1,77 @@
+"""Weights in plain safetensors files, as other programs write them."""
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open, SafetensorError
+
+from lightning_par.checkpoint.files import DTYPES
+from lightning_par.checkpoint.index import Chunk, TensorEntry
+from lightning_par.checkpoint.reader import StoredTensors, TensorFiles
+from lightning_par.errors import CheckpointError
+
+__all__ = ["find_weights", "holds_weights_only"]
+
+
+def find_weights(path: Path) -> StoredTensors:
+    """Open weights that are stored alone: one safetensors file, or several with an index.
+
+    Args:
+        path: ``model.safetensors``; ``model.safetensors.index.json``, whose ``weight_map`` says
+            which file holds which tensor; or a folder with one of the two.
+
+    Raises:
+        CheckpointError: It is none of these, or damaged.
+    """
+    if path.is_dir() and (path / "model.safetensors.index.json").exists():
+        path = path / "model.safetensors.index.json"
+    elif path.is_dir() and (path / "model.safetensors").exists():
+        path = path / "model.safetensors"
+    if path.name.endswith(".index.json") and path.is_file():
+        files = _files_of(path)
+    elif path.suffix == ".safetensors" and path.is_file():
+        files = {path.name}
+    else:
+        raise CheckpointError(
+            f"{path} holds no weights: give a .safetensors file, a model.safetensors.index.json, "
+            "or a folder with one of them."
+        )
+    folder = path.parent
+    entries: dict[str, TensorEntry] = {}
+    for file in sorted(files):
+        entries |= _entries_of(folder, file)
+    return StoredTensors(TensorFiles(folder), entries)
+
+
+def holds_weights_only(path: Path) -> bool:
+    """Return whether `find_weights` would look into a path."""
+    names = ("model.safetensors.index.json", "model.safetensors")
+    if path.is_dir():
+        return any((path / name).exists() for name in names)
+    return path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
+
+
+def _files_of(index: Path) -> set[str]:
+    try:
+        files = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+    outside = [name for name in files if Path(str(name)).name != name]
+    if outside:
+        raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file beside it.")
+    return files
+
+
+def _entries_of(folder: Path, file: str) -> dict[str, TensorEntry]:
+    """Return the index of a single safetensors file."""
+    found = {}
+    try:
+        with safe_open(folder / file, framework="pt", device="cpu") as opened:
+            for key in opened.keys():  # noqa: SIM118  (not a dict)
+                part = opened.get_slice(key)
+                shape = tuple(part.get_shape())
+                chunk = Chunk(file, key, (0,) * len(shape), shape)
+                found[key] = TensorEntry(DTYPES[part.get_dtype()], shape, (chunk,))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder / file}: {error}") from error
+    return found
