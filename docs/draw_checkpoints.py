@@ -55,7 +55,7 @@ def draw_part(axes: Axes, x: float, chunk: Chunk, low: int, high: int, text: str
     write(axes, x + 0.19, y + height / 2, text, size=7.5)
 
 
-def checkpoints() -> Figure:
+def checkpoints() -> Figure:  # house: a picture is drawn from the top to the bottom
     figure, axes = canvas(10, 4.9, title="One checkpoint: written by tp 2 x dp 2, read by dp 3")
     chunks = stored_chunks()
     write(

@@ -1,6 +1,6 @@
 """The law of every strategy: the same loss, gradients and weights as one process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -61,6 +61,7 @@ def train(
     shuffled: bool = False,
     module: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Run one epoch, by default 3 batches in float64, and say what came out."""
     options = {"precision": "64-true", "max_epochs": 1, **(trainer or {})}
@@ -68,7 +69,9 @@ def train(
         torch.set_default_dtype(torch.float64)
     recorder = Recorder()
     user = ToyModule(**(module or {}))
-    made = quiet_trainer(devices=devices, strategy=strategy, callbacks=[recorder], **options)
+    made = quiet_trainer(
+        devices=devices, strategy=strategy, callbacks=[recorder, *callbacks], **options
+    )
     samples = ToyData(size, ignored)
     # Lightning shuffles the training data of replicas so; one process has to see the same order.
     order = DistributedSampler(samples, num_replicas=1, rank=0) if shuffled else None
@@ -123,7 +126,13 @@ def _one_process(run: str) -> Result:
 
 
 def compare_with_one_process(
-    strategy: str, options: dict[str, Any], world: int, replicas: int, **run: Any
+    strategy: str,
+    options: dict[str, Any],
+    world: int,
+    replicas: int,
+    *,
+    callbacks: Sequence[Callback] = (),
+    **run: Any,
 ) -> tuple[list[Result], Result]:
     """Run on `world` ranks, and in one process that sees the batches of all replicas.
 
@@ -132,11 +141,12 @@ def compare_with_one_process(
         options: Of the strategy.
         world: Ranks.
         replicas: Among which the batches are divided.
+        callbacks: Of the mesh only.
         run: Arguments of `train`; the batch size is that of the whole batch.
     """
     whole = {**run, "shuffled": replicas > 1}
     wanted = _one_process(repr(whole))
-    part = {**run, "batch_size": run["batch_size"] // replicas}
+    part = {**run, "batch_size": run["batch_size"] // replicas, "callbacks": callbacks}
     results: list[Result] = run_ranks(train_rank, world, strategy, options, part, timeout=120)
     return results, wanted
 

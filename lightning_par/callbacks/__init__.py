@@ -1,5 +1,8 @@
-"""Callbacks that say where the time, the bytes and the memory of a step go, and the tokens."""
+"""Callbacks that save memory, and those that say where the time, the bytes and the memory of a step
+go, and the tokens.
+"""
 
+from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_par.callbacks.communication_profiler import CommunicationProfiler
 from lightning_par.callbacks.expert_balance import ExpertBalance
 from lightning_par.callbacks.memory import MemoryMonitor
@@ -7,6 +10,7 @@ from lightning_par.callbacks.pipeline_profiler import PipelineProfiler
 from lightning_par.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
+    "ActivationCheckpointing",
     "CommunicationProfiler",
     "ExpertBalance",
     "MemoryMonitor",

@@ -19,6 +19,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_par.engine.activations import Recomputation
+from lightning_par.engine.builders import place_stages
 from lightning_par.engine.initialise import ConstructionRecord, record_construction
 from lightning_par.engine.schedule import TimedAction
 from lightning_par.engine.sequence import ContextOptions
@@ -26,6 +28,7 @@ from lightning_par.errors import LightningParError
 from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.sizes import AutoRule, Size
+from lightning_par.strategies.blocks import check_recomputation
 from lightning_par.strategies.checks import (
     check_batch,
     check_loader,
@@ -90,6 +93,7 @@ class MeshStrategy(CheckpointedProcesses):
 
     strategy_name: ClassVar[str] = "mesh"
     _auto_rule: ClassVar[AutoRule] = "balanced"
+    recomputation: Recomputation | None = None
 
     _record: ConstructionRecord | None = None
     _parallelised: Parallelised | None = None
@@ -218,6 +222,8 @@ class MeshStrategy(CheckpointedProcesses):
             check_trainer(trainer, module, self.sizes)
             check_whole(module)
             layout = check_module(module, self._find_plan(module), self)
+            if self.recomputation is not None:
+                check_recomputation(module, layout, self.recomputation, self._count_stages())
         except LightningParError:
             if self.local_rank and not self.cluster_environment.creates_processes_externally:
                 raise SystemExit(1) from None
@@ -232,6 +238,12 @@ class MeshStrategy(CheckpointedProcesses):
             # All ranks log the same values; Lightning cannot know.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
         return layout
+
+    def _count_stages(self) -> int:
+        ranks = self.sizes.pipeline
+        if ranks == 1:
+            return 1
+        return len(place_stages(self.schedule, ranks, self.virtual_pipeline_size))
 
     @override
     def model_to_device(self) -> None:

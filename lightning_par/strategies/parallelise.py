@@ -1,14 +1,14 @@
 """The one order in which parallelism is applied to a model.
 
-cut stages -> experts -> tensor -> context -> defer -> compile -> materialise and shard, unit by
-unit -> optimizer
+cut stages -> experts -> tensor -> context -> defer -> recompute -> compile -> materialise and
+shard, unit by unit -> optimizer
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -17,10 +17,10 @@ from torch import nn, Tensor
 
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.boundary import Boundary, connect, group_name
-from lightning_par.engine.builders import build_schedule, place_stages, splits_backward
+from lightning_par.engine.builders import build_schedule, place_stages
 from lightning_par.engine.context import apply_context_parallel, build_axis
 from lightning_par.engine.cutting import cut_stages
-from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
+from lightning_par.engine.deferral import WeightGradients
 from lightning_par.engine.experts import apply_expert_parallel, apply_replica_sums, ExpertParallel
 from lightning_par.engine.gradients import (
     clip_by_norm,
@@ -35,10 +35,11 @@ from lightning_par.engine.pipeline import PipelineExecutor
 from lightning_par.engine.schedule import Schedule
 from lightning_par.engine.sequence import ContextOptions
 from lightning_par.engine.shard import shard_model, Sharding
-from lightning_par.engine.stages import Stage, StageStub
+from lightning_par.engine.stages import Stage
 from lightning_par.engine.tensor import apply_tensor_parallel, TensorParallel
 from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.blocks import BlockOptions, prepare_blocks
 from lightning_par.strategies.copies import find_copies
 from lightning_par.strategies.divided import DividedSteps
 from lightning_par.strategies.sharing import bind_metrics
@@ -48,14 +49,10 @@ from lightning_par.strategies.steps import StepRunner
 __all__ = ["Parallelised", "parallelise"]
 
 
-class _Options(Protocol):
+class _Options(BlockOptions, Protocol):
     zero_stage: int
-    schedule: str
-    num_microbatches: int | None
-    virtual_pipeline_size: int | None
     stage_blocks: Sequence[int] | None
     sequence_parallel: bool
-    compile_blocks: bool | dict[str, Any]
     activity: Activity
     context_options: ContextOptions
 
@@ -229,7 +226,7 @@ def _divide(
         rank_of_stage=owners,
         experts=experts,
         tensor=tensor,
-        gradients=_prepare_blocks(module, layout, mesh, options),
+        gradients=prepare_blocks(module, layout, bounds, owners, options),
         sequence=sequence,
     )
 
@@ -318,36 +315,6 @@ def _agree_on_seed(device: torch.device) -> int:
     seed = torch.tensor(torch.initial_seed() % 2**63, device=device)
     dist.broadcast(seed, 0)
     return int(seed)
-
-
-def _prepare_blocks(
-    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
-) -> WeightGradients:
-    """Compile the blocks, or let the gradients of their weights wait where the schedule asks it."""
-    gradients = WeightGradients()
-    if options.compile_blocks is not False:
-        _compile_blocks(module, layout, options.compile_blocks)
-    elif mesh.sizes.pipeline > 1 and splits_backward(options.schedule, mesh.sizes.pipeline):
-        _defer(module, layout, gradients)
-    return gradients
-
-
-def _compile_blocks(module: nn.Module, layout: ModelLayout, options: bool | dict[str, Any]) -> None:
-    """Compile the forward of every block; hooks of sharding and of the pipeline stay outside."""
-    chosen = options if isinstance(options, dict) else {}
-    for fqn in layout.block_names:
-        block = module.get_submodule(fqn)
-        if not isinstance(block, StageStub):
-            block.forward = torch.compile(block.forward, **chosen)
-
-
-def _defer(module: nn.Module, layout: ModelLayout, gradients: WeightGradients) -> None:
-    """Let weights' gradients of the blocks, and of what runs after them, wait."""
-    last = [name for name, place in layout.units.items() if place == "last"]
-    modules = dict(module.named_modules())
-    for name in (*layout.block_names, *last):
-        if name in modules and not isinstance(modules[name], StageStub):
-            defer_weight_gradients(modules[name], gradients)
 
 
 def _connect(

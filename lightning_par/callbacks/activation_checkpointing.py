@@ -1,0 +1,131 @@
+"""`ActivationCheckpointing`: less memory for activations, bought with a second forward."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_par.engine.activations import (
+    Mode,
+    MODES,
+    Recomputation,
+    resolve_operations,
+    wait_on_host,
+)
+from lightning_par.errors import ConfigurationError, either, raise_problems
+from lightning_par.layout import resolve_plan
+from lightning_par.plan import find_plan, ParallelPlan
+from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.blocks import check_recomputation, recompute_blocks
+
+__all__ = ["ActivationCheckpointing"]
+
+
+class ActivationCheckpointing(pl.Callback):
+    """Lets the blocks of the model keep less of their forward and recompute it in the backward.
+
+    The results are the same to the last bit where the operations are deterministic, dropout
+    included. The blocks are those of the model's `parallel_plan()`. Works under every strategy
+    and schedule, with ``compile_blocks``, and under Lightning's own strategies.
+
+    Args:
+        mode: ``"full"`` keeps the input of a block only; ``"selective"`` also what is costly to
+            recompute; ``"none"`` everything.
+        every: Of every so many blocks one is concerned: the first, and each `every`-th after it.
+        operations: Under ``"selective"``, the operations whose outputs are kept, such as
+            ``["mm", "aten._scaled_dot_product_flash_attention"]``. None: matrix products and
+            attention, but not the scores of an attention without a kernel.
+        parts: Under ``"selective"``, instead of `operations`: the modules inside a block that are
+            recomputed, as in ``["attention"]``; the rest of the block is kept. ``"plan"``: those
+            that the plan calls checkpointable.
+        offload: ``"cpu"``: what is kept waits in the memory of the host, as far as it lies on a
+            CUDA device. Tensors below 1 MiB stay.
+        per_stage: A mode for every pipeline stage instead of `mode`; or ``"auto"``: every stage
+            recomputes as little as it can without needing more memory than the fullest one does
+            under `mode`. Later stages hold fewer micro-batches at a time, hence recompute less.
+
+    Raises:
+        ConfigurationError: A value does not exist or does not fit another one; with every problem.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "selective",
+        *,
+        every: int = 1,
+        operations: Sequence[str] | None = None,
+        parts: Sequence[str] | Literal["plan"] | None = None,
+        offload: Literal["cpu"] | None = None,
+        per_stage: Sequence[Mode] | Literal["auto"] | None = None,
+    ) -> None:
+        problems = _value_problems(mode, every, offload, per_stage)
+        problems += _selection_problems(mode, operations, parts, per_stage)
+        names, unknown = resolve_operations(operations or ())
+        problems += [
+            f"operations: torch has no operation {name!r}; write it as in 'mm' or 'aten.mm.default'"
+            for name in unknown
+        ]
+        raise_problems(ConfigurationError, problems)
+        chosen = tuple(parts) if parts is not None and not isinstance(parts, str) else parts
+        listed = per_stage is None or isinstance(per_stage, str)
+        self.recomputation = Recomputation(
+            mode=mode,
+            operations=None if operations is None else names,
+            parts=chosen,  # type: ignore[arg-type]
+            every=every,
+            on_host=offload == "cpu",
+            stage_modes=per_stage if listed else tuple(per_stage),  # type: ignore[arg-type]
+        )
+        self._wrapped: pl.LightningModule | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Tell the strategy, which wraps the blocks when it puts the model on its mesh."""
+        if isinstance(trainer.strategy, MeshStrategy):
+            trainer.strategy.recomputation = self.recomputation
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wrap the blocks under a strategy of Lightning's own."""
+        if isinstance(trainer.strategy, MeshStrategy) or self._wrapped is pl_module:
+            return
+        what, plan = self.recomputation, find_plan(pl_module) or ParallelPlan()
+        layout = resolve_plan(pl_module, plan)
+        check_recomputation(pl_module, layout, what, 1)
+        mode = what.stage_modes[0] if isinstance(what.stage_modes, tuple) else what.mode
+        recompute_blocks(pl_module, layout, what, [(0, len(layout.block_names))], [mode])
+        if what.on_host:
+            for name in layout.block_names[:: what.every]:
+                wait_on_host(pl_module.get_submodule(name))
+        self._wrapped = pl_module
+
+
+def _value_problems(mode: Any, every: Any, offload: Any, per_stage: Any) -> list[str]:
+    valid = either([repr(m) for m in MODES])
+    problems = []
+    if mode not in MODES:
+        problems.append(f"mode={mode!r} must be {valid}.")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        problems.append(f"every={every!r} must be a whole number of 1 or more.")
+    if offload not in (None, "cpu"):
+        problems.append(f"offload={offload!r} must be 'cpu' or None.")
+    listed = isinstance(per_stage, Sequence) and not isinstance(per_stage, str)
+    if per_stage not in (None, "auto") and not (listed and all(m in MODES for m in per_stage)):
+        problems.append(f"per_stage={per_stage!r} must be 'auto', or list {valid} for every stage.")
+    return problems
+
+
+def _selection_problems(mode: Any, operations: Any, parts: Any, per_stage: Any) -> list[str]:
+    problems = []
+    if operations is not None and parts is not None:
+        problems.append("operations= and parts= are two ways to select; give one of them.")
+    if isinstance(operations, str):
+        problems.append(f"operations={operations!r} must be a list, as in [{operations!r}].")
+    if isinstance(parts, str) and parts != "plan":
+        problems.append(f"parts={parts!r} must be a list, as in [{parts!r}], or 'plan'.")
+    selects = mode == "selective" or "selective" in (per_stage or ())
+    for name, value in (("operations", operations), ("parts", parts)):
+        if value is not None and not selects:
+            problems.append(f"{name}= needs mode='selective', but mode is {mode!r}.")
+    return problems

@@ -1,0 +1,151 @@
+"""What a forward keeps for the backward, held in the memory of the host.
+
+On CUDA every copy runs on a stream of its own, from and to pinned memory, beside the computation.
+On the CPU, and on meta, tensors stay where they are.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["HostCopy", "hold_on_host", "kept_on_host"]
+
+_SMALLEST = 1 << 20  # bytes; below, a copy costs more than the memory is worth
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """A tensor of a CUDA device that waits on the host.
+
+    Args:
+        tensor: Whose memory may be given up afterwards.
+        stream: On which copies run.
+    """
+
+    tensor: Any
+    stream: Any
+    _host: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        source, self.device = self.tensor.detach(), self.tensor.device
+        self.tensor = None
+        self._host = torch.empty_like(source, device="cpu", pin_memory=True)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            self._host.copy_(source, non_blocking=True)
+        source.record_stream(self.stream)
+
+    def back(self) -> Tensor:
+        """Return the tensor on its device; work on the current stream waits for it."""
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.stream):
+            tensor = self._host.to(self.device, non_blocking=True)
+        current.wait_stream(self.stream)
+        tensor.record_stream(current)
+        return tensor
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _leave(tensor: Any, stays: frozenset[int] = frozenset()) -> Any:
+    """Start the way to the host of a large tensor on CUDA; give back anything else.
+
+    Args:
+        tensor: What is to be kept.
+        stays: Memory that is held anyway, see `_memory`.
+    """
+    if not isinstance(tensor, Tensor) or tensor.device.type != "cuda":
+        return tensor.detach() if isinstance(tensor, Tensor) else tensor
+    small = type(tensor) not in (Tensor, nn.Parameter) or tensor.nbytes < _SMALLEST
+    if small or _memory(tensor) in stays:
+        return tensor.detach()
+    device = tensor.device
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return HostCopy(tensor, _streams[device])
+
+
+def _return(held: Any) -> Any:
+    return held.back() if isinstance(held, HostCopy) else held
+
+
+def _memory(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)
+
+
+def kept_on_host(held: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
+    """Return a context in which tensors that autograd saves wait on the host.
+
+    Args:
+        held: Tensors whose memory is not given up anyway, as that of parameters.
+    """
+    stays = frozenset(_memory(tensor.detach()) for tensor in held)
+    return torch.autograd.graph.saved_tensors_hooks(partial(_leave, stays=stays), _return)
+
+
+class _Keep(TorchDispatchMode):
+    def __init__(
+        self,
+        keeps: Callable[[OpOverload, Sequence[Any]], bool],
+        kept: dict[OpOverload, list[Any]],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeps, self.kept = keeps, kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.keeps(func, args):
+            self.kept[func].append(pytree.tree_map(_leave, out))
+        return out
+
+
+class _Give(TorchDispatchMode):
+    def __init__(
+        self,
+        keeps: Callable[[OpOverload, Sequence[Any]], bool],
+        kept: dict[OpOverload, list[Any]],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeps, self.kept = keeps, kept
+        self.given: dict[OpOverload, int] = defaultdict(int)
+
+    def __enter__(self) -> Any:
+        self.given.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if not self.keeps(func, args):
+            return func(*args, **(kwargs or {}))
+        index = self.given[func]
+        self.given[func] += 1
+        return pytree.tree_map(_return, self.kept[func][index])
+
+
+def hold_on_host(
+    keeps: Callable[[OpOverload, Sequence[Any]], bool],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a forward, which keeps on the host, and of its recomputation.
+
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts` does the same on the device.
+
+    Args:
+        keeps: Says of an operation and its arguments whether the output is kept.
+    """
+    kept: dict[OpOverload, list[Any]] = defaultdict(list)
+    return _Keep(keeps, kept), _Give(keeps, kept)

@@ -1,0 +1,217 @@
+"""What the forward of a block is wrapped in: gradients that wait, recomputation, compilation."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_par.engine.activations import (
+    choose_modes,
+    Mode,
+    Recomputation,
+    recompute,
+    wait_on_host,
+)
+from lightning_par.engine.builders import build_schedule, splits_backward
+from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
+from lightning_par.engine.simulate import simulate
+from lightning_par.engine.stages import StageStub
+from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.layout import ModelLayout
+from lightning_par.plan import match_pattern
+
+__all__ = ["BlockOptions", "check_recomputation", "prepare_blocks", "recompute_blocks"]
+
+
+class BlockOptions(Protocol):
+    """What `prepare_blocks` reads of a strategy."""
+
+    schedule: str
+    num_microbatches: int | None
+    virtual_pipeline_size: int | None
+    compile_blocks: bool | dict[str, Any]
+    recomputation: Recomputation | None
+
+
+def prepare_blocks(
+    module: nn.Module,
+    layout: ModelLayout,
+    bounds: Sequence[tuple[int, int]],
+    owners: Sequence[int],
+    options: BlockOptions,
+) -> WeightGradients:
+    """Wrap the blocks of this rank; hooks of sharding and of the pipeline stay outside.
+
+    Args:
+        module: Holds stubs for the blocks of other stages.
+        layout: Of the whole model.
+        bounds: First and one-past-last block of every pipeline stage, if there are several.
+        owners: The pipeline rank that holds each stage.
+        options: The strategy.
+
+    Returns:
+        Where weights' gradients wait; unused unless the schedule splits the backward.
+    """
+    gradients = WeightGradients()
+    compiles = options.compile_blocks is not False
+    ranks = max(owners, default=0) + 1
+    if ranks > 1 and not compiles and splits_backward(options.schedule, ranks):
+        _defer(module, layout, gradients)
+    if options.recomputation is not None:
+        modes = _stage_modes(options.recomputation, bounds, owners, options)
+        stages = bounds or [(0, len(layout.block_names))]
+        recompute_blocks(module, layout, options.recomputation, stages, modes, compiled=compiles)
+    if compiles:
+        _compile(module, layout, options.compile_blocks)
+    if options.recomputation is not None and options.recomputation.on_host:
+        # A compiled block saves its tensors when it runs, and not where its code says so.
+        for block in _chosen(module, layout, options.recomputation.every).values():
+            wait_on_host(block)
+    return gradients
+
+
+def check_recomputation(
+    module: nn.Module, layout: ModelLayout, what: Recomputation, num_stages: int
+) -> None:
+    """Refuse a recomputation that does not fit the model.
+
+    Args:
+        module: Whole.
+        layout: Its plan.
+        what: Asked for.
+        num_stages: Of the pipeline, 1 without one.
+
+    Raises:
+        ConfigurationError: There are no blocks, a block has none of the parts, or there is not one
+            mode per stage.
+    """
+    problems = []
+    if not layout.block_names:
+        problems.append(
+            "ActivationCheckpointing: the model's plan names no blocks. Return "
+            "ParallelPlan(blocks=...) from its parallel_plan(), or pass plan= to the strategy."
+        )
+    if what.parts == "plan" and not layout.plan.checkpointable:
+        problems.append(
+            "ActivationCheckpointing(parts='plan'): the model's plan names no parts in "
+            "checkpointable. Name them there, or here as in parts=['attention']."
+        )
+    elif what.parts is not None and layout.block_names:
+        problems += _missing_parts(layout, what, module)
+    modes = what.stage_modes
+    if modes not in (None, "auto") and len(modes) != num_stages:
+        problems.append(
+            f"ActivationCheckpointing(per_stage={list(modes)}) has {len(modes)} modes for "
+            f"{num_stages} pipeline stage(s). Give {num_stages}, or 'auto'."
+        )
+    raise_problems(ConfigurationError, problems)
+
+
+def _missing_parts(layout: ModelLayout, what: Recomputation, module: nn.Module) -> list[str]:
+    name = layout.block_names[0]
+    block = module.get_submodule(name)
+    if any(_parts_of(n, b, layout, what) for n, b in _chosen(module, layout, what.every).items()):
+        return []
+    inside = [inner for inner, _ in block.named_modules() if inner]
+    asked = "'plan'" if what.parts == "plan" else list(what.parts or ())
+    return [
+        f"ActivationCheckpointing(parts={asked}) matches no module inside the blocks; {name} holds "
+        f"{', '.join(inside[:12])}."
+    ]
+
+
+def recompute_blocks(
+    module: nn.Module,
+    layout: ModelLayout,
+    what: Recomputation,
+    bounds: Sequence[tuple[int, int]],
+    modes: Sequence[Mode],
+    *,
+    compiled: bool = False,
+) -> None:
+    """Let the blocks that are here recompute what they are told to.
+
+    Args:
+        module: Changed in place.
+        layout: Of the whole model.
+        what: Its `mode` and `stage_modes` have become `modes`.
+        bounds: First and one-past-last block of every stage.
+        modes: Of every stage.
+        compiled: Whether the blocks will be compiled.
+    """
+    blocks = _chosen(module, layout, what.every)
+    for (low, high), mode in zip(bounds, modes, strict=True):
+        for name in layout.block_names[low:high]:
+            if name not in blocks:
+                continue
+            if mode == "selective" and what.parts is not None:
+                for part in _parts_of(name, blocks[name], layout, what):
+                    recompute(part, "full")
+                continue
+            # Compiled, the outputs that are kept are saved like everything else.
+            away = what.on_host and not compiled
+            recompute(blocks[name], mode, operations=what.operations, on_host=away)
+
+
+def _chosen(module: nn.Module, layout: ModelLayout, every: int) -> dict[str, nn.Module]:
+    """Return every so manieth block, by name, as far as it is here."""
+    blocks = {name: module.get_submodule(name) for name in layout.block_names[::every]}
+    return {name: b for name, b in blocks.items() if not isinstance(b, StageStub)}
+
+
+def _parts_of(
+    name: str, block: nn.Module, layout: ModelLayout, what: Recomputation
+) -> list[nn.Module]:
+    """Return the outermost modules inside a block that `what.parts` matches."""
+    assert what.parts is not None
+    prefix, patterns = f"{name}.", layout.plan.checkpointable
+    if what.parts != "plan":
+        prefix, patterns = "", what.parts
+    found: dict[str, nn.Module] = {}
+    for inner, part in block.named_modules():
+        inside = any(inner.startswith(f"{outer}.") for outer in found)
+        if inner and not inside and any(match_pattern(p, prefix + inner) for p in patterns):
+            found[inner] = part
+    return list(found.values())
+
+
+def _stage_modes(
+    what: Recomputation,
+    bounds: Sequence[tuple[int, int]],
+    owners: Sequence[int],
+    options: BlockOptions,
+) -> list[Mode]:
+    """Return the mode of every stage; the stages of one rank share their rank's under "auto"."""
+    if isinstance(what.stage_modes, tuple):
+        return list(what.stage_modes)
+    if what.stage_modes is None or len(owners) < 2:
+        return [what.mode] * max(1, len(bounds))
+    ranks = max(owners) + 1
+    schedule = build_schedule(
+        options.schedule,
+        ranks,
+        options.num_microbatches or 4 * ranks,
+        options.virtual_pipeline_size,
+    )
+    blocks = [0] * ranks
+    for rank, (low, high) in zip(owners, bounds, strict=True):
+        blocks[rank] += len(range(-(-low // what.every), -(-high // what.every)))
+    peaks = simulate(schedule).peak_per_rank
+    modes = choose_modes(peaks, blocks, what.mode)
+    return [modes[rank] for rank in owners]
+
+
+def _compile(module: nn.Module, layout: ModelLayout, options: bool | dict[str, Any]) -> None:
+    chosen = options if isinstance(options, dict) else {}
+    for block in _chosen(module, layout, 1).values():
+        block.forward = torch.compile(block.forward, **chosen)
+
+
+def _defer(module: nn.Module, layout: ModelLayout, gradients: WeightGradients) -> None:
+    """Let weights' gradients of the blocks, and of what runs after them, wait."""
+    last = [name for name, place in layout.units.items() if place == "last"]
+    modules = dict(module.named_modules())
+    for name in (*layout.block_names, *last):
+        if name in modules and not isinstance(modules[name], StageStub):
+            defer_weight_gradients(modules[name], gradients)

@@ -1,0 +1,66 @@
+"""Recomputation that cannot be is refused in one error with what would work."""
+
+from typing import Any
+
+import pytest
+
+from lightning_par import Pipeline1F1BStrategy
+from lightning_par.callbacks import ActivationCheckpointing
+from lightning_par.errors import ConfigurationError
+from tests.mistakes import Bare
+from tests.parity import quiet_trainer
+from tests.ranks import ranks
+from tests.toy import loader, ToyData, ToyModule
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mode": "some"}, r"mode='some' must be 'full', 'none' or 'selective'"),
+        ({"every": 0}, "every=0 must be a whole number of 1 or more"),
+        ({"every": True}, "every=True must be"),
+        ({"offload": "disk"}, "offload='disk' must be 'cpu' or None"),
+        ({"per_stage": ["full", "half"]}, r"per_stage=\['full', 'half'\] must be 'auto', or list"),
+        ({"operations": "mm"}, r"operations='mm' must be a list, as in \['mm'\]"),
+        ({"operations": ["mmm"]}, "torch has no operation 'mmm'"),
+        ({"parts": "attention"}, r"must be a list, as in \['attention'\], or 'plan'"),
+        ({"mode": "full", "parts": ["mlp"]}, "parts= needs mode='selective', but mode is 'full'"),
+        ({"operations": ["mm"], "parts": ["mlp"]}, "give one of them"),
+        ({"mode": "x", "every": -1}, "2 problems"),
+    ],
+    ids=str,
+)
+def test_it_is_said_where_it_is_written(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        ActivationCheckpointing(**options)
+
+
+FITS = [
+    (
+        {"parts": ["attn"]},
+        ToyModule,
+        r"parts=\['attn'\]\) matches no module inside the blocks; .*mlp",
+    ),
+    ({"parts": "plan"}, ToyModule, "names no parts in checkpointable"),
+    ({"per_stage": ["full"] * 3}, ToyModule, "has 3 modes for 2 pipeline stage"),
+]
+
+
+@ranks(2)
+@pytest.mark.parametrize(("options", "module", "says"), FITS, ids=str)
+def test_it_is_said_of_the_model_on_every_rank(
+    rank: int, world: int, options: dict[str, Any], module: Any, says: str
+) -> None:
+    strategy = Pipeline1F1BStrategy(num_microbatches=2)
+    callback = ActivationCheckpointing(**options)
+    made = quiet_trainer(strategy=strategy, devices=2, max_steps=1, callbacks=[callback])
+    with pytest.raises(ConfigurationError, match=says):
+        made.fit(module(), loader(ToyData(4), 4))
+
+
+def test_it_is_said_of_a_model_without_blocks() -> None:
+    made = quiet_trainer(devices=1, max_steps=1, callbacks=[ActivationCheckpointing()])
+    with pytest.raises(ConfigurationError, match="plan names no blocks"):
+        made.fit(Bare(), loader(ToyData(4), 4), loader(ToyData(4), 4))
