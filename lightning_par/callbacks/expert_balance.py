@@ -123,12 +123,13 @@ class ExpertBalance(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw what was reported."""
+        folder = trainer.log_dir or trainer.default_root_dir  # every rank has to ask
         if not self.steps or not trainer.is_global_zero:
             return
         if find_spec("matplotlib") is None:
             rank_zero_warn("ExpertBalance draws nothing: matplotlib is not installed.")
             return
-        path = self.path or Path(trainer.log_dir or trainer.default_root_dir, "expert_balance.png")
+        path = self.path or Path(folder, "expert_balance.png")
         path.parent.mkdir(parents=True, exist_ok=True)
         loads = {
             name.replace("_", " "): [list(layers[name].load) for layers in self.history]
