@@ -8,7 +8,6 @@ microsecond, and what was written last is still there when the writer is gone.
 import struct
 import time
 from dataclasses import dataclass
-from mmap import mmap
 
 __all__ = ["RECORD_SIZE", "Activity", "ActivityRecord"]
 
@@ -61,22 +60,22 @@ class Activity:
 
     def __init__(self) -> None:
         self.step = -1
-        self._memory: bytearray | mmap = bytearray(RECORD_SIZE)
+        self._memory: bytearray | memoryview = bytearray(RECORD_SIZE)
 
     def __reduce__(self) -> tuple[type["Activity"], tuple[()]]:
         """A copy has a record of its own."""
         return Activity, ()
 
-    def share(self, memory: mmap) -> None:
-        """Keep the record in `memory`, of at least `RECORD_SIZE` bytes, from now on."""
-        memory[:RECORD_SIZE] = bytes(self._memory[:RECORD_SIZE])
+    def share(self, memory: bytearray | memoryview) -> None:
+        """Keep the record in `memory`, of `RECORD_SIZE` bytes, from now on."""
+        memory[:] = bytes(self._memory)
         self._memory = memory
 
     def begin(self, action: str, micro_batch: int = -1, stage: int = -1) -> None:
         """Say what begins now.
 
         Args:
-            action: At most 40 bytes.
+            action: Such as ``"backward"``; at most 40 bytes.
             micro_batch: Of the action, if it is about one.
             stage: Of the pipeline, if the action is one of its schedule.
         """
@@ -86,4 +85,4 @@ class Activity:
 
     def now(self) -> ActivityRecord:
         """Return what was written last."""
-        return ActivityRecord.read(bytes(self._memory[:RECORD_SIZE]))
+        return ActivityRecord.read(bytes(self._memory))

@@ -244,12 +244,13 @@ class MeshStrategy(CheckpointedProcesses):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
+        module = self.parallelised.module
+        self.activity.step = module.trainer.global_step
+        self.activity.begin("sharing of the batch")
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        self.activity.begin("sharing the batch")
         if self._sharing is None:
             self._sharing = BatchSharing(self.mesh)
         batch = self._sharing.share(batch)
-        module = self.parallelised.module
         check_batch(
             batch,
             self.parallelised.layout.plan.batch,
@@ -257,6 +258,7 @@ class MeshStrategy(CheckpointedProcesses):
             self.sequence_parallel,
             labels_needed=not module.trainer.predicting,
         )
+        self.activity.begin("start of the batch")
         return batch
 
     @override
@@ -308,15 +310,17 @@ class MeshStrategy(CheckpointedProcesses):
         self.post_backward(loss)
         return loss
 
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self.activity.begin("between steps")
+        return output
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         with self.parallelised.sharding.no_sync():
             yield
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.activity.begin("start of the batch")
 
     @override
     def on_validation_end(self) -> None:
@@ -341,8 +345,9 @@ class MeshStrategy(CheckpointedProcesses):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self._close_watch()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, and what holds them, behind."""
-        left = ("_mesh", "_parallelised", "_sharing", "_record", "_launcher", "_guard")
+        left = ("_mesh", "_parallelised", "_sharing", "_record", "_launcher", "_guard", "_watch")
         return {**super().__getstate__(), **dict.fromkeys(left)}

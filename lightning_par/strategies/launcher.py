@@ -1,15 +1,30 @@
 """Launching the processes of a node, after what can be checked without them has been checked."""
 
 import inspect
-from collections.abc import Callable
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_signal
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
 __all__ = ["PreflightLauncher"]
+
+_LAUNCHER = "LIGHTNING_PAR_LAUNCHER"
+"""Environment variable that tells a process which one has started it."""
+_PERIOD = 0.2
+_GRACE = 3.0
+"""Seconds in which this process may end by itself once one that it started has failed."""
+_logger = logging.getLogger(__name__)
 
 
 class PreflightLauncher(_SubprocessScriptLauncher):
@@ -20,9 +35,12 @@ class PreflightLauncher(_SubprocessScriptLauncher):
         num_processes: Devices on this node.
         num_nodes: Nodes.
         preflight: Called with the trainer and the model before any process starts; raises to stop.
+        explain: Called with an exception of the run; may add a note to it.
 
     Attributes:
         weights_only: What the user passed to the Trainer's method under this name.
+        observes: Whether a process of ours that fails ends all the others. `RankWatch` knows more,
+            as long as it is there.
     """
 
     def __init__(
@@ -31,10 +49,12 @@ class PreflightLauncher(_SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         preflight: Callable[[pl.Trainer | None, Any], None],
+        explain: Callable[[BaseException], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._preflight = preflight
+        self._preflight, self._explain = preflight, explain
         self.weights_only: bool | None = None
+        self.observes, self._observing = True, False
 
     @override
     def launch(
@@ -47,9 +67,50 @@ class PreflightLauncher(_SubprocessScriptLauncher):
         self._preflight(trainer, args[0] if args else None)
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         self.weights_only = given.get("weights_only")
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
+        if not self.procs and not self.cluster_environment.creates_processes_externally:
+            os.environ[_LAUNCHER] = str(os.getpid())
+            self._call_children_scripts()
+            self._start(self._observe_children)
+        elif os.environ.get(_LAUNCHER) == str(os.getppid()):
+            self._start(self._observe_launcher)
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except _TunerExitException:
+            raise
+        except BaseException as error:
+            self._explain(error)
+            raise
 
-    @override
-    def _call_children_scripts(self) -> None:
-        if not self.procs:
-            super()._call_children_scripts()
+    def _start(self, observe: Callable[[], None]) -> None:
+        if not self._observing:
+            self._observing = True
+            threading.Thread(target=observe, name="process-observer", daemon=True).start()
+
+    def _observe_launcher(self) -> None:
+        """End this process if the one that started it is gone before the first run."""
+        launcher = os.getppid()
+        while self.observes:
+            if os.getppid() != launcher:
+                _logger.critical("the process that started this one (pid %d) is gone.", launcher)
+                os._exit(1)
+            time.sleep(_PERIOD)
+
+    def _observe_children(self) -> None:
+        """End all processes of this node if one that was started here fails."""
+        while not any(process.poll() for process in self.procs) or not self.observes:
+            time.sleep(_PERIOD)
+        time.sleep(_GRACE)
+        if self.observes:
+            _logger.critical("%s All processes of this node end.", _describe(self.procs))
+            self.kill(_get_sigkill_signal())
+            os._exit(1)
+
+
+def _describe(processes: Sequence["subprocess.Popen[bytes]"]) -> str:
+    failed = [(rank, p) for rank, p in enumerate(processes, 1) if p.returncode]
+    said = [f"of local rank {rank} (pid {p.pid}) with status {p.returncode}" for rank, p in failed]
+    return f"processes ended outside of a run: {', '.join(said)}; what they said is above."

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -23,6 +24,8 @@ from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
 from lightning_par.strategies.launcher import PreflightLauncher
+from lightning_par.strategies.rendezvous import loopback_store, use_loopback
+from lightning_par.strategies.watch import open_board, RankWatch
 
 __all__ = ["MeshProcesses"]
 
@@ -54,6 +57,7 @@ class MeshProcesses(ParallelStrategy):
         self._sizes: ParallelSizes | None = None
         self._mesh: ParallelMesh | None = None
         self.activity = Activity()
+        self._watch: RankWatch | None = None
 
     @property
     def sizes(self) -> ParallelSizes:
@@ -122,11 +126,20 @@ class MeshProcesses(ParallelStrategy):
         _ = self.sizes
         assert self.cluster_environment is not None
         self._launcher = PreflightLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, self._preflight
+            self.cluster_environment,
+            self.num_processes,
+            self.num_nodes,
+            self._preflight,
+            self._explain,
         )
 
     def _preflight(self, trainer: pl.Trainer | None, model: Any) -> None:
         """Refuse what cannot work before any other process starts."""
+
+    def _explain(self, error: BaseException) -> None:
+        """Tell the other ranks of an exception, and the user of its cause."""
+        if self._watch is not None:
+            self._watch.explain(error)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
@@ -142,12 +155,36 @@ class MeshProcesses(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        assert self.cluster_environment is not None
-        _init_dist_connection(
-            self.cluster_environment, self.process_group_backend, timeout=self._timeout
-        )
+        self._meet()
         if self._mesh is None:
             self._mesh = build_mesh(sizes, self.root_device.type, self._timeout)
+        if self._watch is None and self.world_size > 1:
+            board = open_board(self.global_rank, self.local_rank, self.activity)
+            if board is not None:
+                self._watch = RankWatch(board, sizes, self._timeout)
+                self._observe_children(False)
+
+    def _meet(self) -> None:
+        """Make the default process group; the processes of one node meet on its loopback."""
+        environment = self.cluster_environment
+        assert environment is not None
+        store = None
+        if self.num_nodes == 1:
+            use_loopback()
+            if isinstance(environment, LightningEnvironment) and not _distributed_is_initialized():
+                store = loopback_store(environment.main_port, self.global_rank, self.world_size)
+        backend = self.process_group_backend
+        _init_dist_connection(environment, backend, timeout=self._timeout, store=store)
+
+    def _observe_children(self, observes: bool) -> None:
+        if isinstance(self._launcher, PreflightLauncher):
+            self._launcher.observes = observes
+
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+            self._observe_children(True)
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -77,11 +77,13 @@ def run(folder: Path, commands: list[tuple[list[str], dict[str, Any]]]) -> list[
     return ended
 
 
-def script(folder: Path, devices: int = 2, nodes: int = 1, failing: int = -1) -> list[str]:
-    return [str(SCRIPT), str(folder / "result"), str(devices), str(nodes), str(failing)]
+def script(
+    folder: Path, devices: int = 2, nodes: int = 1, failing: int = -1, how: str = "raise"
+) -> list[str]:
+    return [str(SCRIPT), str(folder / "result"), *map(str, (devices, nodes, failing)), how]
 
 
-def plainly(folder: Path, **options: int) -> Any:
+def plainly(folder: Path, **options: Any) -> Any:
     return [(script(folder, **options), {})]
 
 
@@ -161,3 +163,18 @@ def test_script_that_raises_on_one_rank_ends_everywhere(failing: int, tmp_path: 
     ((code, text),) = run(tmp_path, plainly(tmp_path, failing=failing))
     assert code != 0
     assert f"KeyError: 'no key on {failing}'" in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "failing", "place"),
+    [(2, 1, "tp 1"), pytest.param(4, 2, "pp 1, tp 0", marks=pytest.mark.exhaustive)],
+)
+def test_killed_process_ends_the_script_everywhere(
+    devices: int, failing: int, place: str, tmp_path: Path
+) -> None:
+    """The user reads which rank is gone, what it was doing and what to do."""
+    command = plainly(tmp_path, devices=devices, failing=failing, how="kill")
+    ((code, text),) = run(tmp_path, command)
+    assert code != 0
+    assert f"rank {failing} ({place}) is gone, in start of the batch, step 1. Its process" in text
+    assert "Restart from the last checkpoint (ckpt_path='last')." in text

@@ -1,0 +1,46 @@
+"""Where the processes of one node meet: on the loopback, which no other host can reach."""
+
+import os
+import socket
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import default_pg_timeout
+
+__all__ = ["loopback_store", "use_loopback"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+def use_loopback() -> None:
+    """Let gloo connect over the loopback interface, unless GLOO_SOCKET_IFNAME says otherwise."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+
+
+def loopback_store(port: int, rank: int, world_size: int) -> TCPStore:
+    """Make the store through which the processes find each other, once all of them are there.
+
+    A TCPStore by itself listens on every interface, whatever its host name. Processes that still
+    import have as long as torch gives them; the timeout of collectives may be shorter.
+
+    Args:
+        port: The same on every rank.
+        rank: Rank 0 listens.
+        world_size: Number of ranks.
+    """
+    listening = None
+    if rank == 0:
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((_LOOPBACK, port))
+            server.listen()
+            listening = server.detach()
+    return TCPStore(
+        _LOOPBACK,
+        port,
+        world_size,
+        rank == 0,
+        timeout=default_pg_timeout,
+        master_listen_fd=listening,
+    )

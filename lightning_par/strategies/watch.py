@@ -1,0 +1,213 @@
+"""Ranks that die, raise or stop: every process of the node ends, and says which rank and why.
+
+Note [Two ways to end]: a rank whose peer is gone fails in its next collective, by itself on gloo.
+Then the exception goes its way through Lightning and gets a note about the culprit. Where a
+collective waits on (NCCL, or a rank that only computes), a thread ends the process after a grace.
+"""
+
+import faulthandler
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_par.engine.activity import Activity
+from lightning_par.engine.board import RankBoard, RankState, RankStatus
+from lightning_par.errors import LightningParError
+from lightning_par.mesh import ParallelSizes
+
+__all__ = ["RankWatch", "open_board"]
+
+_PERIOD = 0.2
+"""Seconds between two looks."""
+_SETTLE = 1.5
+"""Seconds in which a failure of communication looks for its cause."""
+_GRACE = 2.0
+"""Seconds in which a rank may end by itself once another one failed."""
+_KILL = 3.0
+"""Seconds after which ranks that do not end are killed."""
+_NAMED = 3
+_COMMUNICATION = re.compile(r"gloo/|NCCL|ProcessGroup")
+_logger = logging.getLogger(__name__)
+
+
+def open_board(rank: int, local_rank: int, activity: Activity) -> RankBoard | None:
+    """Make the board of this node; every rank has to call this.
+
+    Args:
+        rank: Global rank.
+        local_rank: On this node.
+        activity: Of this rank.
+
+    Returns:
+        None if the ranks of this node share no folder for temporary files.
+
+    **Communicates**: a few names, between all ranks.
+    """
+    offers: list[tuple[str, int, str | None]] = [("", 0, None)] * dist.get_world_size()
+    name = socket.gethostname()
+    path = None
+    if local_rank == 0:
+        # The node's size is not known yet: room for every rank costs 330 bytes each.
+        path = str(RankBoard.create(dist.get_world_size()))
+    dist.all_gather_object(offers, (name, rank - local_rank, path))
+    node = rank - local_rank
+    ranks = [r for r, (host, first, _) in enumerate(offers) if (host, first) == (name, node)]
+    board = None
+    with suppress(OSError):
+        board = RankBoard(Path(offers[ranks[0]][2] or ""), ranks, rank, activity)
+    dist.barrier()
+    if path is not None:
+        Path(path).unlink()  # whoever has opened it keeps it; nothing is left behind
+    return board
+
+
+class RankWatch:
+    """Watches the ranks of this node; see Note [Two ways to end].
+
+    Args:
+        board: Of this node.
+        sizes: Tell the place of a rank.
+        timeout: Of the process groups.
+    """
+
+    def __init__(self, board: RankBoard, sizes: ParallelSizes, timeout: timedelta | None) -> None:
+        self._board, self._sizes = board, sizes
+        self._timeout = timedelta(minutes=30) if timeout is None else timeout
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stopping.set()
+        self._thread.join()
+        self._board.close()
+
+    def explain(self, error: BaseException) -> None:
+        """Tell the other ranks of an exception of this one, and the user of its cause.
+
+        If this rank failed in communication and no rank of the node died or raised, it waits up to
+        3 s for the others; those that neither failed nor ended by then are killed.
+        """
+        cut_off = _is_communication(error)
+        status = RankStatus.CUT_OFF if cut_off else RankStatus.FAILED
+        self._board.say(status, f"{type(error).__name__}: {error}".partition("\n")[0])
+        if not cut_off:
+            if not isinstance(error, LightningParError) and self._sizes.world_size > 1:
+                error.add_note(f"on {self._name(self._mine())}, in {self._mine().activity}")
+            return
+        began = time.monotonic()
+        while not self._is_settled() and time.monotonic() - began < _SETTLE:
+            time.sleep(_PERIOD / 4)
+        error.add_note(self._describe(self._board.look()))
+        while not self._is_settled() and self._silent() and time.monotonic() - began < _KILL:
+            time.sleep(_PERIOD / 4)
+        if not self._is_settled():
+            self._kill_silent()
+
+    def _is_settled(self) -> bool:
+        """Whether the cause is a rank that ends by itself; then the connections to it break."""
+        return any(s.is_dead or s.status is RankStatus.FAILED for s in self._others())
+
+    def _mine(self) -> RankState:
+        return next(s for s in self._board.look() if s.rank == self._board.rank)
+
+    def _others(self) -> list[RankState]:
+        return [s for s in self._board.look() if s.rank != self._board.rank]
+
+    def _silent(self) -> list[RankState]:
+        return [s for s in self._others() if s.status is RankStatus.RUNNING and s.is_alive]
+
+    def _kill_silent(self) -> None:
+        for state in self._silent():
+            with suppress(ProcessLookupError):
+                os.kill(state.pid, signal.SIGKILL)
+
+    def _watch(self) -> None:
+        first = None
+        while not self._stopping.wait(_PERIOD):
+            states, now = self._board.look(), time.monotonic()
+            mine = next(s for s in states if s.rank == self._board.rank)
+            if mine.status is not RankStatus.RUNNING:
+                # It is on its way; what Lightning and callbacks do there may take a while.
+                if now - mine.when > self._timeout.total_seconds():
+                    os._exit(1)
+                continue
+            failed = (RankStatus.FAILED, RankStatus.CUT_OFF)
+            if not any(s.is_dead or s.status in failed for s in states):
+                first = None
+                continue
+            first = now if first is None else first
+            if now - first >= _GRACE:
+                self._end(states, now - first)
+
+    def _end(self, states: Sequence[RankState], waited: float) -> None:
+        """End this process, whose main thread waits for ranks that are gone."""
+        _logger.critical("%s\nThis rank waited here:", self._describe(states))
+        faulthandler.dump_traceback(all_threads=True)
+        time.sleep(max(0.0, _KILL - waited))
+        self._kill_silent()
+        os._exit(1)
+
+    def _name(self, state: RankState) -> str:
+        return self._sizes.describe(state.rank)
+
+    def _describe(self, states: Sequence[RankState]) -> str:
+        """Say which rank is the cause, what it was doing, and what to do."""
+        own = next(s for s in states if s.rank == self._board.rank)
+        text = f"{self._name(own)}, in {own.activity}, could not go on: "
+        dead = [f"{self._name(s)} is gone, in {s.activity}" for s in states if s.is_dead]
+        if dead:
+            return text + (
+                f"{_few(dead)}. Its process was killed or crashed without a word; if it was short "
+                "of memory, `dmesg` says so. Restart from the last checkpoint (ckpt_path='last')."
+            )
+        failed = [s for s in states if s.status is RankStatus.FAILED]
+        if failed:
+            failed.sort(key=lambda s: s.when)
+            said = [f"{self._name(s)} raised {s.fault} in {s.activity}" for s in failed]
+            return text + f"{_few(said)}. The traceback of that rank says where; mend that one."
+        silent = [s for s in states if s.status is RankStatus.RUNNING]
+        if silent:
+            silent = [s for s in silent if s.is_stopped] or silent
+            silent.sort(key=lambda s: s.activity.since)
+            return text + (
+                f"{_few([self._say_silent(s) for s in silent])}. Look at what it does there; if it "
+                f"is only slow, give the strategy more than timeout={self._timeout}."
+            )
+        ended = [f"{self._name(s)} has ended" for s in states if s.status is RankStatus.ENDED]
+        if ended:
+            return text + (
+                f"{_few(ended)} its run already. Give every replica as many batches as the others."
+            )
+        return text + (
+            "every rank of this node was cut off, hence the cause is the network or a rank of "
+            "another node; see its log."
+        )
+
+    def _say_silent(self, state: RankState) -> str:
+        seconds = time.monotonic() - state.activity.since
+        why = f", and its process {state.pid} is stopped by a signal" if state.is_stopped else ""
+        return f"{self._name(state)} has been in {state.activity} for {seconds:.0f} s{why}"
+
+
+def _few(texts: Sequence[str]) -> str:
+    more = [f"{len(texts) - _NAMED} more"] if len(texts) > _NAMED else []
+    return "; ".join([*texts[:_NAMED], *more])
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether a rank failed only because it could not reach another one."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
