@@ -91,12 +91,13 @@ class PreflightLauncher(_SubprocessScriptLauncher):
             threading.Thread(target=observe, name="process-observer", daemon=True).start()
 
     def _observe_launcher(self) -> None:
-        """End this process if the one that started it is gone."""
+        """End this process if the one that started it is gone before the first run."""
         launcher = os.getppid()
-        while os.getppid() == launcher or not self.observes:
+        while self.observes:
+            if os.getppid() != launcher:
+                _logger.critical("the process that started this one (pid %d) is gone.", launcher)
+                os._exit(1)
             time.sleep(_PERIOD)
-        _logger.critical("the process that started this one (pid %d) is gone.", launcher)
-        os._exit(1)
 
     def _observe_children(self) -> None:
         """End all processes of this node if one that was started here fails."""
