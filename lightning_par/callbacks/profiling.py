@@ -62,7 +62,7 @@ class Recording:
             blocks=self._blocks(),
             keep=keep,
         )
-        self._forecast = Forecast(self._parts(strategy), self.steps.ledger)
+        self._forecast = Forecast(self._parts(trainer, strategy), self.steps.ledger)
         self._foreseen: dict[Hashable, tuple[LedgerEntry, ...]] = {}
         self._kind: Hashable = None
         self._watch: ExitStack | None = None
@@ -138,8 +138,12 @@ class Recording:
             axes["pp shared weights" + (f" {number}" if number > 1 else "")] = group
         return axes
 
-    def _parts(self, strategy: MeshStrategy) -> Parts:
+    def _parts(self, trainer: pl.Trainer, strategy: MeshStrategy) -> Parts:
+        scales_loss = getattr(trainer.precision_plugin, "scaler", None) is not None
+        judges = strategy.on_nonfinite != "ignore" and not scales_loss
+        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         return Parts(
+            takes_norm=judges or clips,
             module=self.parallelised.module,
             layout=self.parallelised.layout,
             mesh=self.mesh,

@@ -55,6 +55,9 @@ _EXITS = ("rowwise", "vocab_embedding")
 _WEIGHTS_OF_THE_LOSS = 16
 """Bytes: two numbers in float64, summed over the replicas."""
 
+_NORM = 8
+"""Bytes: one number in float64, summed over all ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
@@ -70,6 +73,7 @@ class Parts:
         zero_stage: 0 to 3.
         sequence_parallel: Whether activations between the blocks are sharded along T.
         compiled: Whether the blocks are; what their modules do cannot be watched then.
+        takes_norm: Whether the norm of all gradients is taken before the optimizer steps.
     """
 
     module: nn.Module
@@ -81,6 +85,7 @@ class Parts:
     zero_stage: int
     sequence_parallel: bool
     compiled: bool
+    takes_norm: bool
 
 
 @dataclass(eq=False)
@@ -124,6 +129,8 @@ class Forecast:
         if synchronises:
             for shared in self.parts.shared:
                 self._foresee_shared(shared)
+            if self.parts.takes_norm and dist.group.WORLD is not None:
+                self._add(dist.group.WORLD, "all_reduce", _NORM)
         rows = []
         for (axis, operation), total in self._found.items():
             ranks = self._groups[axis].size()

@@ -3,7 +3,7 @@
 import os
 import resource
 import sys
-from collections.abc import Iterable
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -68,11 +68,15 @@ def _most_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def _address(tensor: Tensor) -> int:
+    return _local(tensor).untyped_storage().data_ptr()
+
+
 class _Saved:
     """Holds a tensor for the backward; tells when nobody needs it any more."""
 
     def __init__(self, tensor: Tensor, owner: "SavedActivations") -> None:
-        self.tensor, self._owner, self._key = tensor, owner, tensor.untyped_storage().data_ptr()
+        self.tensor, self._owner, self._key = tensor, owner, _address(tensor)
         owner._hold(self._key, tensor.untyped_storage().nbytes())
 
     def __del__(self) -> None:
@@ -90,7 +94,7 @@ class SavedActivations:
         self.peak = 0
         self._now = 0
         self._held: dict[int, tuple[int, int]] = {}
-        self._parameters: set[int] = set()
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -105,16 +109,22 @@ class SavedActivations:
         self._open.close()
 
     def _see_parameters(self, module: nn.Module, _: Any) -> None:
-        self._add_parameters(p for p in module._parameters.values() if p is not None)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self._parameters[_address(parameter)] = weakref.ref(parameter)
 
-    def _add_parameters(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters |= {_local(p).untyped_storage().data_ptr() for p in parameters}
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        """Whether it shares the memory of a parameter, which may have been freed since it was
+        seen.
+        """
+        address = _address(tensor)
+        known = self._parameters.get(address)
+        parameter = None if known is None else known()
+        return parameter is not None and _address(parameter) == address
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         plain = type(tensor) in (Tensor, nn.Parameter)
-        if not plain or tensor.untyped_storage().data_ptr() in self._parameters:
-            return tensor
-        return _Saved(tensor, self)
+        return _Saved(tensor, self) if plain and not self._is_parameter(tensor) else tensor
 
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:
         return saved.tensor if isinstance(saved, _Saved) else saved

@@ -77,6 +77,17 @@ def test_two_forwards_hold_twice_as_much_until_their_backwards():
     assert saved.peak == 2 * 4 * BATCH * (IN + HIDDEN)
 
 
+def test_memory_of_a_parameter_that_was_freed_counts_once_something_else_is_there():
+    layer, x = nn.Linear(IN, HIDDEN), torch.randn(BATCH, IN)
+    with SavedActivations() as saved:
+        layer(x).sum().backward()
+        address = layer.weight.untyped_storage().data_ptr()
+        saved._parameters[x.untyped_storage().data_ptr()] = saved._parameters[address]
+        before, saved.peak = saved.peak, 0
+        layer(x).sum().backward()
+    assert saved.peak == before == 4 * BATCH * IN
+
+
 def test_memory_that_is_shared_counts_once():
     x = torch.zeros(6, 5)
     assert bytes_held({"a": x, "b": [x[1:], torch.zeros(7)], "c": 3, "d": None}) == 4 * 37
