@@ -58,9 +58,7 @@ def draw_part(axes: Axes, x: float, chunk: Chunk, low: int, high: int, text: str
 def checkpoints() -> Figure:  # house: a picture is drawn from the top to the bottom
     figure, axes = canvas(10, 4.9, title="One checkpoint: written by tp 2 x dp 2, read by dp 3")
     chunks = stored_chunks()
-    write(
-        axes, 0.2, 0.75, "Written: every part once, by one of the ranks that hold it", weight="bold"
-    )
+    write(axes, 0.2, 0.75, "Written: every part by one rank", weight="bold")
     write(
         axes,
         0.2,
