@@ -163,7 +163,7 @@ def train_model(name: str, strategy: Any, devices: int, batch_size: int) -> Resu
     )
     rows = {"collate_fn": gather, "shuffle": False}
     trainer.fit(module, loader(data(10), batch_size, **rows), loader(data(6), batch_size, **rows))
-    state = getattr(trainer.strategy, "lightning_module_state_dict", module.state_dict)()
+    state = getattr(trainer.strategy, "gather_state_dict", module.state_dict)()
     return {
         "losses": recorder.losses,
         "gradients": recorder.gradients,

@@ -97,6 +97,14 @@ class _Call:
             return None
         return self.mailbox.wait(mail)
 
+    def collect(self, mail: Mail | None, home: KeyValues) -> None:
+        """Wait for gradients, add them and let go of them."""
+        arrived = self.wait(mail)
+        if mail is not None:
+            mail.received = None
+        if arrived is not None:
+            home.add(arrived)
+
 
 def ring_attention(
     query: Float[Tensor, "B N T H"],
@@ -247,17 +255,13 @@ def _backward(call: _Call, saved: _Saved, own: KeyValues) -> tuple[Tensor, KeyVa
         if call.schedule.route == "direct":
             _add_step(call, step, saved, held, of_query, part)
             part = part.to(own.flat.dtype)
-            arrived = call.wait(returning)
-            if arrived is not None:
-                home.add(arrived)
+            call.collect(returning, home)
         else:
             _add_step(call, step, saved, held, of_query, part, call.wait(returning))
         if call.mailbox is not None:
             ways = step.send_gradients, step.receive_gradients
             returning = call.mailbox.post(*ways, part)
-    arrived = call.wait(returning)
-    if arrived is not None:
-        home.add(arrived)
+    call.collect(returning, home)
     return of_query.to(saved.query.dtype), home
 
 

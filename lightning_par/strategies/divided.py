@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_par.engine.sequence import SequenceAxis
 from lightning_par.errors import ConfigurationError
@@ -49,6 +50,22 @@ class DividedSteps:
             self.axis.join()
             return args
         return [self.axis.cut(args[0], self._plan.batch), *args[1:]]
+
+    def mean(self, value: Tensor, weight: Tensor) -> Tensor:
+        """Return the mean of a loss over the ranks that see tokens of the same samples.
+
+        Args:
+            value: Of this rank, any number where it weighs nothing.
+            weight: Of this rank.
+
+        **Communicates**: one all-reduce of two numbers over these ranks.
+        """
+        if self.axis is None:
+            return value
+        counted = torch.where(weight.to(value.device) > 0, value.double(), 0)
+        sums = torch.stack([counted.to(weight.device) * weight, weight])
+        dist.all_reduce(sums, group=self.axis.group)
+        return (sums[0] / sums[1]).to(value.device, value.dtype)
 
     def close(self) -> None:
         """Say that the step, with its backward, is over."""

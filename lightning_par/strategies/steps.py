@@ -294,6 +294,7 @@ class StepRunner:
         self.sequence.check("training_step")
         weights = torch.stack(shares.scales)
         value, extras, logs = self._from_last_stage(run, losses, calls, weights)
+        value = self.sequence.mean(value, shares.own)
         self._check_poison(value, signatures, weights)
         replay_logs(self.module, logs, shares, batch_size(args[0]))
         self.loss_scale = None
