@@ -48,6 +48,8 @@ WHOLE = {
     "pp2 zbv": (layout(pp=2, schedule="zbv"), {"num_layers": 5}),
     "dp2": (layout(dp=2), AUXILIARY),
     "dp2 zero3": (layout(dp=2, zero=3), BIAS),
+    "cp2": (layout(context_parallel_size=2), AUXILIARY),
+    "cp2 dp2": (layout(dp=2, context_parallel_size=2), BIAS),
     "tp2 switch": (layout(tp=2), SWITCH),
 }
 
