@@ -113,7 +113,7 @@ def assert_model_parity(
     sizes = [v for k, v in strategy.items() if k.endswith("parallel_size")]
     world = 1
     for name, size in strategy.items():
-        if name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if name.endswith("parallel_size") and not name.startswith("expert"):
             world *= size
     assert len(sizes) >= 3
     other = {"accumulate_grad_batches": micro_batches} if micro_batches > 1 else {}

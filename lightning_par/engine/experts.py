@@ -19,7 +19,7 @@ given to do beside it, such as shared experts.
 or padded).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,11 @@ class ExpertParallel:
     mesh: DeviceMesh
     modules: Mapping[str, nn.Module]
     parameters: frozenset[str]
+
+    def held(self) -> Iterator[nn.Parameter]:
+        """Give the parameters of the experts on this rank."""
+        for module in self.modules.values():
+            yield from module.parameters()
 
     def placed(self, tensor: Placement | None) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the mesh of an expert parameter and how it is placed there.

@@ -96,18 +96,26 @@ class Mixtral(nn.Module):
             elif parameter.ndim > 1:
                 nn.init.normal_(parameter, std=std)
 
-    def forward(self, input_ids: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        input_ids: Tensor,
+        counted: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Predict the next token at every position.
 
         Args:
             input_ids: [B, T], int64, 0 .. V - 1.
             counted: [B, T], bool: which tokens count in the routers' losses; None: all.
+            position_ids: [B or 1, T], int64; None: 0 .. T - 1.
 
         Returns:
             Logits [B, T, V], and the mean over the layers of the balance loss and of the z-loss,
             [2].
         """
-        rotary = self.rotary(torch.arange(input_ids.shape[1], device=input_ids.device)[None])
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        rotary = self.rotary(position_ids)
         hidden = self.drop(self.embed(input_ids))
         losses = []
         for block in self.blocks:
@@ -172,6 +180,8 @@ class Mixtral(nn.Module):
             batch=BatchLayout(
                 sequence_dims={"input_ids": 1, "labels": 1}, labels="labels", ignore_index=-100
             ),
+            # Other routings look at the whole sequence, which none of the ranks would have.
+            positions={"": "position_ids"} if self.config.routing == "top_k" else None,
             experts=("blocks.*.moe.experts",),
             replica_sums=("blocks.*.moe.router.over_replicas",),
             checkpointable=("blocks.*.attention",),

@@ -260,12 +260,6 @@ def _check_context(module: nn.Module, plan: ParallelPlan, options: _Options) -> 
     degree = options.sizes.context
     options.context_options.ulysses(degree)
     check_context(module, plan, degree)
-    if degree > 1 and options.sizes.expert > 1:
-        raise ConfigurationError(
-            f"expert_parallel_size={options.sizes.expert} is not supported with "
-            f"context_parallel_size={degree}: experts would be divided among ranks that share a "
-            "sample. Use expert_parallel_size=1 or context_parallel_size=1."
-        )
     if degree > 1 and options.compile_blocks is not False:
         raise ConfigurationError(
             f"compile_blocks={options.compile_blocks!r} is not supported with "

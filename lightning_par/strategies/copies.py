@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from lightning_par.engine.experts import ExpertParallel
 from lightning_par.engine.gradients import ReplicatedGradients, SharedGradients
 from lightning_par.engine.tensor import TensorParallel
 from lightning_par.layout import ModelLayout
@@ -19,6 +20,7 @@ def find_copies(
     bounds: Sequence[tuple[int, int]],
     rank_of_stage: Sequence[int],
     tensor: TensorParallel | None,
+    experts: ExpertParallel | None = None,
 ) -> tuple[tuple[SharedGradients | ReplicatedGradients, ...], frozenset[int]]:
     """Find the parameters that several pipeline ranks hold, those that tensor parallelism computes
     in parts, and those that other context ranks use on other tokens; every rank must call this.
@@ -30,6 +32,7 @@ def find_copies(
         bounds: First and one-past-last block of every pipeline stage.
         rank_of_stage: The pipeline rank that holds each stage.
         tensor: What tensor parallelism did, if anything.
+        experts: Those that are divided, which other context ranks do not hold.
 
     Returns:
         What is to be reduced after the backward, in order; and the ids of the parameters that
@@ -56,10 +59,16 @@ def find_copies(
         if mesh.place["pp"] != min(ranks):
             elsewhere |= {id(p) for p in parameters}
     if mesh.sizes.context > 1:
-        everything = tuple(module.parameters())
+        divided = set() if experts is None else set(map(id, experts.held()))
+        everything = tuple(p for p in module.parameters() if id(p) not in divided)
         shared.append(ReplicatedGradients(parameters=everything, group=mesh.group("cp")))
         if mesh.place["cp"]:
             elsewhere |= {id(p) for p in everything}
+    if experts is not None and mesh.sizes.data == 1:  # else FSDP reduces them
+        group, held = experts.mesh.get_group("expert_replicate"), tuple(experts.held())
+        shared.append(ReplicatedGradients(parameters=held, group=group))
+        if group.rank():
+            elsewhere |= {id(p) for p in held}
     return tuple(shared), frozenset(elsewhere)
 
 

@@ -168,7 +168,9 @@ def parallelise(
     groups = mesh.named_groups()
     boundaries = _connect(mesh, owners, device, groups)
     executor = PipelineExecutor(stages, boundaries, sharding, parts.gradients, options.activity)
-    shared, elsewhere = find_copies(module, layout, mesh, bounds, owners, parts.tensor)
+    shared, elsewhere = find_copies(
+        module, layout, mesh, bounds, owners, parts.tensor, parts.experts
+    )
     steps = StepRunner(
         module=module,
         mesh=mesh,

@@ -30,8 +30,9 @@ def check(model: dict[str, Any], options: dict[str, Any], micro: int = 1) -> Non
     tp, ep = options["tensor_parallel_size"], options["expert_parallel_size"]
     left = 1
     if options["zero_stage"]:
-        left = options["data_parallel_size"] // ep
-        left //= options.get("data_parallel_replicate_size", 1)
+        left = options["data_parallel_size"] // options.get("data_parallel_replicate_size", 1)
+        if left > 1:
+            left = left * options.get("context_parallel_size", 1) // ep
     for result in results:
         held = {n: s for n, s in result["shapes"].items() if "experts.up" in n}
         assert len(held) == 3 or cut
@@ -48,6 +49,8 @@ WHOLE = {
     "pp2 zbv": (layout(pp=2, schedule="zbv"), {"num_layers": 5}),
     "dp2": (layout(dp=2), AUXILIARY),
     "dp2 zero3": (layout(dp=2, zero=3), BIAS),
+    "cp2": (layout(context_parallel_size=2), AUXILIARY),
+    "cp2 dp2": (layout(dp=2, context_parallel_size=2), BIAS),
     "tp2 switch": (layout(tp=2), SWITCH),
 }
 
@@ -72,6 +75,8 @@ DIVIDED = {
     "ep2 dp2 zero0": (layout(dp=4, ep=2, zero=0), BIAS),
     "ep2 dp2 zero1": (layout(dp=4, ep=2, zero=1), SWITCH),
     "ep2 dp2 zero2": (layout(dp=4, ep=2, zero=2), AUXILIARY),
+    "ep2 cp2": (layout(ep=2, context_parallel_size=2), AUXILIARY),
+    "ep2 cp2 dp2": (layout(dp=2, ep=2, zero=2, context_parallel_size=2), BIAS),
     "ep2 replicated": (layout(dp=4, ep=2, zero=3, data_parallel_replicate_size=2), AUXILIARY),
 }
 
@@ -107,6 +112,15 @@ def test_every_zero_stage_and_balance(
     axes: dict[str, int], zero: int, model: dict[str, Any]
 ) -> None:
     check(model, layout(**{"ep": 2, **axes}, zero=zero))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("dp", "cp", "ep"), [(1, 4, 2), (1, 4, 4), (2, 2, 4)], ids=["cp4 ep2", "cp4 ep4", "dp2 cp2 ep4"]
+)
+def test_experts_divided_among_context_ranks(dp: int, cp: int, ep: int, zero: int) -> None:
+    check(BIAS, layout(dp=dp, ep=ep, zero=zero, context_parallel_size=cp))
 
 
 @pytest.mark.exhaustive
