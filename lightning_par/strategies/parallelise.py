@@ -49,6 +49,7 @@ class _Options(BlockOptions, Protocol):
     stage_blocks: Sequence[int] | None
     sequence_parallel: bool
     activity: Activity
+    reduce_dtype: torch.dtype | None
 
     @property
     def root_device(self) -> torch.device: ...
@@ -247,6 +248,7 @@ def _fill(
         materialise=materialiser.materialise,
         bounds=parts.bounds,
         experts=parts.experts,
+        reduce_dtype=options.reduce_dtype,
     )
 
 
