@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -134,7 +133,3 @@ class Stream(IterableDataset):
 
 def odd_tokens():
     return DataLoader(ToyData(8, tokens=11), batch_size=4)
-
-
-def half():
-    return {"plugins": [MixedPrecision("16-mixed", device="cpu")]}

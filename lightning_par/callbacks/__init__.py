@@ -6,6 +6,7 @@ from lightning_par.callbacks.activation_checkpointing import ActivationCheckpoin
 from lightning_par.callbacks.communication_profiler import CommunicationProfiler
 from lightning_par.callbacks.expert_balance import ExpertBalance
 from lightning_par.callbacks.memory import MemoryMonitor
+from lightning_par.callbacks.mixed_precision import MixedPrecision
 from lightning_par.callbacks.pipeline_profiler import PipelineProfiler
 from lightning_par.callbacks.throughput import ThroughputMonitor
 
@@ -14,6 +15,7 @@ __all__ = [
     "CommunicationProfiler",
     "ExpertBalance",
     "MemoryMonitor",
+    "MixedPrecision",
     "PipelineProfiler",
     "ThroughputMonitor",
 ]

@@ -18,6 +18,7 @@ __all__ = [
     "SharedGradients",
     "clip_by_norm",
     "clip_by_value",
+    "is_counted_here",
     "local_gradients",
     "total_norm",
 ]
@@ -122,7 +123,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [_local(p.grad) for p in parameters if p.grad is not None]
 
 
-def _is_counted_here(grad: Tensor) -> bool:
+def is_counted_here(grad: Tensor) -> bool:
     """Whether this rank is the first of those that hold the same part of the gradient."""
     if not isinstance(grad, DTensor):
         return True
@@ -166,7 +167,7 @@ def total_norm(
     if grads:
         # A copy weighs 0, which is NaN if the copy is not finite.
         pairs = ((p, p.grad) for p in with_grad)
-        weights = [float(counts(p) and g is not None and _is_counted_here(g)) for p, g in pairs]
+        weights = [float(counts(p) and g is not None and is_counted_here(g)) for p, g in pairs]
         squares = torch.stack([n.to(device) for n in norms]).double().square()
         square += (squares * squares.new_tensor(weights)).sum()
     if poison is not None:

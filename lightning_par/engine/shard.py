@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, MixedPrecisionPolicy
 
 from lightning_par.engine.experts import ExpertParallel
 from lightning_par.engine.silence import Silence
@@ -136,6 +136,7 @@ def shard_model(
     materialise: Callable[[nn.Module, str], None],
     bounds: Sequence[tuple[int, int]] = (),
     experts: ExpertParallel | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Sharding:
     """Materialise and shard the model unit by unit: every block, then the rest.
 
@@ -147,8 +148,10 @@ def shard_model(
         materialise: Gives the parameters below a module (named by its FQN) their values.
         bounds: First and one-past-last block of every pipeline stage, if there are several.
         experts: Those that are divided among the replicas, which only some of them share.
+        reduce_dtype: In which gradients are summed; None: in that of the parameters.
     """
     whole: set[nn.Parameter] = set()
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     units = [n for n in layout.block_names if not isinstance(model.get_submodule(n), StageStub)]
     shards = mesh.sizes.data > 1
     data_mesh = mesh.device_mesh["dp_shard"]
@@ -165,12 +168,19 @@ def shard_model(
                 mesh=data_mesh,
                 reshard_after_forward=zero_stage == 3,
                 ignored_params=whole,
+                mp_policy=policy,
             )
     materialise(model, "")
     if not shards:
         return Sharding(None, zero_stage)
     root = _StepRoot(model)
-    fully_shard(root, mesh=data_mesh, reshard_after_forward=False, ignored_params=whole)
+    fully_shard(
+        root,
+        mesh=data_mesh,
+        reshard_after_forward=False,
+        ignored_params=whole,
+        mp_policy=policy,
+    )
     if mesh.device_type == "cpu":
         every = [(0, len(layout.block_names))]
         runs = [layout.block_names[lo:hi] for lo, hi in bounds or every]

@@ -42,6 +42,7 @@ from lightning_par.strategies.checks import (
 from lightning_par.strategies.finite import check_nonfinite_choice, GradientGuard
 from lightning_par.strategies.loading import CheckpointedProcesses
 from lightning_par.strategies.parallelise import parallelise, Parallelised
+from lightning_par.strategies.precision import share_overflows
 from lightning_par.strategies.sharing import BatchSharing
 
 __all__ = ["MeshStrategy"]
@@ -94,6 +95,7 @@ class MeshStrategy(CheckpointedProcesses):
     strategy_name: ClassVar[str] = "mesh"
     _auto_rule: ClassVar[AutoRule] = "balanced"
     recomputation: Recomputation | None = None
+    reduce_dtype: torch.dtype | None = None
 
     _record: ConstructionRecord | None = None
     _parallelised: Parallelised | None = None
@@ -207,6 +209,7 @@ class MeshStrategy(CheckpointedProcesses):
             self.model = self.precision_plugin.convert_module(self.model)
             self._parallelised = parallelise(module, layout, self.mesh, self._record, self)
             plugin = self._precision_plugin = self.precision_plugin
+            self._parallelised.steps.scaler = share_overflows(plugin)
             self._guard = GradientGuard(self._parallelised, plugin, self.on_nonfinite)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()

@@ -35,7 +35,7 @@ __all__ = [
     "read_context_options",
 ]
 
-_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+_PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true")
 
 
 class _Options(Protocol):

@@ -55,6 +55,7 @@ class _Options(BlockOptions, Protocol):
     sequence_parallel: bool
     activity: Activity
     context_options: ContextOptions
+    reduce_dtype: torch.dtype | None
 
     @property
     def root_device(self) -> torch.device: ...
@@ -259,6 +260,7 @@ def _fill(
         materialise=materialiser.materialise,
         bounds=parts.bounds,
         experts=parts.experts,
+        reduce_dtype=options.reduce_dtype,
     )
 
 

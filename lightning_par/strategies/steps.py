@@ -18,6 +18,7 @@ from lightning_par.engine.batch import batch_size, count_valid, signature, split
 from lightning_par.engine.builders import forward_only
 from lightning_par.engine.initialise import seed_generators, seed_of
 from lightning_par.engine.pipeline import PipelineExecutor, PipelineRun
+from lightning_par.engine.scaling import MeshGradScaler
 from lightning_par.engine.schedule import Schedule
 from lightning_par.engine.shard import Sharding
 from lightning_par.errors import NonFiniteError
@@ -63,6 +64,7 @@ class StepRunner:
         sequence: Divides the sequences of a batch.
         seed: The same on every rank.
         loss_scale: What the loss of the last step is to be multiplied by before its backward.
+        scaler: Of the precision plugin, if it scales the loss.
         activity: Where every step is written down.
         counts: Whether any entry of the last batch counts, if that is asked.
         last_run: When the actions of the last pipelined step ran.
@@ -83,6 +85,7 @@ class StepRunner:
     seed: int
     activity: Activity = field(default_factory=Activity)
     loss_scale: Tensor | None = None
+    scaler: MeshGradScaler | None = None
     counts: Tensor | None = None
     last_run: PipelineRun | None = None
     in_step: bool = False
@@ -272,13 +275,16 @@ class StepRunner:
         calls: list[list[LogCall]] = [[] for _ in parts]
         step = self._stepper("training_step", context, parts, args[1:], key, calls)
         losses: dict[int, Tensor] = {}
+        # Small gradients between stages have to be scaled as well.
+        factor = None if self.scaler is None else self.scaler.current(self.module.device)
 
         def scaled_loss(index: int, result: Any) -> Tensor:
             loss, scale = loss_of(result), shares.scales[index]
             losses[index] = loss.detach()
             if index in shares.silent and self.mesh.sizes.data == 1:
                 return loss.detach()  # no replica waits for this backward
-            return torch.where(scale > 0, loss, 0) * scale.to(loss.dtype)
+            weighted = torch.where(scale > 0, loss, 0) * scale.to(loss.dtype)
+            return weighted if factor is None else weighted * factor
 
         signatures = [signature(part, "training") for part in parts]
         parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -300,7 +306,8 @@ class StepRunner:
         self.loss_scale = None
         self.counts = shares.total > 0
         anchor = torch.zeros((), requires_grad=True, device=self.module.device)
-        install = lambda g: put_gradients(parameters, computed, g)  # noqa: E731
+        undo = 1 if factor is None else 1 / factor  # the plugin scales once more
+        install = lambda g: put_gradients(parameters, computed, g * undo)  # noqa: E731
         loss = ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call]
         return loss if extras is None else {**extras, "loss": loss}
 

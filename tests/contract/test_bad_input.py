@@ -14,7 +14,6 @@ from tests.mistakes import (
     Bare,
     Case,
     fit,
-    half,
     Heads,
     Hidden,
     LogitsForLoss,
@@ -141,9 +140,9 @@ OPTIONS = {
     "half precision": Case(
         error=ConfigurationError,
         options={"tp": 2},
-        trainer=half,
-        says=r"precision='16-mixed' is not supported on tp 2: use 32-true, 64-true, "
-        r"bf16-mixed or bf16",
+        trainer=lambda: {"precision": "16-true"},
+        says=r"precision='16-true' is not supported on tp 2: use 32-true, 64-true, "
+        r"16-mixed, bf16-mixed or bf16",
     ),
     "synchronised batch norm": Case(
         error=ConfigurationError,

@@ -1,0 +1,110 @@
+"""Loss scaling for float16 on a mesh: one overflow anywhere leaves the step out everywhere.
+
+A gradient below 6e-8 is zero in float16. The loss is therefore multiplied by a scale before its
+backward, and the gradients are divided by it afterwards. Where a gradient is then not finite, the
+step is left out and the scale is halved; after many good steps it is doubled.
+
+**Source**: Micikevicius et al. 1710.03740, section 3.2 (dynamic scaling); `torch.amp.GradScaler`,
+which decides for the gradients of one process.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+
+from lightning_par.engine.gradients import is_counted_here, local_gradients
+
+__all__ = ["MeshGradScaler", "underflow_share"]
+
+
+class MeshGradScaler(torch.amp.GradScaler):
+    """A `GradScaler` whose decision is that of all ranks of the world.
+
+    Where gradients are DTensors, each rank looks at its own part.
+    """
+
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(device, **options)
+        self._skipped: Tensor | None = None
+
+    @classmethod
+    def like(cls, scaler: torch.amp.GradScaler) -> "MeshGradScaler":
+        """Return one with the settings of `scaler`."""
+        state = scaler.state_dict()
+        made = cls(
+            scaler._device,
+            init_scale=state["scale"],
+            growth_factor=state["growth_factor"],
+            backoff_factor=state["backoff_factor"],
+            growth_interval=state["growth_interval"],
+        )
+        made.load_state_dict(state)
+        return made
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps have been left out; asking a device for it waits."""
+        return 0 if self._skipped is None else int(self._skipped)
+
+    def current(self, device: torch.device) -> Tensor:
+        """Return the scale, a number on `device`."""
+        one: Tensor = self.scale(torch.ones((), device=device))
+        return one
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Divide the gradients by the scale; say whether one on any rank is not finite.
+
+        **Communicates**: one all-reduce of one number over all ranks.
+        """
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for grad in local_gradients(held):
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+        if torch.float16 in by_dtype and not allow_fp16:
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        for grads in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        self._skipped = found_inf.clone() if self._skipped is None else self._skipped + found_inf
+        return {found_inf.device: found_inf}
+
+
+@torch.no_grad()
+def underflow_share(
+    parameters: Iterable[nn.Parameter],
+    smallest: float,
+    device: torch.device,
+    counted_elsewhere: frozenset[int] = frozenset(),
+) -> float:
+    """Return the share of the gradients' entries that are smaller than `smallest`, zeros included.
+
+    Args:
+        parameters: Those of this rank; every rank of the world has to call.
+        smallest: The smallest number that is not rounded to fewer digits.
+        device: On which ranks meet.
+        counted_elsewhere: Ids of parameters that another pipeline stage counts.
+
+    **Communicates**: one all-reduce of two numbers over all ranks, if there are several.
+    """
+    counts = torch.zeros(2, dtype=torch.float64, device=device)
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None or id(parameter) in counted_elsewhere or not is_counted_here(grad):
+            continue
+        (local,) = local_gradients([parameter])
+        counts[0] += (local.abs() < smallest).sum()
+        counts[1] += local.numel()
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    small, entries = counts.tolist()
+    return float(small / max(1.0, entries))
