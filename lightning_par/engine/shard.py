@@ -67,7 +67,7 @@ class Sharding:
         self._root, self._stage = root, zero_stage
         modules = () if root is None else root.modules()
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
-        self._synchronise = True
+        self._synchronise, self._holds = True, False
         self.silence = Silence(self._units, divided)
 
     @property
@@ -121,10 +121,28 @@ class Sharding:
             self.before_backward()
             self._root._get_fsdp_state()._root_post_backward_final_callback()
 
+    def hold(self) -> None:
+        """Gather all parameters and keep them until `release`, so that forwards communicate
+        nothing and replicas may run different numbers of them.
+
+        **Communicates**: every parameter once, over the data axes.
+        """
+        if not isinstance(self._root, FSDPModule):
+            return
+        with torch.inference_mode(False):
+            self._root._get_fsdp_state()._lazy_init()
+            for unit in self._units:
+                unit.unshard()
+                unit.set_reshard_after_forward(False, recurse=False)
+        self._holds = True
+
     def release(self) -> None:
         """Give up gathered parameters, so that the model holds its shards again."""
         for unit in self._units:
             unit.reshard()
+            if self._holds and unit is not self._root:
+                unit.set_reshard_after_forward(self._stage == 3, recurse=False)
+        self._holds = False
 
 
 def shard_model(

@@ -40,6 +40,7 @@ from lightning_par.strategies.checks import (
     read_context_options,
 )
 from lightning_par.strategies.finite import check_nonfinite_choice, GradientGuard
+from lightning_par.strategies.joining import join_ranks, samples_differ
 from lightning_par.strategies.loading import CheckpointedProcesses
 from lightning_par.strategies.parallelise import parallelise, Parallelised
 from lightning_par.strategies.precision import share_overflows
@@ -256,7 +257,12 @@ class MeshStrategy(CheckpointedProcesses):
     def process_dataloader(self, dataloader: object) -> object:
         if self.sizes.pipeline > 1:
             check_loader(dataloader, self.num_microbatches)
-        return super().process_dataloader(dataloader)
+        dataloader = super().process_dataloader(dataloader)
+        module = self.parallelised.module
+        if module.trainer.predicting and self.sizes.data > 1:
+            if samples_differ(dataloader, self.root_device):
+                self.parallelised.sharding.hold()
+        return join_ranks(dataloader, module.trainer, self.root_device)
 
     @override
     def batch_to_device(

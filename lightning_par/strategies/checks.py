@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -193,6 +197,12 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             f"supported on {sizes}. Remove the callback, or train on 1 device."
             for callback in getattr(trainer, "callbacks", ())
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging)
+        ]
+        problems += [
+            "the batch-size finder goes on until a rank is out of memory, where the others wait "
+            f"for it; it is not supported on {sizes}. Set the batch size yourself."
+            for callback in getattr(trainer, "callbacks", ())
+            if isinstance(callback, BatchSizeFinder)
         ]
     raise_problems(ConfigurationError, problems)
 
