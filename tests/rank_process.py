@@ -6,6 +6,7 @@ after it may have been given to another process.
 """
 
 import ast
+import collections
 import contextlib
 import ctypes
 import faulthandler
@@ -54,6 +55,7 @@ def main(descriptor):
     for name in _PRELOAD:
         importlib.import_module(name)
     reuse_meshes()
+    reuse_groups()
     gc.collect()
     gc.freeze()
     children = set()
@@ -101,6 +103,34 @@ def reuse_meshes():
         return meshes[key]
 
     dist.init_device_mesh = device_mesh.init_device_mesh = init_device_mesh
+
+
+_TAKEN = collections.Counter()
+"""How many groups of a kind the running job has made."""
+
+
+def reuse_groups():
+    """Makes `new_group` give a later job the groups of earlier ones; within a job all differ.
+
+    Every gloo group has threads that wake a hundred times a second, so that ranks which have run a
+    few hundred tests would do nothing else.
+    """
+    import torch.distributed as dist
+    from torch.distributed import device_mesh, distributed_c10d
+
+    make, made = distributed_c10d.new_group, collections.defaultdict(list)
+
+    @functools.wraps(make)
+    def new_group(ranks=None, timeout=None, backend=None, **options):
+        key = (None if ranks is None else tuple(ranks), timeout, backend, repr(options))
+        groups, taken = made[key], _TAKEN[key]
+        _TAKEN[key] += 1
+        if taken == len(groups):
+            groups.append(make(ranks, timeout, backend, **options))
+        return groups[taken]
+
+    for module in (dist, device_mesh, distributed_c10d):
+        module.new_group = new_group
 
 
 def fork_rank(control, rank, log):
@@ -195,6 +225,7 @@ def prepare(rank, job):
     os.environ.update(job["env"], RANK=str(rank), LOCAL_RANK=str(rank), ROLE_RANK=str(rank))
     os.chdir(job["cwd"])
     sys.path[:] = job["sys_path"]
+    _TAKEN.clear()
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

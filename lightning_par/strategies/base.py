@@ -259,9 +259,9 @@ class MeshStrategy(CheckpointedProcesses):
             check_loader(dataloader, self.num_microbatches)
         dataloader = super().process_dataloader(dataloader)
         module = self.parallelised.module
-        if module.trainer.predicting and self.sizes.data > 1:
-            if samples_differ(dataloader, self.root_device):
-                self.parallelised.sharding.hold()
+        shared = module.trainer.predicting and self.sizes.data > 1
+        if shared and samples_differ(dataloader, self.root_device):
+            self.parallelised.sharding.hold()
         return join_ranks(dataloader, module.trainer, self.root_device)
 
     @override

@@ -59,16 +59,16 @@ def find_copies(
         if mesh.place["pp"] != min(ranks):
             elsewhere |= {id(p) for p in parameters}
     if mesh.sizes.context > 1:
-        divided = set() if experts is None else set(map(id, experts.held()))
-        everything = tuple(p for p in module.parameters() if id(p) not in divided)
+        apart = set() if experts is None else set(map(id, experts.held()))
+        everything = tuple(p for p in module.parameters() if id(p) not in apart)
         shared.append(ReplicatedGradients(parameters=everything, group=mesh.group("cp")))
         if mesh.place["cp"]:
             elsewhere |= {id(p) for p in everything}
     if experts is not None and mesh.sizes.data == 1:  # else FSDP reduces them
-        group, held = experts.mesh.get_group("expert_replicate"), tuple(experts.held())
-        shared.append(ReplicatedGradients(parameters=held, group=group))
+        group, divided = experts.mesh.get_group("expert_replicate"), tuple(experts.held())
+        shared.append(ReplicatedGradients(parameters=divided, group=group))
         if group.rank():
-            elsewhere |= {id(p) for p in held}
+            elsewhere |= {id(p) for p in divided}
     return tuple(shared), frozenset(elsewhere)
 
 
