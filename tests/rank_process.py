@@ -66,6 +66,10 @@ def main(descriptor):
                 pids = [fork_rank(control, rank, log) for rank, log in enumerate(arguments[0])]
                 children.update(pids)
                 control.send(pids)
+            elif request == "signal":
+                for pid in arguments[0]:
+                    os.kill(pid, arguments[1])
+                control.send(None)
             else:
                 control.send([reap(pid, dying) for pid, dying in arguments[0].items()])
                 children.difference_update(arguments[0])

@@ -118,7 +118,10 @@ class _Zygote:
     def run(self, job, world, *, timeout, fresh):
         """Runs `job` on `world` ranks; gives a reply and a log per rank; keeps a sound set."""
         members = None if fresh else self._sets.pop(world, None)
-        members = members or self._fork(world)
+        if members is None:
+            members = self._fork(world)
+        else:
+            self._signal(members, signal.SIGCONT)
         replies, reusable = [], False
         try:
             for connection in members.connections:
@@ -130,6 +133,7 @@ class _Zygote:
             if fresh or not reusable:
                 statuses = self._reap(members, replies)
             else:
+                self._signal(members, signal.SIGSTOP)
                 self._sets[world] = members
         if reusable:
             return replies, members.logs
@@ -165,6 +169,12 @@ class _Zygote:
             pids = self._control.recv()
         store = self._folder / f"set-{number}-store"
         return _RankSet(pids=pids, connections=connections, logs=logs, store=store)
+
+    def _signal(self, members, number):
+        """Lets a set rest, whose gloo threads would wake all the time, or go on."""
+        with self._alive():
+            self._control.send(("signal", members.pids, number))
+            self._control.recv()
 
     def _reap(self, members, replies):
         """Kills the set; gives how each rank ended. The store's file goes only after the ranks."""

@@ -27,9 +27,9 @@ def test_no_step_cannot_be_kept(profiler: Any, keep_steps: int) -> None:
 
 @pytest.mark.parametrize("profiler", [PipelineProfiler, CommunicationProfiler])
 def test_a_strategy_that_has_no_mesh_is_named(profiler: Any, tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=1, limit_val_batches=0, callbacks=[profiler(folder=tmp_path)])
+    trainer = quiet_trainer(max_steps=1, callbacks=[profiler(folder=tmp_path)])
     with pytest.raises(ConfigurationError, match=r"SingleDeviceStrategy.*strategy='hybrid3d'"):
-        trainer.fit(ToyModule(), loader(ToyData(8), 4))
+        trainer.fit(ToyModule(), loader(ToyData(8), 4), loader(ToyData(4), 4))
 
 
 def without_pipeline(rank: int, world: int, folder: Path) -> list[str]:

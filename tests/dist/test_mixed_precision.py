@@ -115,10 +115,12 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_every_rank(layout: str) 
         assert result["logged"]["precision/loss_scale"] == 2.0**16
         assert 0 <= result["logged"]["precision/underflow"] < 0.5
         torch.testing.assert_close(result["losses"], wanted["losses"], rtol=2e-3, atol=0)
+        largest = max(grad.norm() for grad in wanted["gradients"].values())
         for name, grad in result["gradients"].items():
             known = name if name in wanted["gradients"] else "model.embed.weight"
             want = wanted["gradients"][known]
-            assert (grad - want).norm() <= 1e-2 * want.norm(), name
+            # That of a key's bias is zero, up to what is lost of the others.
+            assert (grad - want).norm() <= 1e-2 * want.norm() + 1e-4 * largest, name
 
 
 def test_a_scale_that_is_too_large_shrinks_as_in_one_process() -> None:

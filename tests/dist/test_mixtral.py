@@ -31,7 +31,7 @@ def check(model: dict[str, Any], options: dict[str, Any], micro: int = 1) -> Non
     left = 1
     if options["zero_stage"]:
         left = options["data_parallel_size"] // options.get("data_parallel_replicate_size", 1)
-        if left > 1:
+        if left > 1 and ep > 1:  # among the context ranks too, see `ParallelSizes.expert_shape`
             left = left * options.get("context_parallel_size", 1) // ep
     for result in results:
         held = {n: s for n, s in result["shapes"].items() if "experts.up" in n}
