@@ -35,6 +35,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rank_environment import fixed_environment, world_environment
+
 __all__ = ["RankError", "close_ranks", "ranks", "run_ranks"]
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +108,7 @@ class _Zygote:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.rank_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_fixed_environment(), "PYTHONPATH": path},
+                env={**os.environ, **fixed_environment(), "PYTHONPATH": path},
                 cwd=_ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -117,11 +119,11 @@ class _Zygote:
 
     def run(self, job, world, *, timeout, fresh):
         """Runs `job` on `world` ranks; gives a reply and a log per rank; keeps a sound set."""
-        members = None if fresh else self._sets.pop(world, None)
-        if members is None:
-            members = self._fork(world)
-        else:
+        if not fresh and world in self._sets:
+            members = self._sets.pop(world)
             self._signal(members, signal.SIGCONT)
+        else:
+            members = self._fork(world)
         replies, reusable = [], False
         try:
             for connection in members.connections:
@@ -171,21 +173,22 @@ class _Zygote:
         return _RankSet(pids=pids, connections=connections, logs=logs, store=store)
 
     def _signal(self, members, number):
-        """Lets a set rest, whose gloo threads would wake all the time, or go on."""
-        with self._alive():
-            self._control.send(("signal", members.pids, number))
-            self._control.recv()
+        """Lets a set go on, or rest, because its gloo threads would wake all the time."""
+        self._ask("signal", members.pids, number)
 
     def _reap(self, members, replies):
         """Kills the set; gives how each rank ended. The store's file goes only after the ranks."""
         dying = [reply.kind == "died" for reply in replies] or [False] * len(members.pids)
-        with self._alive():
-            self._control.send(("reap", dict(zip(members.pids, dying, strict=True))))
-            statuses = self._control.recv()
+        statuses = self._ask("reap", dict(zip(members.pids, dying, strict=True)))
         for connection in members.connections:
             connection.close()
         members.store.unlink(missing_ok=True)
         return statuses
+
+    def _ask(self, *request):
+        with self._alive():
+            self._control.send(request)
+            return self._control.recv()
 
     @contextlib.contextmanager
     def _alive(self):
@@ -276,7 +279,7 @@ def _run(fn, world, args, kwargs, *, timeout, fresh, env):
         "world": world,
         "cwd": str(Path.cwd()),
         "sys_path": [str(Path(entry).resolve()) for entry in sys.path],
-        "env": {**os.environ, **_fixed_environment(), **_world_environment(world), **(env or {})},
+        "env": {**os.environ, **fixed_environment(), **world_environment(world), **(env or {})},
     }
     try:
         replies, logs = _zygote().run(job, world, timeout=timeout, fresh=fresh)
@@ -312,10 +315,11 @@ def _collect(members, timeout):
 def _show_stacks(silent):
     """Asks silent ranks to print their stacks; waits until each has, or is too stuck to do so."""
     lengths = [_size(log) for _, log in silent]
-    for pid, _ in silent:
-        os.kill(pid, signal.SIGUSR1)
     deadline = time.monotonic() + _STACK_TIME
     while time.monotonic() < deadline:
+        for (pid, _), length in zip(silent, lengths, strict=True):
+            if not length:  # or the rank began its job late, which empties the log
+                os.kill(pid, signal.SIGUSR1)
         time.sleep(0.1)
         before, lengths = lengths, [_size(log) for _, log in silent]
         if all(new and new == old for new, old in zip(lengths, before, strict=True)):
@@ -361,28 +365,6 @@ def _report(fn, replies, logs, rank, timeout):
 
 def _first_line(text):
     return text.partition("\n")[0]
-
-
-def _fixed_environment():
-    """One thread per process, and gloo on the loopback interface."""
-    variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return variables | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
-
-
-def _world_environment(world):
-    """What torchrun sets; the process group exists already, so nothing binds the port."""
-    return {
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "ROLE_WORLD_SIZE": str(world),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "TORCHELASTIC_RUN_ID": "tests",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-    }
 
 
 def _tail(log):

@@ -79,8 +79,10 @@ def samples_differ(dataloader: object, device: torch.device) -> bool:
 
     **Communicates**: one all-reduce of two numbers over all ranks.
     """
+    # Lightning divides the samples by a batch sampler, beside which `sampler` means nothing.
+    source: Any = getattr(dataloader, "batch_sampler", None) or dataloader
     try:
-        count = len(dataloader.sampler)  # type: ignore[attr-defined]
+        count = len(source.sampler)
     except (AttributeError, TypeError):
         count = -1
     least, most = _range_over_ranks(count, device)

@@ -314,6 +314,11 @@ LIMITS: dict[str, Run] = {
     "limits": {"limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 2},
     "fractions": {"limit_train_batches": 0.4, "limit_val_batches": 0.5, "max_epochs": 2},
     "validation inside the epoch": {"val_check_interval": 2, "max_epochs": 2},
+    "validation at half of it, without inference mode": {
+        "val_check_interval": 0.5,
+        "inference_mode": False,
+        "max_epochs": 1,
+    },
     "overfitting": {"overfit_batches": 1, "max_epochs": 3},
     "max_steps": {"max_steps": 4, "max_epochs": -1},
     "no sanity check": {"num_sanity_val_steps": 0, "max_epochs": 1},
