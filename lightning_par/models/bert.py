@@ -157,6 +157,7 @@ class Bert(nn.Module):
         input_ids: Tensor,
         segment_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Predict every token, and the order of the segments.
 
@@ -165,14 +166,16 @@ class Bert(nn.Module):
             segment_ids: [B, T], int64, 0 .. num_segments - 1; None: all 0.
             attention_mask: [B, T], 0 or False where padding is; None: no padding. A row needs one
                 visible token.
+            position_ids: [B or 1, T], int64; None: 0 .. T - 1.
 
         Returns:
             Logits [B, T, V], and [B, 2] if there is an order head.
         """
         if segment_ids is None:
             segment_ids = torch.zeros_like(input_ids)
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        hidden = self.embed(input_ids) + self.position(positions) + self.segment(segment_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        hidden = self.embed(input_ids) + self.position(position_ids) + self.segment(segment_ids)
         hidden = self.drop(self.embed_norm(hidden))
         visible = None if attention_mask is None else attention_mask[:, None, None].bool()
         for block in self.blocks:
@@ -204,14 +207,19 @@ class Bert(nn.Module):
         if self.order is not None:
             tensor["order"] = "whole_sequence"
             tensor["order.pool"] = tensor["order.classify"] = "replicated"
-        sequences = ("input_ids", "segment_ids", "attention_mask", "maskable")
+        sequences = ["input_ids", "segment_ids", "attention_mask", "maskable"]
+        labels = "sentence_order"
+        if self.order is None:
+            labels = "labels"
+            sequences.append(labels)
         return ParallelPlan(
             blocks="blocks",
             tied=(("embed.weight", "head.weight"),),
             tensor=tensor,
             divided={"blocks.*.attention": ("num_heads",)},
-            batch=BatchLayout(sequence_dims=dict.fromkeys(sequences, 1), labels="sentence_order"),
+            batch=BatchLayout(sequence_dims=dict.fromkeys(sequences, 1), labels=labels),
             checkpointable=("blocks.*.attention", "blocks.*.mlp"),
+            positions={"": "position_ids"},
         )
 
 

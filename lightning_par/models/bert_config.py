@@ -26,7 +26,8 @@ class BertConfig:
         ff_dim: F.
         num_segments: Rows of the segment table.
         mask_id: Token that hides another; None: the last one of the vocabulary.
-        order_head: Whether a second head tells the order of the two segments.
+        order_head: Whether a second head tells the order of the two segments. It looks at the first
+            token of a sample, so that tokens cannot be divided over context-parallel ranks.
         dropout: Probability, 0 up to but not including 1.
         norm_eps: Added to the variance in norms.
         init_std: Standard deviation of the initial weights.

@@ -22,10 +22,10 @@ Batch = Mapping[str, Tensor]
 class BertModule(LanguageModule):
     """Trains a `Bert` on the batches of `SentenceDataModule`, hiding other tokens in every step.
 
-    Every sample counts the same: its loss is the mean over its hidden tokens, plus, with an order
-    head, that of its order. A sample whose ``sentence_order`` is -100 does not count. So the loss
-    of a batch does not depend on how the batch is divided among devices. What validation hides is
-    always the same.
+    With an order head, every sample counts the same: its loss is the mean over its hidden tokens,
+    plus that of its order. A sample whose ``sentence_order`` is -100 does not count. Without, every
+    hidden token counts the same. So the loss of a batch does not depend on how the batch is divided
+    among devices. What validation hides is always the same.
 
     Logs ``train_loss`` (nats, each step); ``val_loss`` and ``test_loss`` (over an epoch and all
     replicas), and for each of the two, of the hidden tokens, ``_accuracy`` (0 .. 1) and
@@ -55,9 +55,16 @@ class BertModule(LanguageModule):
         )
         return out
 
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Without an order head, hide tokens now: later, a rank may have a part of every sample."""
+        if self.config.order_head or self.trainer.predicting:
+            return batch
+        return self._hide(batch, self.global_step if self.trainer.training else -1)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the mean loss per sample and log it."""
-        shown, labels = self._hide(batch, self.global_step)
+        """Return the mean loss and log it."""
+        shown = self._hide(batch, self.global_step) if self.config.order_head else batch
+        labels = shown["labels"]
         logits, order = self(shown)
         loss = self._loss(batch, _token_losses(logits, labels), labels, order)
         self.log("train_loss", loss, prog_bar=True)
@@ -77,7 +84,8 @@ class BertModule(LanguageModule):
         best: Tensor = logits.argmax(dim=-1)
         return best
 
-    def _hide(self, batch: Batch, step: int) -> tuple[Batch, Tensor]:
+    def _hide(self, batch: Batch, step: int) -> Batch:
+        """Return the batch with other ``input_ids``, and the hidden tokens as ``labels``."""
         config = self.config
         assert config.mask_id is not None
         shown, labels = mask_tokens(
@@ -87,24 +95,27 @@ class BertModule(LanguageModule):
             mask_id=config.mask_id,
             vocab_size=config.vocab_size,
         )
-        return {**batch, "input_ids": shown}, labels
+        return {**batch, "input_ids": shown, "labels": labels}
 
     def _loss(self, batch: Batch, losses: Tensor, labels: Tensor, order: Tensor | None) -> Tensor:
-        """Return the mean over the samples that count of what each one loses."""
-        counts = (labels != IGNORED).sum(1).clamp(min=1)
-        per_sample = losses.sum(1) / counts
+        """Return the mean over the hidden tokens; over samples if their order counts, too."""
+        counts = (labels != IGNORED).sum(1)
+        if order is None:
+            mean: Tensor = losses.sum() / counts.sum().clamp(min=1)
+            return mean
+        per_sample = losses.sum(1) / counts.clamp(min=1)
         target = batch["sentence_order"]
-        if order is not None:
-            wide = order.float() if order.dtype.itemsize < 4 else order
-            per_sample = per_sample + F.cross_entropy(
-                wide, target, ignore_index=IGNORED, reduction="none"
-            )
+        wide = order.float() if order.dtype.itemsize < 4 else order
+        per_sample = per_sample + F.cross_entropy(
+            wide, target, ignore_index=IGNORED, reduction="none"
+        )
         valid = target != IGNORED
         total: Tensor = per_sample.where(valid, 0).sum() / valid.sum().clamp(min=1)
         return total
 
     def _evaluate(self, batch: Batch, name: str) -> None:
-        shown, labels = self._hide(batch, -1)
+        shown = self._hide(batch, -1) if self.config.order_head else batch
+        labels = shown["labels"]
         logits, order = self(shown)
         losses = _token_losses(logits, labels)
         loss = self._loss(batch, losses, labels, order)
@@ -113,7 +124,7 @@ class BertModule(LanguageModule):
         perplexity.update(losses.sum() / max(hidden, 1), hidden)
         accuracy = getattr(self, f"{name}_accuracy")
         accuracy.update(logits.argmax(dim=-1), labels)
-        valid = int((batch["sentence_order"] != IGNORED).sum())
+        valid = hidden if order is None else int((batch["sentence_order"] != IGNORED).sum())
         self.log(f"{name}_loss", loss, prog_bar=True, sync_dist=True, batch_size=valid)
         self.log(f"{name}_perplexity", perplexity)
         self.log(f"{name}_accuracy", accuracy, prog_bar=True)

@@ -45,9 +45,10 @@ class SgdBert(BertModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def make() -> Made:
-    sizes = {"num_layers": 3, "model_dim": 12, "num_heads": 6, "ff_dim": 20}
-    module = SgdBert(overrides={**sizes, "vocab_size": VOCAB, "max_length": 32})
+def make(order_head: bool = True) -> Made:
+    sizes: dict[str, Any] = {"num_layers": 3, "model_dim": 12, "num_heads": 6, "ff_dim": 20}
+    sizes |= {"vocab_size": VOCAB, "max_length": 32, "order_head": order_head}
+    module = SgdBert(overrides=sizes)
     module.configure_model()
     return module, TwelvePairs()
 
@@ -65,6 +66,32 @@ LAYOUTS = {
     "dp2 zero3": layout(dp=2, zero_stage=3),
     "tp2 pp2": layout(tp=2, pp=2),
 }
+
+
+WITHOUT_ORDER = {
+    "cp2": layout(context_parallel_size=2),
+    "cp2 pp2": layout(pp=2, context_parallel_size=2),
+    "cp2 tp2": layout(tp=2, context_parallel_size=2),
+    "cp2 dp2": layout(dp=2, context_parallel_size=2),
+    "cp4 zigzag hybrid": layout(
+        context_parallel_size=4,
+        context_options={"method": "hybrid", "ulysses_size": 2, "layout": "zigzag"},
+    ),
+    "tp2 pp2": layout(tp=2, pp=2),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ORDER)
+def test_bert_that_only_fills_in_equals_one_process(name: str) -> None:
+    options = WITHOUT_ORDER[name]
+    trainer = {"gradient_clip_val": 0.5}
+    results = assert_model_parity(
+        make, {"order_head": False}, options, batch_size=4, trainer=trainer
+    )
+    shards = options["tensor_parallel_size"] * options["data_parallel_size"]
+    for result in results:
+        first = next(n for n in result["shapes"] if n.endswith("attention.query.weight"))
+        assert result["shapes"][first] == (12 // shards, 12)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
