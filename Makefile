@@ -47,12 +47,12 @@ demo: $(STAMP) ## Train a small GPT on four ranks (tensor 2 x pipeline 2) and sh
 
 test: $(STAMP) ## Run the tests (PYTEST_ARGS="tests/unit -k plan" for a part)
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 -m "not alone and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not alone and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
 	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
 	exit $$status
 
 test-all: test ## Run the tests, and then every cell of the large matrices (long)
-	$(BIN)/python -m pytest -n 2 -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/python -m ruff check $(CODE)

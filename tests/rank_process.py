@@ -188,13 +188,15 @@ def serve_rank(rank, connection, log):
     os.dup2(descriptor, 2)
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
     while True:
         try:
             job = connection.recv()
         except EOFError:
             return
         os.ftruncate(descriptor, 0)
+        # Anew for each job: a Trainer puts back the handlers that Python knows of, at its end.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1)
         connection.send(run_job(rank, job))
         gc.collect()
 
