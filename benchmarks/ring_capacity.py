@@ -26,7 +26,7 @@ from lightning_par import Hybrid3DStrategy
 from lightning_par.models import BertModule
 
 GIB = 2**30
-LENGTH, SAMPLES = 256, (4, 5, 6)
+LENGTH, SAMPLES = 256, (2, 3, 4)
 """T, and B for each rank."""
 BATCH_LENGTH = 512
 """T of the largest batch."""

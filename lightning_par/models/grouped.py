@@ -38,10 +38,12 @@ def supports_grouped(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def _chosen(x: Tensor, weight: Tensor, backend: GroupedBackend) -> bool:
-    """Whether to call `F.grouped_mm`: "auto" does on CUDA, where it is the faster one."""
+    """Whether to call `F.grouped_mm`: "auto" does where it is the faster one, which on the CPU is
+    float32 only; see benchmarks/RESULTS.md.
+    """
     if backend == "loop" or not len(x):
         return False
-    if backend == "auto" and x.device.type != "cuda":
+    if backend == "auto" and x.device.type != "cuda" and x.dtype != torch.float32:
         return False
     rows = (weight.shape[1] * weight.element_size(), weight.shape[2] * weight.element_size())
     fits = not any(size % _ALIGNMENT for size in rows)
