@@ -7,7 +7,6 @@ pattern, ``*`` stands for exactly one component: ``blocks.*.attention`` matches
 """
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -308,7 +307,7 @@ def find_plan(module: nn.Module) -> ParallelPlan | None:
             "parallel_plan() on the "
             f"{type(module).__name__}, or pass plan= to the strategy."
         )
-    if not found and "transformers.modeling_utils" in sys.modules:  # else there is no such model
+    if not found:
         from lightning_par.huggingface import find_huggingface_plan
 
         return find_huggingface_plan(module)

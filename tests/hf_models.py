@@ -85,6 +85,15 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "t5": _t5,
 }
 
+WIDE = {"mixtral wide": _mixtral(hidden_size=96, intermediate_size=64, num_hidden_layers=4)}
+"""Of a size at which a batch and tables of positions are nothing beside the weights."""
+
+
+def auto_class(family: str) -> Any:
+    """What reads the folder of a family."""
+    kinds = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+    return kinds.get(family, transformers.AutoModelForCausalLM)
+
 
 class HFModule(pl.LightningModule):
     """Nothing here knows of a mesh."""
@@ -94,11 +103,11 @@ class HFModule(pl.LightningModule):
         self.family = family
         torch.manual_seed(5)
         if not on_meta:
-            self.model = FAMILIES[family]()
+            self.model = {**FAMILIES, **WIDE}[family]()
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model = FAMILIES[self.family]()
+            self.model = {**FAMILIES, **WIDE}[self.family]()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.model(**batch).loss

@@ -12,7 +12,7 @@ __all__ = ["COMMANDS", "find_command"]
 
 COMMANDS: dict[str, str] = {
     "backends": "list the attention kernels, and why one cannot be used here",
-    "export": "write a checkpoint folder as one file, for programs that do not know this package",
+    "export": "write a checkpoint folder as files for programs that do not know this package",
     "inspect": "say what a checkpoint folder holds, and verify it",
     "schedule": "print and draw a pipeline schedule before anything runs it",
 }

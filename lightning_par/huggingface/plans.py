@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_par.huggingface.models import find_model
 from lightning_par.huggingface.styles import InBlockStyles
 from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
 
@@ -33,16 +34,10 @@ def find_huggingface_plan(module: nn.Module) -> ParallelPlan | None:
     Returns:
         The plan; None if there is no such model, or several beside each other.
     """
-    from transformers import PreTrainedModel
-
-    found: dict[str, Any] = {}
-    for name, child in module.named_modules():
-        inside = any(name.startswith(outer + ".") or outer == "" for outer in found)
-        if isinstance(child, PreTrainedModel) and not inside:
-            found[name] = child
-    if len(found) != 1:
+    found = find_model(module)
+    if found is None:
         return None
-    (prefix, model), *_ = found.items()
+    prefix, model = found
     plan = derive_plan(model).under(prefix)
     if not prefix or not plan.tensor:
         return plan

@@ -127,6 +127,7 @@ assert find_plan(nn.Linear(2, 3)) is None
 """
 
 
+@pytest.mark.exhaustive  # a process of its own takes ten seconds to import
 def test_plans_are_looked_for_without_transformers() -> None:
     command = [sys.executable, "-c", WITHOUT_TRANSFORMERS]
     done = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
