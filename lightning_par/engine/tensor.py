@@ -43,7 +43,13 @@ from lightning_par.engine.vocabulary import VocabShardedLogits
 from lightning_par.errors import PlanError
 from lightning_par.layout import ModelLayout
 
-__all__ = ["TensorParallel", "apply_tensor_parallel", "local_parameters", "shard_parameter"]
+__all__ = [
+    "TensorParallel",
+    "apply_tensor_parallel",
+    "local_parameters",
+    "shard_parameter",
+    "tensor_placements",
+]
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
@@ -96,7 +102,6 @@ def apply_tensor_parallel(
     """
     group = mesh.get_group()
     regions = Regions(layout, group, sequence_parallel=sequence_parallel)
-    placements: dict[str, Placement] = {}
     partial_names: set[str] = set()
     modules = {n: m for n, m in model.named_modules() if not isinstance(m, StageStub)}
     for fqn, style in layout.styles.items():
@@ -104,8 +109,6 @@ def apply_tensor_parallel(
             continue
         module, region = modules[fqn], regions.of(fqn)
         _wrap_forward(module, _STYLES[style], region)
-        for name, _ in module.named_parameters(recurse=False):
-            placements[f"{fqn}.{name}"] = _placement(style, name)
         shards_tokens = region.sequence_parallel
         if style in _PARTIAL_ALWAYS or (shards_tokens and style in _PARTIAL_WITH_SEQUENCE):
             partial_names |= {f"{fqn}.{n}" for n, _ in module.named_parameters(recurse=False)}
@@ -120,14 +123,28 @@ def apply_tensor_parallel(
                 _separate_random_numbers(modules[fqn], group.rank())
     if sequence_parallel and layout.plan.sequence_region == "blocks":
         _shard_between_blocks(modules, layout.block_names, regions.sharded)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    # A tie may have names without a style, or whole ones: all of them mean the sharded parameter.
-    sharded = {id(named[n]): p for n, p in placements.items() if isinstance(p, Shard)}
+    placements = tensor_placements(model, layout)
     return TensorParallel(
-        mesh=mesh,
-        placements={name: sharded.get(id(p), Replicate()) for name, p in named.items()},
-        partial=frozenset(partial_names & set(named)),
+        mesh=mesh, placements=placements, partial=frozenset(partial_names & set(placements))
     )
+
+
+def tensor_placements(model: nn.Module, layout: ModelLayout) -> dict[str, Placement]:
+    """Return how every parameter is placed on the ``tp`` axis, ties under each of their names.
+
+    Args:
+        model: Parameters may be on meta; those that are not here are left out.
+        layout: The resolved plan.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    sharded: dict[int, Placement] = {}
+    for fqn, parameter in named.items():
+        owner, _, name = fqn.rpartition(".")
+        placement = _placement(layout.styles.get(owner, "replicated"), name)
+        # A tie may have names without a style, or whole ones: all mean the sharded parameter.
+        if isinstance(placement, Shard):
+            sharded[id(parameter)] = placement
+    return {fqn: sharded.get(id(p), Replicate()) for fqn, p in named.items()}
 
 
 def shard_parameter(

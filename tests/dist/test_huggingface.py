@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from lightning_par import Hybrid3DStrategy
+from lightning_par import check_plan, Hybrid3DStrategy, ParallelSizes
 from lightning_par.engine.double import DoublePrecision
+from lightning_par.plan import find_plan
+from lightning_par.strategies.holdings import find_holdings
 from tests.hf_models import FAMILIES, HFModule, PaddedText
 from tests.parity import _local_shapes, quiet_trainer, Recorder, Result, TOLERANCE
 from tests.ranks import run_ranks
@@ -126,7 +128,25 @@ def assert_equal(family: str, name: str, *, on_meta: bool = False) -> list[Resul
     seen = {ties[fqn] for r in results for fqn in r["gradients"][0]}
     assert set(wanted["gradients"][0]) <= seen
     assert_parallel(results, wanted, options)
+    assert_as_planned(family, results, options)
     return results
+
+
+def assert_as_planned(family: str, results: list[Result], options: dict[str, Any]) -> None:
+    """Fail if a rank holds anything else than `lightning-par plan` would say."""
+    module = HFModule(family)
+    plan = find_plan(module)
+    assert plan is not None
+    axes = {"tensor": "tensor", "pipeline": "pipeline", "data_shard": "data"}
+    sizes = ParallelSizes(**{a: options.get(f"{n}_parallel_size", 1) for a, n in axes.items()})
+    owners = tuple(range(sizes.pipeline))
+    layout = check_plan(module, plan, sizes)
+    planned = find_holdings(module, layout, sizes, rank_of_stage=owners)
+    ties = tied_names(family)
+    for rank, result in enumerate(results):
+        shapes = {h.name: h.local_shape(rank, sizes) for h in planned}
+        wanted = {name: shape for name, shape in shapes.items() if shape is not None}
+        assert {ties[name]: shape for name, shape in result["shapes"].items()} == wanted
 
 
 def tied_names(family: str) -> dict[str, str]:
