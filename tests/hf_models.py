@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 import transformers
 from torch import nn, Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 VOCAB, TOKENS = 37, 12
 
@@ -144,3 +144,10 @@ class PaddedText(Dataset[dict[str, Tensor]]):
             hidden = (torch.arange(TOKENS) + index) % 3 == 0
             labels, ids = torch.where(hidden, labels, -100), torch.where(hidden, 1, ids)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class PaddedTextData(pl.LightningDataModule):
+    """Batches of four."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(PaddedText(8, "llama"), batch_size=4)

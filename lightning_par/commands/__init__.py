@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "say what a checkpoint folder holds, and verify it",
     "plan": "say what every rank would hold of a model, before anything runs",
     "schedule": "print and draw a pipeline schedule before anything runs it",
+    "verify": "compare a few steps of the configured layout with one process, number by number",
 }
 """What each command does, in one line, by its name; the module has the same name."""
 
