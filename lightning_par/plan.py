@@ -128,14 +128,21 @@ class BatchLayout:
         ignore_index: Labels of this value do not count.
         label_shift: How many labels at the start of T the model drops (1 where it shifts by
             itself).
+        shifted: An entry that holds the labels shifted already, where a batch has it; then the
+            model takes it under that keyword and drops none. Where sequences are divided, labels
+            are shifted before, and given so.
+        optional: Entries of `sequence_dims` that a batch may lack.
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
     labels: str | None = None
     ignore_index: int = -100
     label_shift: int = 0
+    shifted: str | None = None
+    optional: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "optional", _names("optional", self.optional))
         object.__setattr__(self, "sequence_dims", _Frozen(self.sequence_dims))
         if self.label_shift < 0:
             raise PlanError(f"label_shift={self.label_shift} must be 0 or more.")

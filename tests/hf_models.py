@@ -77,7 +77,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gpt2": _gpt2,
     "llama": _causal("Llama"),
     "llama tied": _causal("Llama", tie_word_embeddings=True),
-    "mistral": _causal("Mistral"),
+    "mistral": _causal("Mistral", sliding_window=None),
     "mixtral": _mixtral(),
     "mixtral aux": _mixtral(output_router_logits=True, router_aux_loss_coef=0.5),
     "qwen2": _causal("Qwen2"),
@@ -89,6 +89,41 @@ WIDE = {"mixtral wide": _mixtral(hidden_size=96, intermediate_size=64, num_hidde
 """Of a size at which a batch and tables of positions are nothing beside the weights."""
 
 
+class Adapted(nn.Module):
+    """A low-rank adapter beside a frozen layer, with the names that PEFT gives."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base_layer = layer
+        down = nn.Linear(layer.in_features, rank, bias=False)
+        up = nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.normal_(up.weight, std=0.1)
+        self.lora_A, self.lora_B = nn.ModuleDict({"default": down}), nn.ModuleDict({"default": up})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) / 2
+
+
+def _adapted(first: int) -> Callable[[], nn.Module]:
+    """Freeze a Llama; adapt some layers of the blocks from number `first` on."""
+
+    def make() -> nn.Module:
+        model = FAMILIES["llama"]()
+        model.requires_grad_(False)
+        for block in model.model.layers[first:]:
+            for owner in (block.self_attn, block.mlp):
+                for name in ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"):
+                    if hasattr(owner, name):
+                        setattr(owner, name, Adapted(getattr(owner, name)))
+        return model
+
+    return make
+
+
+ADAPTED = {"adapters": _adapted(0), "adapters on top": _adapted(2)}
+MODELS = {**FAMILIES, **WIDE, **ADAPTED}
+
+
 def auto_class(family: str) -> Any:
     """What reads the folder of a family."""
     kinds = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
@@ -98,18 +133,20 @@ def auto_class(family: str) -> Any:
 class HFModule(pl.LightningModule):
     """Nothing here knows of a mesh."""
 
-    def __init__(self, family: str, on_meta: bool = False) -> None:
+    def __init__(self, family: str, on_meta: bool = False, by_name: bool = False) -> None:
         super().__init__()
-        self.family = family
+        self.family, self.by_name = family, by_name
         torch.manual_seed(5)
         if not on_meta:
-            self.model = {**FAMILIES, **WIDE}[family]()
+            self.model = MODELS[family]()
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model = {**FAMILIES, **WIDE}[self.family]()
+            self.model = MODELS[self.family]()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.by_name:
+            batch = {key: batch[key] for key in ("input_ids", "labels", "attention_mask")}
         loss = self.model(**batch).loss
         self.log("train_loss", loss, sync_dist=True)
         return loss
@@ -118,16 +155,20 @@ class HFModule(pl.LightningModule):
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        # A pipeline stage may have nothing to train, and an optimizer wants something to hold.
+        trained = [p for p in self.parameters() if p.requires_grad] or self.parameters()
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
 
 
 class PaddedText(Dataset[dict[str, Tensor]]):
     """Random tokens of unequal lengths, padded at the end; padding is no target.
 
-    The first label of a row counts for BERT and T5, and is never a target of a causal model.
+    The first label of a row counts for BERT and T5, and is never a target of a causal model. What
+    is `explicit` says where its tokens are, and causal labels are shifted already.
     """
 
-    def __init__(self, size: int, family: str, padded: bool = True) -> None:
+    def __init__(self, size: int, family: str, padded: bool = True, explicit: bool = False) -> None:
+        self.explicit = explicit
         generator = torch.Generator().manual_seed(3)
         self.ids = torch.randint(3, VOCAB, (size, TOKENS), generator=generator)
         self.masked, self.padded = family == "bert", padded
@@ -143,7 +184,12 @@ class PaddedText(Dataset[dict[str, Tensor]]):
         if self.masked:
             hidden = (torch.arange(TOKENS) + index) % 3 == 0
             labels, ids = torch.where(hidden, labels, -100), torch.where(hidden, 1, ids)
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        sample = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        if self.explicit:
+            sample["position_ids"] = torch.arange(TOKENS) + 2
+        if self.explicit and not self.masked:
+            sample["shift_labels"] = torch.cat([labels[1:], labels.new_full((1,), -100)])
+        return sample
 
 
 class PaddedTextData(pl.LightningDataModule):

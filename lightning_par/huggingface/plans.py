@@ -5,6 +5,7 @@ from `lightning_par.huggingface.families` where that is missing. Whatever is not
 refused when the axis is asked for: a style that is passed over gives wrong gradients in silence.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
 
 __all__ = ["derive_plan", "find_huggingface_plan"]
 
+_OPTIONAL = ("attention_mask", "position_ids", "token_type_ids")
+_SHIFTED = "shift_labels"
 _PASTE = (
     "Or declare it by hand: give your LightningModule a method\n"
     "    def parallel_plan(self):\n"
@@ -59,10 +62,14 @@ def derive_plan(model: Any) -> ParallelPlan:
     plan = ParallelPlan(
         blocks=blocks,
         batch=_batch_layout(model),
+        positions={"": "position_ids"} if _takes_positions(model) else None,
         captured={} if blocks is None else _captured(model, model.get_submodule(blocks)),
         sequence_region="blocks",
     )
     refusals = {}
+    undivided = _why_not_divided(model)
+    if undivided is not None:
+        refusals["context"] = undivided
     name = type(model).__name__
     if blocks is None:
         refusals["pipeline"] = (
@@ -120,16 +127,43 @@ def _batch_layout(model: Any) -> BatchLayout:
     The causal loss shifts the labels itself, so that the first label of a row is never a target.
     """
     name = type(model).__name__
+    ids = {"input_ids": 1, **dict.fromkeys(_OPTIONAL, 1)}
     if model.loss_type is None and not name.endswith("LMHeadModel"):
-        return BatchLayout(sequence_dims={"input_ids": 1})
+        return BatchLayout(sequence_dims=ids, optional=_OPTIONAL)
     if model.loss_type in ("ForMaskedLM", "ForTokenClassification"):
-        return BatchLayout(sequence_dims={"input_ids": 1, "labels": 1}, labels="labels")
+        return BatchLayout(sequence_dims={**ids, "labels": 1}, labels="labels", optional=_OPTIONAL)
     if model.config.is_encoder_decoder:
         return BatchLayout(sequence_dims={"labels": 1}, labels="labels")
     if model.loss_type == "ForCausalLM" or name.endswith("LMHeadModel"):
-        dims = {"input_ids": 1, "labels": 1}
-        return BatchLayout(sequence_dims=dims, labels="labels", label_shift=1)
-    return BatchLayout(sequence_dims={"input_ids": 1})  # one label for a sample
+        return BatchLayout(
+            sequence_dims={**ids, "labels": 1, _SHIFTED: 1},
+            labels="labels",
+            label_shift=1,
+            shifted=_SHIFTED,
+            optional=(*_OPTIONAL, _SHIFTED),
+        )
+    return BatchLayout(sequence_dims=ids, optional=_OPTIONAL)  # one label for a sample
+
+
+def _takes_positions(model: Any) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _why_not_divided(model: Any) -> str | None:
+    """Say why the sequences of a model cannot be divided, or None."""
+    name, config = type(model).__name__, model.config
+    if getattr(config, "output_router_logits", False):
+        return (
+            f"{name} adds an auxiliary loss of its routers, a product of means over all tokens "
+            "that no rank sees. Set output_router_logits=False in its configuration."
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        return (
+            f"{name} attends within sliding_window={window} tokens, which divided sequences do not "
+            "know. Set sliding_window=None in its configuration if no sequence is longer."
+        )
+    return None
 
 
 def _captured(model: Any, blocks: nn.Module) -> dict[str, int]:

@@ -55,11 +55,7 @@ class InBlockStyles:
                 f"(model_type {model.config.model_type!r}), and this package knows none."
             )
             return
-        modules = {
-            _pattern(f"{blocks}.{name}"): module
-            for name, module in model.get_submodule(blocks).named_modules()
-            if name
-        }
+        modules = _named_modules(model, blocks)
         self._containers(modules)
         self._owners(modules)
 
@@ -136,6 +132,19 @@ class InBlockStyles:
             if part in ("lora_A", "lora_B") and style in _ADAPTERS:
                 return _ADAPTERS[style][part == "lora_B"]
         return None
+
+
+def _named_modules(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
+    """Give the modules inside the blocks: one pattern for all blocks if these are alike, else every
+    name, since some may have adapters, or experts, and others not.
+    """
+    container = model.get_submodule(blocks)
+    kinds = {
+        tuple((name, type(module)) for name, module in block.named_modules())
+        for block in container.children()
+    }
+    named = {f"{blocks}.{name}": module for name, module in container.named_modules() if name}
+    return named if len(kinds) > 1 else {_pattern(name): m for name, m in named.items()}
 
 
 def _pattern(fqn: str) -> str:

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_par import cli
+from lightning_par.errors import ConfigurationError
+from lightning_par.huggingface.attention import _attend, _check_packing
 from tests.folders import write_folder
 
 pytestmark = pytest.mark.contract
@@ -39,3 +42,17 @@ def test_export_refuses(
     assert status == 1
     assert message in error
     assert not (tmp_path / "a").exists()
+
+
+def test_packed_rows_are_not_divided() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    with pytest.raises(ConfigurationError, match="start again inside a row"):
+        _check_packing({"position_ids": positions})
+    _check_packing({"position_ids": positions, "attention_mask": torch.ones(1, 5)})
+    _check_packing({"position_ids": torch.arange(5)[None] + 3})
+
+
+def test_dropped_attention_weights_are_refused_on_divided_sequences() -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ConfigurationError, match=r"Linear drops out attention weights \(0.1\)"):
+        _attend(torch.nn.Linear(1, 1), x, x, x, None, dropout=0.1)

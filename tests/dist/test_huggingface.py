@@ -16,8 +16,9 @@ from torch.utils.data import DistributedSampler
 from lightning_par import check_plan, Hybrid3DStrategy, ParallelSizes
 from lightning_par.engine.double import DoublePrecision
 from lightning_par.plan import find_plan
+from lightning_par.strategies import MeshStrategy
 from lightning_par.strategies.holdings import find_holdings
-from tests.hf_models import FAMILIES, HFModule, PaddedText
+from tests.hf_models import ADAPTED, FAMILIES, HFModule, MODELS, PaddedText
 from tests.parity import _local_shapes, quiet_trainer, Recorder, Result, TOLERANCE
 from tests.ranks import run_ranks
 from tests.toy import loader
@@ -31,6 +32,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "pp2": {"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
     "tp2 pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "cp2": {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "context_parallel_size": 2,
+    },
+    "cp2 tp2": {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "context_parallel_size": 2,
+    },
+    "cp2 pp2": {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 2,
+        "context_parallel_size": 2,
+    },
     "dp2 zero3": {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -49,12 +65,14 @@ def train(
     on_meta: bool,
     size: int,
     shuffled: bool = False,
+    explicit: bool = False,
+    by_name: bool = False,
 ) -> Result:
     """Run three batches in float64, the last one odd, and say what came out."""
     torch.set_default_dtype(torch.float64)
-    samples = PaddedText(size, family)
+    samples = PaddedText(size, family, explicit=explicit)
     order = DistributedSampler(samples, num_replicas=1, rank=0) if shuffled else None
-    recorder, user = Recorder(), HFModule(family, on_meta)
+    recorder, user = Recorder(), HFModule(family, on_meta, by_name)
     trainer = quiet_trainer(
         devices=devices,
         strategy=strategy,
@@ -64,7 +82,7 @@ def train(
         num_sanity_val_steps=0,
         gradient_clip_val=0.5,
     )
-    held_out = loader(PaddedText(4, family), batch_size)
+    held_out = loader(PaddedText(4, family, explicit=explicit), batch_size)
     with DoublePrecision(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*names no blocks, so every step.*")  # T5
         trainer.fit(user, loader(samples, batch_size, sampler=order), held_out)
@@ -75,7 +93,14 @@ def train(
         "weights": {k: v.detach().clone() for k, v in state.items()},
         "val_loss": float(trainer.callback_metrics["val_loss"]),
         "shapes": _local_shapes(dict(user.named_parameters())),
+        "attentions": count_attentions(trainer.strategy),
     }
+
+
+def count_attentions(strategy: Any) -> int:
+    """How often attention was divided over the ranks."""
+    axis = strategy.parallelised.steps.sequence.axis if isinstance(strategy, MeshStrategy) else None
+    return 0 if axis is None else axis.calls
 
 
 def train_rank(rank: int, world: int, options: dict[str, Any], run: Any) -> Result:
@@ -83,7 +108,9 @@ def train_rank(rank: int, world: int, options: dict[str, Any], run: Any) -> Resu
 
 
 @cache
-def one_process(family: str, on_meta: bool, size: int, shuffled: bool) -> Result:
+def one_process(
+    family: str, on_meta: bool, size: int, shuffled: bool, explicit: bool
+) -> Result:
     # Weights made on meta are drawn by name, which a plain Trainer does not do.
     strategy = "hybrid3d" if on_meta else "auto"
     try:
@@ -95,20 +122,25 @@ def one_process(family: str, on_meta: bool, size: int, shuffled: bool) -> Result
             on_meta=on_meta,
             size=size,
             shuffled=shuffled,
+            explicit=explicit,
         )
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def assert_equal(family: str, name: str, *, on_meta: bool = False) -> list[Result]:
+def assert_equal(
+    family: str, name: str, *, on_meta: bool = False, explicit: bool = False, by_name: bool = False
+) -> list[Result]:
     options = dict(LAYOUTS[name])
     replicas = options.get("data_parallel_size", 1)
     if family == "mixtral aux":
         options["num_microbatches"] = 1  # the auxiliary loss is one of the whole micro-batch
-    world = options["tensor_parallel_size"] * options["pipeline_parallel_size"] * replicas
+    parts = options.get("context_parallel_size", 1)
+    world = options["tensor_parallel_size"] * options["pipeline_parallel_size"] * parts * replicas
     run = {"family": family, "on_meta": on_meta, "size": 10 if replicas == 1 else 12}
+    run["explicit"] = explicit
     wanted = one_process(**run, shuffled=replicas > 1)
-    part = {**run, "batch_size": 4 // replicas}
+    part = {**run, "batch_size": 4 // replicas, "by_name": by_name}
     results: list[Result] = run_ranks(train_rank, world, options, part, timeout=150)
     close = {"rtol": 0, "atol": TOLERANCE}
     ties = tied_names(family)
@@ -137,7 +169,7 @@ def assert_as_planned(family: str, results: list[Result], options: dict[str, Any
     module = HFModule(family)
     plan = find_plan(module)
     assert plan is not None
-    axes = {"tensor": "tensor", "pipeline": "pipeline", "data_shard": "data"}
+    axes = {"tensor": "tensor", "pipeline": "pipeline", "data_shard": "data", "context": "context"}
     sizes = ParallelSizes(**{a: options.get(f"{n}_parallel_size", 1) for a, n in axes.items()})
     owners = tuple(range(sizes.pipeline))
     layout = check_plan(module, plan, sizes)
@@ -152,7 +184,7 @@ def assert_as_planned(family: str, results: list[Result], options: dict[str, Any
 def tied_names(family: str) -> dict[str, str]:
     """Return every name of a parameter -> the name under which one process lists it."""
     first: dict[int, str] = {}
-    named = FAMILIES[family]().named_parameters(prefix="model", remove_duplicate=False)
+    named = MODELS[family]().named_parameters(prefix="model", remove_duplicate=False)
     return {name: first.setdefault(id(p), name) for name, p in list(named)}
 
 
@@ -162,17 +194,61 @@ def assert_parallel(results: list[Result], wanted: Result, options: dict[str, An
     blocks = [{re.search(r"\.\d+\.", n)[0] for n in r["shapes"] if n in whole} for r in results]
     assert len({frozenset(b) for b in blocks}) == options["pipeline_parallel_size"]
     degree = options["tensor_parallel_size"] * options.get("data_parallel_size", 1)
-    key = next(n for n in whole if re.search(r"(\.q_proj|\.query|mlp\.c_proj|\.q)\.weight$", n))
+    key = next(n for n in whole if re.search(r"(\.q_proj|\.query|mlp\.c_proj|\.q)(\.base_layer)?\.weight$", n))
     rows, *rest = whole[key]
     for result in results:
         held = result["shapes"].get(key)
         assert held in (None, (rows // degree, *rest))
     assert any(key in r["shapes"] for r in results)
+    divides = options.get("context_parallel_size", 1) > 1
+    assert all(bool(r["attentions"]) == divides for r in results)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama tied", "mixtral aux", "qwen3"])
 def test_family_on_tensor_and_pipeline_ranks_equals_one_process(family: str) -> None:
     assert_equal(family, "tp2 pp2")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "explicit"),
+    [
+        ("bert", "cp2", False),
+        ("gpt2", "cp2", True),
+        ("qwen3", "cp2", False),
+        ("llama tied", "cp2 tp2", False),
+        ("mixtral", "cp2 pp2", False),
+    ],
+)
+def test_family_on_divided_sequences_equals_one_process(
+    family: str, name: str, explicit: bool
+) -> None:
+    """Padded at the end; causal labels are shifted before they are divided, or given so."""
+    assert_equal(family, name, explicit=explicit)
+
+
+def test_labels_given_by_name_are_shifted_before_they_are_divided() -> None:
+    assert_equal("llama", "cp2", by_name=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("adapters", "tp2 pp2"),
+        ("adapters", "dp2 zero3"),
+        ("adapters on top", "pp2"),
+        *(
+            pytest.param(family, name, marks=pytest.mark.exhaustive)
+            for family in ADAPTED
+            for name in LAYOUTS
+        ),
+    ],
+)
+def test_adapters_beside_frozen_layers_equal_one_process(family: str, name: str) -> None:
+    """On every block, and on the last one only: then earlier stages have nothing to train."""
+    results = assert_equal(family, name)
+    trained = {n for r in results for n, grad in r["gradients"][0].items() if grad is not None}
+    assert trained
+    assert all("lora_" in name for name in trained)
 
 
 def test_model_made_on_meta_and_sharded_equals_one_process() -> None:
@@ -185,7 +261,7 @@ CELLS = [
     for family in FAMILIES
     for name in LAYOUTS
     if not (family == "t5" and name != "dp2 zero3")
-    and not (family == "mixtral aux" and name == "dp2 zero3")  # its mean is one of a replica
+    and not (family == "mixtral aux" and name[:2] in ("dp", "cp"))  # its mean is one of a rank
 ]
 
 
@@ -193,6 +269,13 @@ CELLS = [
 @pytest.mark.parametrize(("family", "name"), CELLS)
 def test_family_equals_one_process(family: str, name: str) -> None:
     assert_equal(family, name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("t5", "mixtral aux")])
+@pytest.mark.parametrize("name", ["cp2", "tp2 pp2"])
+def test_explicit_positions_and_shifted_labels_equal_one_process(family: str, name: str) -> None:
+    assert_equal(family, name, explicit=True)
 
 
 @pytest.mark.exhaustive

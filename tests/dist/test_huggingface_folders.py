@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_par import cli, Hybrid3DStrategy
 from lightning_par.engine.double import DoublePrecision
-from tests.hf_models import auto_class, FAMILIES, HFModule, PaddedText, WIDE
+from tests.hf_models import auto_class, HFModule, MODELS, PaddedText
 from tests.live_bytes import LiveBytes
 from tests.parity import quiet_trainer
 from tests.ranks import run_ranks
@@ -61,7 +61,7 @@ def make_folder(family: str, folder: Path) -> nn.Module:
     """Save a random model in several files; give it back."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(7)
-    model = {**FAMILIES, **WIDE}[family]()
+    model = MODELS[family]()
     model.save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     return model

@@ -9,7 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from lightning_par.engine.batch import count_valid
+from lightning_par.engine.batch import count_valid, sequence_entries, shift_labels
+from lightning_par.engine.context import check_context
 from lightning_par.engine.double import DoublePrecision
 from lightning_par.errors import PlanError
 from lightning_par.huggingface import derive_plan
@@ -24,7 +25,8 @@ def test_derived_plan_covers_every_parameter_and_fits(family: str) -> None:
     module = HFModule(family)
     plan = find_plan(module)
     assert plan is not None
-    assert not plan.refusals
+    assert set(plan.refusals) <= {"context"}
+    assert ("context" in plan.refusals) == (family == "mixtral aux")
     check_plan(module, plan, ParallelSizes(tensor=2, pipeline=3))  # a bare parameter is refused
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     assert hash(plan) == hash(find_plan(module))
@@ -93,6 +95,43 @@ def test_norm_of_sharded_heads_without_a_style_is_refused() -> None:
     model.tp_plan = {k: v for k, v in model.tp_plan.items() if "q_norm" not in k}
     text = refusal(model, ParallelSizes(tensor=2))
     assert "model.layers.*.self_attn.q_norm (Qwen3RMSNorm) has parameters and no style" in text
+
+
+def divided(model: nn.Module) -> str:
+    with pytest.raises(PlanError) as caught:
+        check_context(model, derive_plan(model), 2)
+    return str(caught.value)
+
+
+def test_sequences_are_not_divided_where_the_model_needs_them_whole() -> None:
+    text = divided(FAMILIES["mixtral aux"]())
+    assert "context_parallel_size=2: MixtralForCausalLM adds an auxiliary loss" in text
+    assert "Set output_router_logits=False" in text
+    config = transformers.MistralConfig(
+        vocab_size=37, hidden_size=24, num_hidden_layers=1, num_attention_heads=6, sliding_window=5
+    )
+    text = divided(transformers.MistralForCausalLM(config))
+    assert "attends within sliding_window=5 tokens" in text
+    assert "names no blocks" in divided(FAMILIES["t5"]())
+
+
+def test_shifted_labels_of_a_batch_count_as_they_are() -> None:
+    layout = derive_plan(FAMILIES["llama"]()).batch
+    labels = torch.tensor([[5, 6, -100], [7, -100, 8]])
+    batch = {"input_ids": labels, "labels": labels}
+    moved = shift_labels(batch, layout)
+    assert moved["shift_labels"].tolist() == [[6, -100, -100], [-100, 8, -100]]
+    assert moved["labels"] is moved["shift_labels"]
+    assert batch["labels"] is labels
+    assert count_valid(batch, layout) == count_valid(moved, layout) == 2
+    assert count_valid({**batch, "shift_labels": labels}, layout) == 4
+    assert sequence_entries(batch, layout) == {"input_ids": 1, "labels": 1}
+    assert list(sequence_entries({**moved, "position_ids": labels}, layout)) == [
+        "input_ids",
+        "position_ids",
+        "labels",
+        "shift_labels",
+    ]
 
 
 def test_model_without_any_plan_is_refused_by_name() -> None:
