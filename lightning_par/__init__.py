@@ -17,6 +17,7 @@ from lightning_par.strategies import (
     SequenceRingStrategy,
     TensorParallelStrategy,
 )
+from lightning_par.verification import verify
 
 __version__ = "0.1.0"
 
@@ -32,4 +33,5 @@ __all__ = [
     "TensorParallelStrategy",
     "attention",
     "check_plan",
+    "verify",
 ]

@@ -18,7 +18,13 @@ from torch import nn
 from lightning_par.errors import either, PlanError, raise_problems
 from lightning_par.plan import match_pattern, ParallelPlan, TensorStyle
 from lightning_par.sizes import ParallelSizes
-from lightning_par.units import classify_units, edge_weights, Place, role_problems
+from lightning_par.units import (
+    classify_units,
+    edge_weights,
+    partition_blocks,
+    Place,
+    role_problems,
+)
 
 __all__ = ["ModelLayout", "balance_blocks", "check_plan", "resolve_plan"]
 
@@ -27,9 +33,11 @@ _T = TypeVar("_T")
 _SHARDED_DIM: Mapping[str, int] = {
     "colwise": 0,
     "colwise_gather_output": 0,
+    "colwise_transposed": 1,
     "expert_colwise": 1,
     "expert_rowwise": 2,
     "rowwise": 1,
+    "rowwise_transposed": 0,
     "vocab_embedding": 0,
     "vocab_head": 0,
 }
@@ -193,32 +201,9 @@ def balance_blocks(
         stage_blocks: Number of blocks of every stage, by hand.
     """
     if stage_blocks is None:
-        stage_blocks = _partition(layout.block_weights, layout.edge_weights, num_stages)
+        stage_blocks = partition_blocks(layout.block_weights, layout.edge_weights, num_stages)
     ends = list(accumulate(stage_blocks))
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def _partition(weights: Sequence[int], edges: tuple[int, int], parts: int) -> list[int]:
-    """Split into contiguous parts with the smallest maximum; ties prefer even counts."""
-    total = [0, *accumulate(weights)]
-    count = len(weights)
-
-    def cost(lo: int, hi: int, part: int) -> tuple[int, int]:
-        extra = (edges[0] if part == 0 else 0) + (edges[1] if part == parts - 1 else 0)
-        return total[hi] - total[lo] + extra, (hi - lo) ** 2
-
-    best = {hi: (*cost(0, hi, 0), [hi]) for hi in range(1, count + 1)}
-    for part in range(1, parts):
-        grown: dict[int, tuple[int, int, list[int]]] = {}
-        for hi in range(part + 1, count + 1):
-            options = []
-            for lo in range(part, hi):
-                load, square = cost(lo, hi, part)
-                worst, squares, counts = best[lo]
-                options.append((max(worst, load), squares + square, [*counts, hi - lo]))
-            grown[hi] = min(options)
-        best = grown
-    return best[count][2]
 
 
 def _find_blocks(
@@ -294,6 +279,8 @@ def _check_pipeline(
     each = "" if num_stages == num_ranks else f" with {num_stages // num_ranks} stages per rank"
     if num_stages == 1:
         return []
+    if "pipeline" in layout.plan.refusals:
+        return [f"{asked}: {layout.plan.refusals['pipeline']}"]
     if not count:
         lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
         near = f'ParallelPlan(blocks="{lists[0]}")' if lists else "ParallelPlan(blocks=...)"
@@ -324,6 +311,8 @@ def _check_tensor(
 ) -> list[str]:
     if degree == 1:
         return []
+    if "tensor" in layout.plan.refusals:
+        return [f"tensor_parallel_size={degree}: {layout.plan.refusals['tensor']}"]
     if not layout.styles:
         return [
             f"tensor_parallel_size={degree}: the plan of {type(model).__name__} has no tensor "
@@ -338,6 +327,8 @@ def _check_tensor(
         for name in names
     ]
     problems: list[str] = []
+    numbers = _match_patterns(layout.plan.counts, list(modules), "counts", problems)
+    counts += [(f, f" has {n}={v}", v) for f, named in numbers.items() for n, v in named.items()]
     for fqn, style in layout.styles.items():
         counts += _sharded_sizes(fqn, modules[fqn], style, degree, problems)
     fit = _fitting_degrees([size for *_, size in counts])

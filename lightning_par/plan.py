@@ -22,18 +22,23 @@ __all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "find_plan", "match_pat
 TensorStyle = Literal[
     "colwise",
     "colwise_gather_output",
+    "colwise_transposed",
     "expert_colwise",
     "expert_rowwise",
+    "expert_shards",
     "experts",
+    "fused_qkv_transposed",
     "gather_sequence",
     "replicated",
     "replicated_with_grad_allreduce",
     "rowwise",
+    "rowwise_transposed",
     "sequence_gather_output",
     "sequence_parallel",
     "split_sequence",
     "vocab_embedding",
     "vocab_head",
+    "whole_inside",
     "whole_sequence",
 ]
 """How a module takes part in tensor parallelism (tp ranks). Weights are [out, in], activations [B,
@@ -60,6 +65,12 @@ T, D].
 - ``split_sequence``: computed whole; the output is cut along T (learned positions).
 - ``replicated``: the same computation on every rank.
 - ``replicated_with_grad_allreduce``: parameters whole, used on sharded heads; gradients summed.
+- ``colwise_transposed``, ``rowwise_transposed``: the same for weights that are [in, out].
+- ``fused_qkv_transposed``: a weight [in, 3 out] of query, key and value side by side stays whole;
+  each rank uses the columns of its heads, and gradients are summed.
+- ``expert_shards``: parameters [E, ...] sharded over the experts; called with the tokens, the
+  indices of their experts and the weights of those, where index E means none.
+- ``whole_inside``: like ``whole_sequence``, its first output cut along T again.
 """
 
 
@@ -117,14 +128,21 @@ class BatchLayout:
         ignore_index: Labels of this value do not count.
         label_shift: How many labels at the start of T the model drops (1 where it shifts by
             itself).
+        shifted: An entry that holds the labels shifted already, where a batch has it; then the
+            model takes it under that keyword and drops none. Where sequences are divided, labels
+            are shifted before, and given so.
+        optional: Entries of `sequence_dims` that a batch may lack.
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
     labels: str | None = None
     ignore_index: int = -100
     label_shift: int = 0
+    shifted: str | None = None
+    optional: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "optional", _names("optional", self.optional))
         object.__setattr__(self, "sequence_dims", _Frozen(self.sequence_dims))
         if self.label_shift < 0:
             raise PlanError(f"label_shift={self.label_shift} must be 0 or more.")
@@ -157,6 +175,15 @@ class ParallelPlan:
             in its sequence, [1, T]; the empty pattern is the model itself. Where sequences are
             divided, it is filled in. Empty: the model needs none, or takes them from the batch.
             None: the model may count by itself, so sequences cannot be divided.
+        captured: Name of a module inside a block -> which entry of its output code after the blocks
+            collects through forward hooks. It crosses the boundaries of stages.
+        counts: FQN pattern -> name and number of what a module counts (heads), where it has no such
+            attribute; the tensor-parallel degree has to divide them.
+        sequence_region: Where sequence parallelism shards activations: ``"model"``, from the
+            embedding to the head, or ``"blocks"``, from the input of the first block to the output
+            of the last.
+        refusals: ``"pipeline"``, ``"tensor"`` or ``"context"`` -> why the model is not cut so, and
+            what to declare.
     """
 
     blocks: str | None = None
@@ -172,6 +199,10 @@ class ParallelPlan:
     replica_sums: tuple[str, ...] = ()
     checkpointable: tuple[str, ...] = ()
     positions: Mapping[str, str] | None = None
+    captured: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sequence_region: Literal["blocks", "model"] = "model"
+    refusals: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         styles = get_args(TensorStyle)
@@ -184,11 +215,17 @@ class ParallelPlan:
                     f"tensor: {pattern!r}: {style!r} is no tensor style; {hint}se one of "
                     f"{', '.join(styles)}."
                 )
+        if self.sequence_region not in ("blocks", "model"):
+            problems.append(
+                f"sequence_region={self.sequence_region!r} must be 'blocks' or 'model'."
+            )
         raise_problems(PlanError, problems)
         divided = {k: _names(f"divided[{k!r}]", v) for k, v in self.divided.items()}
         tied = tuple(_names(f"tied[{i}]", group) for i, group in enumerate(self.tied))
         values: dict[str, Any] = {"tensor": _Frozen(self.tensor), "divided": _Frozen(divided)}
-        values["tied"] = tied
+        values |= {"tied": tied, "captured": _Frozen(self.captured)}
+        values["counts"] = _Frozen({k: _Frozen(v) for k, v in self.counts.items()})
+        values["refusals"] = _Frozen(self.refusals)
         values["positions"] = None if self.positions is None else _Frozen(self.positions)
         names = ("first", "last", "replicated", "carried", "experts", "replica_sums")
         for name in (*names, "checkpointable"):
@@ -214,6 +251,7 @@ class ParallelPlan:
             tied=tuple(tuple(dot + f for f in group) for group in self.tied),
             tensor={dot + k: v for k, v in self.tensor.items()},
             divided={dot + k: v for k, v in self.divided.items()},
+            counts={dot + k: v for k, v in self.counts.items()},
             experts=tuple(dot + f for f in self.experts),
             replica_sums=tuple(dot + f for f in self.replica_sums),
             checkpointable=tuple(dot + f for f in self.checkpointable),
@@ -253,7 +291,8 @@ class ParallelPlan:
 def find_plan(module: nn.Module) -> ParallelPlan | None:
     """Return the plan that `module` or one of its submodules offers through `parallel_plan()`.
 
-    The outermost offer wins; its FQNs are given as seen from `module`.
+    The outermost offer wins; its FQNs are given as seen from `module`. Without an offer, the plan
+    of a Hugging Face model inside is derived from the model.
 
     Args:
         module: A LightningModule or any other module.
@@ -275,6 +314,10 @@ def find_plan(module: nn.Module) -> ParallelPlan | None:
             "parallel_plan() on the "
             f"{type(module).__name__}, or pass plan= to the strategy."
         )
+    if not found:
+        from lightning_par.huggingface import find_huggingface_plan
+
+        return find_huggingface_plan(module)
     return next(iter(found.values()), None)
 
 

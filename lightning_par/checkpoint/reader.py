@@ -112,6 +112,8 @@ class TensorFiles:
 
     def _chunk(self, chunk: Chunk) -> Tensor:
         found = self.tensor(chunk.file, chunk.key)
+        if chunk.shape == (1, *found.shape):  # one of several that are stacked
+            found = found[None]
         if tuple(found.shape) != chunk.shape:
             raise CheckpointError(
                 f"{self._folder / chunk.file}: {chunk.key} has the shape {tuple(found.shape)}, "
@@ -186,8 +188,16 @@ class StoredTensors(MutableMapping[str, Any]):
 
     def renamed(self, prefix: str) -> "StoredTensors":
         """Return the same entries with `prefix` before every name."""
+        return self.with_entries({f"{prefix}{name}": e for name, e in self._entries.items()})
+
+    def with_entries(self, entries: Mapping[str, Any]) -> "StoredTensors":
+        """Return others like this one.
+
+        Args:
+            entries: Name -> `StoredTensor`, or what is no tensor.
+        """
         copy = StoredTensors.__new__(StoredTensors)
-        copy._entries = {f"{prefix}{name}": entry for name, entry in self._entries.items()}
+        copy._entries = dict(entries)
         return copy
 
     def __getitem__(self, name: str) -> Any:
@@ -199,6 +209,9 @@ class StoredTensors(MutableMapping[str, Any]):
 
     def __delitem__(self, name: str) -> None:
         del self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # that of a mapping would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -13,7 +13,7 @@ from lightning_par.checkpoint.files import (
 from lightning_par.checkpoint.reader import CheckpointReader, StoredOptimizer, StoredTensor
 from lightning_par.errors import CheckpointError
 
-__all__ = ["OWN_STATE", "export_checkpoint", "export_weights"]
+__all__ = ["OWN_STATE", "export_checkpoint", "export_weights", "verify_files"]
 
 OWN_STATE = "lightning_par"
 """Key under which a state holds what a strategy of this package adds to the Trainer's."""
@@ -35,7 +35,7 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
     Raises:
         CheckpointError: A file is damaged, or there is no weight below that module.
     """
-    _verify(reader, ["weights"])
+    verify_files(reader, ["weights"])
     weights = reader.weights()
     prefix = f"{below}." if below else ""
     stored: dict[str, StoredTensor] = {
@@ -64,7 +64,7 @@ def export_checkpoint(reader: CheckpointReader, path: Path, *, unpickle: bool = 
     Raises:
         CheckpointError: A file is damaged, or needs to be trusted.
     """
-    _verify(reader, ["weights", "optimizer", "state"])
+    verify_files(reader, ["weights", "optimizer", "state"])
     state = reader.state(0, unpickle=unpickle)
     state.pop(OWN_STATE, None)
     state.pop("left_out", None)
@@ -93,7 +93,16 @@ def _numbered(optimizer: StoredOptimizer) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def _verify(reader: CheckpointReader, kinds: Iterable[str]) -> None:
+def verify_files(reader: CheckpointReader, kinds: Iterable[str]) -> None:
+    """Refuse to export damaged files.
+
+    Args:
+        reader: Of the checkpoint.
+        kinds: As in `CheckpointReader.data_files`.
+
+    Raises:
+        CheckpointError: With what is wrong with every damaged file.
+    """
     problems = reader.problems(reader.data_files(*kinds))
     if problems:
         raise CheckpointError(f"{reader.folder} cannot be exported: {'; '.join(problems)}.")

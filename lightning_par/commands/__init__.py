@@ -12,9 +12,11 @@ __all__ = ["COMMANDS", "find_command"]
 
 COMMANDS: dict[str, str] = {
     "backends": "list the attention kernels, and why one cannot be used here",
-    "export": "write a checkpoint folder as one file, for programs that do not know this package",
+    "export": "write a checkpoint folder as files for programs that do not know this package",
     "inspect": "say what a checkpoint folder holds, and verify it",
+    "plan": "say what every rank would hold of a model, before anything runs",
     "schedule": "print and draw a pipeline schedule before anything runs it",
+    "verify": "compare a few steps of the configured layout with one process, number by number",
 }
 """What each command does, in one line, by its name; the module has the same name."""
 

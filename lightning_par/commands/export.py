@@ -1,5 +1,5 @@
 """Write a checkpoint folder as one file: its weights as .safetensors, or everything as the .ckpt
-that a plain Trainer reads.
+that a plain Trainer reads; or as a folder that from_pretrained of Hugging Face reads.
 """
 
 import argparse
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.single import export_checkpoint, export_weights
-from lightning_par.errors import ConfigurationError
+from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.huggingface import export_folder
 
 __all__ = ["main"]
 
@@ -27,6 +28,8 @@ def main(arguments: list[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     out = Path(options.out)
+    if options.format == "huggingface":
+        return _export_folder(Path(options.ckpt), out, options)
     if out.suffix not in (".safetensors", ".ckpt"):
         raise ConfigurationError(
             f"--out {out}: the name has to end in .safetensors (weights) or .ckpt (everything, for "
@@ -44,10 +47,40 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _export_folder(ckpt: Path, out: Path, options: argparse.Namespace) -> int:
+    problems = []
+    if out.suffix in (".safetensors", ".ckpt"):
+        problems.append(f"--out {out}: --format huggingface writes a folder; give its name.")
+    if options.below or options.trust:
+        problems.append("--below and --trust are for files: leave them out.")
+    if options.max_shard_gb <= 0:
+        problems.append(f"--max-shard-gb {options.max_shard_gb} must be more than 0.")
+    raise_problems(ConfigurationError, problems)
+    reader = CheckpointReader(ckpt)
+    names = export_folder(reader, out, max_shard_bytes=int(options.max_shard_gb * 1e9))
+    size = sum(file.stat().st_size for file in out.iterdir())
+    print(f"{out}: {len(names)} tensors, {size:,} bytes; from_pretrained({str(out)!r}) reads it")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-par export", description=__doc__)
     parser.add_argument("--ckpt", required=True, metavar="DIR", help="the checkpoint")
-    parser.add_argument("--out", required=True, help="model.safetensors, or name.ckpt")
+    parser.add_argument(
+        "--out", required=True, help="model.safetensors, name.ckpt, or the folder of --format"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("file", "huggingface"),
+        default="file",
+        help="huggingface: a folder with config.json and model.safetensors",
+    )
+    parser.add_argument(
+        "--max-shard-gb",
+        type=float,
+        default=5.0,
+        help="of a file of weights in that folder, in 1e9 bytes (default: 5)",
+    )
     parser.add_argument(
         "--below",
         default="",

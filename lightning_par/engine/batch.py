@@ -19,7 +19,10 @@ __all__ = [
     "batch_entry",
     "batch_size",
     "count_valid",
+    "has_entry",
     "map_tensors",
+    "sequence_entries",
+    "shift_labels",
     "signature",
     "split_batch",
     "tensors_of",
@@ -125,6 +128,59 @@ def batch_entry(batch: Any, path: str) -> Any:
     return value
 
 
+def sequence_entries(batch: Any, layout: BatchLayout) -> dict[str, int]:
+    """Return the entries of `layout.sequence_dims` without the optional ones that are not there.
+
+    Args:
+        batch: A batch or a micro-batch.
+        layout: Of all batches.
+    """
+    return {
+        path: dim
+        for path, dim in layout.sequence_dims.items()
+        if path not in layout.optional or has_entry(batch, path)
+    }
+
+
+def has_entry(batch: Any, path: str) -> bool:
+    """Return whether a batch has an entry that is not None.
+
+    Args:
+        batch: A batch or a micro-batch.
+        path: As in `batch_entry`.
+    """
+    try:
+        return batch_entry(batch, path) is not None
+    except PlanError:
+        return False
+
+
+def shift_labels(batch: Any, layout: BatchLayout) -> Any:
+    """Return a batch whose labels stand at the tokens that have to predict them.
+
+    Args:
+        batch: A mapping.
+        layout: With `labels`, `shifted` and a `label_shift`.
+
+    Returns:
+        The same entries; those of `labels` and `shifted` are the labels, moved `label_shift` tokens
+        towards the start, and `ignore_index` at the end.
+    """
+    assert layout.labels is not None
+    assert layout.shifted is not None
+    labels: Tensor = batch_entry(batch, layout.labels)
+    dim, size = layout.sequence_dims[layout.labels], layout.label_shift
+    if has_entry(batch, layout.shifted):
+        moved = batch_entry(batch, layout.shifted)
+    else:
+        rest = labels.narrow(dim, size, labels.shape[dim] - size)
+        end = torch.full_like(labels.narrow(dim, 0, size), layout.ignore_index)
+        moved = torch.cat([rest, end], dim)
+    changed = copy.copy(batch)
+    changed[layout.labels] = changed[layout.shifted] = moved
+    return changed
+
+
 def with_entries(batch: Any, values: Mapping[str, Any]) -> Any:
     """Return a copy of a batch with other values in some entries; containers keep their type.
 
@@ -165,8 +221,9 @@ def count_valid(batch: Any, layout: BatchLayout) -> Float[Tensor, ""]:
         size = batch_size(batch)
         device = next(tensors_of(batch)).device
         return torch.tensor(float(size), dtype=torch.float64, device=device)
-    labels = batch_entry(batch, layout.labels)
-    if layout.label_shift:
+    is_shifted = layout.shifted is not None and has_entry(batch, layout.shifted)
+    labels = batch_entry(batch, layout.shifted or "" if is_shifted else layout.labels)
+    if layout.label_shift and not is_shifted:
         dim = layout.sequence_dims.get(layout.labels, 1)
         labels = labels.narrow(dim, layout.label_shift, labels.shape[dim] - layout.label_shift)
     count: Tensor = (labels != layout.ignore_index).sum(dtype=torch.float64)

@@ -60,7 +60,9 @@ def check_context(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
             "Say where they are in BatchLayout(labels=..., sequence_dims=...), or use "
             "context_parallel_size=1."
         )
-    if batch.label_shift:
+    if "context" in plan.refusals:
+        problems = [f"{asked}: {plan.refusals['context']}"]
+    elif batch.label_shift and batch.shifted is None:
         problems.append(
             f"{asked}: label_shift={batch.label_shift}, so the model shifts labels by itself, but "
             "the next token may be on another rank. Shift them in the data, and set label_shift=0."

@@ -5,12 +5,13 @@ optimizers, sharding and checkpoints. While a stage is at work, it sees its own 
 stand for the others, those of the rank's other stages too (`Stage.slots`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_par.engine.captured import captured_names, keep_outputs
 from lightning_par.engine.stages import (
     AbsentModule,
     earlier_block,
@@ -41,13 +42,16 @@ def cut_stages(
     Returns:
         The stages, to be given to the executor.
     """
-    stages = tuple(Stage(index, bounds, layout.plan.carried) for index in indices)
+    captured = layout.plan.captured
+    carried = (*layout.plan.carried, *captured_names(captured))
+    stages = tuple(Stage(index, bounds, carried) for index in indices)
     for number, fqn in enumerate(layout.block_names):
         block = model.get_submodule(fqn)
         owner = next((s for s in stages if s.first_block <= number < s.end_block), None)
         if owner is not None:
+            keep_outputs(block, captured)
             block.register_forward_hook(_recorder(owner, number))
-        shown = [block if s is owner else _block_stub(block, s, number) for s in stages]
+        shown = [block if s is owner else _block_stub(block, s, number, captured) for s in stages]
         _place(model, fqn, stages, shown, block if owner else shown[0])
     for fqn in layout.units:
         held = layout.stages_of(fqn, bounds)
@@ -87,9 +91,11 @@ def _place(
             stage.slots.append((owner, name, module))
 
 
-def _block_stub(block: nn.Module, stage: Stage, number: int) -> nn.Module:
+def _block_stub(
+    block: nn.Module, stage: Stage, number: int, captured: Mapping[str, int]
+) -> nn.Module:
     before = number < stage.first_block
-    return earlier_block(block, stage, number) if before else LaterBlock(number)
+    return earlier_block(block, stage, number, captured) if before else LaterBlock(number)
 
 
 def _recorder(stage: Stage, block: int) -> Callable[[nn.Module, Any, Any], None]:

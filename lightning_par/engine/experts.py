@@ -19,7 +19,7 @@ given to do beside it, such as shared experts.
 or padded).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,13 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import match_pattern
 from lightning_par.sizes import ParallelSizes
 
-__all__ = ["ExpertParallel", "apply_expert_parallel", "apply_replica_sums", "check_experts"]
+__all__ = [
+    "ExpertParallel",
+    "apply_expert_parallel",
+    "apply_replica_sums",
+    "check_experts",
+    "expert_shard_dim",
+]
 
 _ops = torch.ops._c10d_functional
 _Beside = Callable[[], Tensor] | None
@@ -105,8 +111,19 @@ def _shard_of(parameter: nn.Parameter, shards: int) -> Shard:
     """
     assert isinstance(parameter, DTensor)
     taken = {p.dim for p in parameter.placements if isinstance(p, Shard)}
-    free = [d for d in range(parameter.ndim) if d not in taken and not parameter.shape[d] % shards]
-    return Shard(free[-1] if free else 0)
+    return Shard(expert_shard_dim(parameter.shape, taken, shards))
+
+
+def expert_shard_dim(shape: Sequence[int], taken: Collection[int], shards: int) -> int:
+    """Return the dim along which the ranks that hold the same experts shard a parameter of them.
+
+    Args:
+        shape: Of the whole parameter.
+        taken: Dims that other axes shard.
+        shards: Number of ranks.
+    """
+    free = [d for d, size in enumerate(shape) if d not in taken and not size % shards]
+    return free[-1] if free else 0
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:

@@ -5,7 +5,7 @@ rank (T' is T with padding), H head dim.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, Literal
 
@@ -14,7 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.engine.attention_backends import check_backend
-from lightning_par.engine.batch import batch_entry, with_entries
+from lightning_par.engine.batch import (
+    batch_entry,
+    sequence_entries,
+    shift_labels,
+    with_entries,
+)
 from lightning_par.engine.head_exchange import gather_tokens, scatter_tokens
 from lightning_par.engine.ring_attention import KeyMask, ring_attention
 from lightning_par.engine.ring_messages import Mailbox
@@ -120,6 +125,7 @@ class SequenceAxis:
             last one.
         calls: How many attentions were divided.
         fills: How often positions were given to a module, or brought by its caller.
+        checks: Called with every batch before it is divided; raise to refuse it.
     """
 
     options: ContextOptions
@@ -131,6 +137,7 @@ class SequenceAxis:
     positions: Tensor | None = None
     calls: int = 0
     fills: int = 0
+    checks: list[Callable[[Any], None]] = field(default_factory=list)
     _masks: dict[Any, tuple[Tensor, KeyMask]] = field(default_factory=dict)
 
     @property
@@ -149,11 +156,16 @@ class SequenceAxis:
             PlanError: The batch has no such entry or dim.
             ConfigurationError: The entries differ in T.
         """
-        found = {path: (batch_entry(batch, path), dim) for path, dim in plan.sequence_dims.items()}
+        for check in self.checks:
+            check(batch)
+        if plan.label_shift and plan.shifted is not None:
+            batch = shift_labels(batch, plan)
+        dims = sequence_entries(batch, plan)
+        found = {path: (batch_entry(batch, path), dim) for path, dim in dims.items()}
         layout = self.lay_out(_common_length(found))
         cuts = {}
         for path, (entry, dim) in found.items():
-            padding = plan.ignore_index if path == plan.labels else 0
+            padding = plan.ignore_index if path in (plan.labels, plan.shifted) else 0
             cuts[path] = self.part(entry, dim, padding)
         device = next(iter(found.values()))[0].device
         places = torch.arange(layout.length, device=device)[None]

@@ -13,7 +13,7 @@ which uses it shows a NaN loss instead of a plausible number.
 """
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +23,7 @@ import torch
 from torch import nn, Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_par.engine.captured import add_stand_ins
 from lightning_par.errors import PipelineError
 
 __all__ = [
@@ -211,6 +212,7 @@ class _EarlierBlock(StageStub):
 
     _stage: Stage
     _number: int
+    _replay: Callable[[], None]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._stage.current
@@ -220,6 +222,7 @@ class _EarlierBlock(StageStub):
             value = state.received.get(f"{self._number}.{name}")
             if value is not None:
                 object.__setattr__(self, name, value)
+        self._replay()
         answer = state.received[str(self._number)]
         if self._number == self._stage.first_block - 1:
             return answer
@@ -234,18 +237,22 @@ def _stub_class(block: Hashable) -> type[_EarlierBlock]:
     return type(f"Earlier{block.__name__}", (_EarlierBlock, block), members)
 
 
-def earlier_block(block: nn.Module, stage: Stage, number: int) -> nn.Module:
+def earlier_block(
+    block: nn.Module, stage: Stage, number: int, captured: Mapping[str, int]
+) -> nn.Module:
     """Make the stub of a block that runs before `stage`.
 
     Args:
         block: What it stands for.
         stage: Whose received message it answers with.
         number: Of the block.
+        captured: As in the plan.
     """
     kind = _stub_class(cast(Hashable, type(block)))
     stub = kind.__new__(kind)
     nn.Module.__init__(stub)
     stub.__dict__["_stage"], stub.__dict__["_number"] = stage, number
+    stub.__dict__["_replay"] = add_stand_ins(stub, block, captured, StageStub)
     return stub
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -26,21 +25,31 @@ from torch.distributed.tensor.experimental import register_sharding
 from lightning_par.engine.collectives import (
     copy_to_group,
     gather_from_shards,
-    gather_partial,
-    reduce_to_shards,
-    reduce_to_whole,
     slice_to_shard,
     split_sizes,
 )
+from lightning_par.engine.foreign_layers import (
+    enter_region,
+    expert_shards,
+    fused_qkv_transposed,
+    leave_region,
+    rowwise_transposed,
+    whole_inside,
+)
 from lightning_par.engine.initialise import seed_generators
+from lightning_par.engine.regions import Region, Regions, SEQUENCE_DIM
 from lightning_par.engine.stages import StageStub
 from lightning_par.engine.vocabulary import VocabShardedLogits
 from lightning_par.errors import PlanError
 from lightning_par.layout import ModelLayout
 
-__all__ = ["TensorParallel", "apply_tensor_parallel", "local_parameters", "shard_parameter"]
-
-_SEQUENCE_DIM = 1
+__all__ = [
+    "TensorParallel",
+    "apply_tensor_parallel",
+    "local_parameters",
+    "shard_parameter",
+    "tensor_placements",
+]
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
@@ -64,22 +73,13 @@ class TensorParallel:
     partial: frozenset[str]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Context:
-    group: dist.ProcessGroup
-    sequence_parallel: bool
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Make the input of sharded weights whole."""
-        if self.sequence_parallel:
-            return gather_partial(x, _SEQUENCE_DIM, self.group)
-        return copy_to_group(x, self.group)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """Sum the partial output of sharded weights."""
-        if self.sequence_parallel:
-            return reduce_to_shards(x, _SEQUENCE_DIM, self.group)
-        return reduce_to_whole(x, self.group)
+def _shard_between_blocks(
+    modules: Mapping[str, nn.Module], block_names: Sequence[str], region: Region
+) -> None:
+    """Cut the input of the first block along T, and make the output of the last one whole."""
+    for fqn, style in ((block_names[0], enter_region), (block_names[-1], leave_region)):
+        if fqn in modules:
+            _wrap_forward(modules[fqn], style, region)
 
 
 def apply_tensor_parallel(
@@ -101,20 +101,18 @@ def apply_tensor_parallel(
         PlanError: A module has an option that its style cannot keep.
     """
     group = mesh.get_group()
-    context = _Context(group=group, sequence_parallel=sequence_parallel)
-    placements: dict[str, Placement] = {}
+    regions = Regions(layout, group, sequence_parallel=sequence_parallel)
     partial_names: set[str] = set()
     modules = {n: m for n, m in model.named_modules() if not isinstance(m, StageStub)}
     for fqn, style in layout.styles.items():
         if fqn not in modules:
             continue
-        module = modules[fqn]
-        _wrap_forward(module, _STYLES[style], context)
-        for name, _ in module.named_parameters(recurse=False):
-            placements[f"{fqn}.{name}"] = _placement(style, name)
-        if style in _PARTIAL_ALWAYS or (sequence_parallel and style in _PARTIAL_WITH_SEQUENCE):
+        module, region = modules[fqn], regions.of(fqn)
+        _wrap_forward(module, _STYLES[style], region)
+        shards_tokens = region.sequence_parallel
+        if style in _PARTIAL_ALWAYS or (shards_tokens and style in _PARTIAL_WITH_SEQUENCE):
             partial_names |= {f"{fqn}.{n}" for n, _ in module.named_parameters(recurse=False)}
-        if style == "rowwise" and sequence_parallel:
+        if style in ("rowwise", "rowwise_transposed") and shards_tokens:
             partial_names.add(f"{fqn}.bias")
     for fqn, names in layout.divided.items():
         for name in names if fqn in modules else ():
@@ -123,12 +121,30 @@ def apply_tensor_parallel(
         for fqn in layout.block_names:
             if fqn in modules and _draws_random_numbers(modules[fqn]):
                 _separate_random_numbers(modules[fqn], group.rank())
-    named = dict(model.named_parameters(remove_duplicate=False))
+    if sequence_parallel and layout.plan.sequence_region == "blocks":
+        _shard_between_blocks(modules, layout.block_names, regions.sharded)
+    placements = tensor_placements(model, layout)
     return TensorParallel(
-        mesh=mesh,
-        placements={name: placements.get(name, Replicate()) for name in named},
-        partial=frozenset(partial_names & set(named)),
+        mesh=mesh, placements=placements, partial=frozenset(partial_names & set(placements))
     )
+
+
+def tensor_placements(model: nn.Module, layout: ModelLayout) -> dict[str, Placement]:
+    """Return how every parameter is placed on the ``tp`` axis, ties under each of their names.
+
+    Args:
+        model: Parameters may be on meta; those that are not here are left out.
+        layout: The resolved plan.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    sharded: dict[int, Placement] = {}
+    for fqn, parameter in named.items():
+        owner, _, name = fqn.rpartition(".")
+        placement = _placement(layout.styles.get(owner, "replicated"), name)
+        # A tie may have names without a style, or whole ones: all mean the sharded parameter.
+        if isinstance(placement, Shard):
+            sharded[id(parameter)] = placement
+    return {fqn: sharded.get(id(p), Replicate()) for fqn, p in named.items()}
 
 
 def shard_parameter(
@@ -157,11 +173,14 @@ def shard_parameter(
 
 
 def _placement(style: str, name: str) -> Placement:
-    if style in ("colwise", "colwise_gather_output", "vocab_head", "vocab_embedding"):
+    if style in _SHARDS_ROWS or (style == "colwise_transposed" and name == "bias"):
+        return Shard(0)
+    if style == "rowwise_transposed" and name == "weight":
         return Shard(0)
     if style in ("expert_colwise", "expert_rowwise"):
         return Shard(1 if style == "expert_colwise" else 2)
-    return Shard(1) if style == "rowwise" and name == "weight" else Replicate()
+    columns = style in ("rowwise", "colwise_transposed") and name == "weight"
+    return Shard(1) if columns else Replicate()
 
 
 @contextmanager
@@ -184,10 +203,10 @@ def _swap(module: nn.Module, name: str, value: Any) -> None:
 
 
 _Forward = Callable[..., Any]
-_Style = Callable[[nn.Module, _Forward, _Context, tuple[Any, ...], dict[str, Any]], Any]
+_Style = Callable[[nn.Module, _Forward, Region, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _wrap_forward(module: nn.Module, style: _Style, context: _Context) -> None:
+def _wrap_forward(module: nn.Module, style: _Style, context: Region) -> None:
     original = module.forward
     direct = next(module.parameters(recurse=False), None) is not None
 
@@ -200,19 +219,19 @@ def _wrap_forward(module: nn.Module, style: _Style, context: _Context) -> None:
     module.forward = forward
 
 
-def _plain(module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any) -> Any:
+def _plain(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
 def _colwise_gather_output(
-    module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any
+    module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any
 ) -> Any:
     args, kwargs = _on_first_tensor(ctx.enter, args, kwargs)
     size = int(module.out_features)  # type: ignore[arg-type]
     return gather_from_shards(call(*args, **kwargs), -1, ctx.group, size)
 
 
-def _rowwise(module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any) -> Any:
+def _rowwise(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     bias = module._parameters.get("bias")
     _swap(module, "bias", None)
     try:
@@ -223,65 +242,57 @@ def _rowwise(module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs
     return out if bias is None else out + bias
 
 
-def _vocab_embedding(
-    module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any
-) -> Any:
-    if getattr(module, "padding_idx", None) is not None or getattr(module, "max_norm", None):
-        raise PlanError(
-            "vocab_embedding: an embedding with padding_idx or max_norm stays 'replicated'."
-        )
+def _vocab_embedding(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+    if getattr(module, "max_norm", None):
+        raise PlanError("vocab_embedding: an embedding with max_norm stays 'replicated'.")
     (ids,) = args or tuple(kwargs.values())
     weight = module._parameters["weight"]
     assert weight is not None
     sizes = split_sizes(int(module.num_embeddings), ctx.group.size())  # type: ignore[arg-type]
     start = sum(sizes[: ctx.group.rank()])
     inside = (ids >= start) & (ids < start + weight.shape[0])
-    out = call(torch.where(inside, ids - start, 0))
+    padding = getattr(module, "padding_idx", None)
+    if padding is not None:  # the row is looked up as any other, but gets no gradient
+        local = padding - start if start <= padding < start + weight.shape[0] else None
+        module.padding_idx = local  # type: ignore[assignment]
+    try:
+        out = call(torch.where(inside, ids - start, 0))
+    finally:
+        if padding is not None:
+            module.padding_idx = padding
     return ctx.leave(torch.where(inside.unsqueeze(-1), out, 0))
 
 
-def _vocab_head(module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any) -> Any:
+def _vocab_head(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     args, kwargs = _on_first_tensor(ctx.enter, args, kwargs)
     size = int(module.out_features)  # type: ignore[arg-type]
     return VocabShardedLogits.wrap(call(*args, **kwargs), size, ctx.group)
 
 
-def _gather_sequence(
-    module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any
-) -> Any:
+def _gather_sequence(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     args, kwargs = _on_first_tensor(ctx.enter, args, kwargs)
     return call(*args, **kwargs)
 
 
-def _split_sequence(
-    module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any
-) -> Any:
+def _split_sequence(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     out = call(*args, **kwargs)
-    return slice_to_shard(out, _SEQUENCE_DIM, ctx.group) if ctx.sequence_parallel else out
+    return slice_to_shard(out, SEQUENCE_DIM, ctx.group) if ctx.sequence_parallel else out
 
 
-def _whole_sequence(
-    module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any
-) -> Any:
-    def whole(x: Tensor) -> Tensor:
-        size = x.shape[_SEQUENCE_DIM] * ctx.group.size()
-        return gather_from_shards(x, _SEQUENCE_DIM, ctx.group, size)
-
+def _whole_sequence(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     if ctx.sequence_parallel:
-        args, kwargs = _on_first_tensor(whole, args, kwargs)
+        args, kwargs = _on_first_tensor(ctx.gather, args, kwargs)
     return call(*args, **kwargs)
 
 
 def _sequence_gather_output(
-    module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any
+    module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any
 ) -> Any:
     out = call(*args, **kwargs)
-    if not ctx.sequence_parallel:
-        return out
-    return gather_from_shards(out, _SEQUENCE_DIM, ctx.group, out.shape[1] * ctx.group.size())
+    return ctx.gather(out) if ctx.sequence_parallel else out
 
 
-def _experts(module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs: Any) -> Any:
+def _experts(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Every rank gives a part of each answer; so the gradient of an answer's weight is partial."""
     hidden, weights, *rest = args
     weights = copy_to_group(weights, ctx.group)
@@ -292,21 +303,33 @@ def _experts(module: nn.Module, call: _Forward, ctx: _Context, args: Any, kwargs
 _STYLES: Mapping[str, _Style] = {
     "colwise": _plain,
     "colwise_gather_output": _colwise_gather_output,
+    "colwise_transposed": _plain,
     "expert_colwise": _plain,
     "expert_rowwise": _plain,
+    "expert_shards": expert_shards,
     "experts": _experts,
+    "fused_qkv_transposed": fused_qkv_transposed,
     "gather_sequence": _gather_sequence,
     "replicated": _plain,
     "replicated_with_grad_allreduce": _plain,
     "rowwise": _rowwise,
+    "rowwise_transposed": rowwise_transposed,
     "sequence_gather_output": _sequence_gather_output,
     "sequence_parallel": _plain,
     "split_sequence": _split_sequence,
     "vocab_embedding": _vocab_embedding,
     "vocab_head": _vocab_head,
+    "whole_inside": whole_inside,
     "whole_sequence": _whole_sequence,
 }
-_PARTIAL_ALWAYS = ("replicated_with_grad_allreduce",)
+_SHARDS_ROWS = (
+    "colwise",
+    "colwise_gather_output",
+    "expert_shards",
+    "vocab_embedding",
+    "vocab_head",
+)
+_PARTIAL_ALWAYS = ("fused_qkv_transposed", "replicated_with_grad_allreduce")
 _PARTIAL_WITH_SEQUENCE = ("sequence_gather_output", "sequence_parallel", "split_sequence")
 
 

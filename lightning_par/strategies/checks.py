@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_par.engine.batch import batch_entry
+from lightning_par.engine.batch import batch_entry, sequence_entries
 from lightning_par.engine.builders import build_schedule, SCHEDULES
 from lightning_par.engine.context import check_context
 from lightning_par.engine.experts import check_experts
@@ -337,7 +337,7 @@ def check_batch(
     pads = sizes.context > 1 and labels_needed
     if sizes.tensor == 1 or not sequence_parallel or pads:
         return
-    for entry, dim in layout.sequence_dims.items():
+    for entry, dim in sequence_entries(batch, layout).items():
         if entry == layout.labels and not labels_needed:
             continue
         shape = tuple(getattr(batch_entry(batch, entry), "shape", ()))

@@ -142,7 +142,7 @@ class CheckpointedProcesses(SavingProcesses):
         state = checkpoint["state_dict"]
         states, module = self.parallelised.states, self.parallelised.module
         if not self._restores_optimizer:
-            state = states.match_prefix(state)
+            state = states.match_names(module, state)
         states.load_weights(module, state, strict=strict)
 
     @override

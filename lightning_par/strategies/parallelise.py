@@ -37,6 +37,7 @@ from lightning_par.engine.sequence import ContextOptions
 from lightning_par.engine.shard import shard_model, Sharding
 from lightning_par.engine.stages import Stage
 from lightning_par.engine.tensor import apply_tensor_parallel, TensorParallel
+from lightning_par.huggingface import divide_attention
 from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.blocks import BlockOptions, prepare_blocks
@@ -312,6 +313,7 @@ def _divide_sequences(
     divisor = mesh.sizes.tensor if options.sequence_parallel else 1
     axis = build_axis(mesh, options.context_options, divisor=divisor)
     apply_context_parallel(module, layout, axis)
+    divide_attention(module, layout.plan.batch, axis)
     return DividedSteps(axis, layout.plan, mesh)
 
 

@@ -19,6 +19,7 @@ from lightning_par.checkpoint.single import OWN_STATE
 from lightning_par.checkpoint.writer import make_part, Part
 from lightning_par.engine.random_states import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, raise_problems
+from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES
 from lightning_par.strategies.interruptions import InterruptibleProcesses
 from lightning_par.strategies.parallelise import Parallelised
@@ -201,6 +202,7 @@ class SavingProcesses(InterruptibleProcesses):
             "random": collect_random_states(self.root_device),
             "seed": steps.seed,
             "evaluations": steps.evaluations,
+            MODEL_STATE: describe_model(self.parallelised.module),
         }
         return make_part(
             self.global_rank,

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_par.checkpoint.pieces import Box, cut_piece, local_box, local_part, Piece
 from lightning_par.checkpoint.reader import StoredOptimizer, StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
+from lightning_par.huggingface import adapt_weights
 from lightning_par.mesh import ParallelMesh
 
 __all__ = ["StateMap"]
@@ -132,12 +133,15 @@ class StateMap:
         if rest:
             module.load_state_dict(rest, strict=False)
 
-    def match_prefix(self, state: StoredTensors) -> StoredTensors:
+    def match_names(self, module: nn.Module, state: StoredTensors) -> StoredTensors:
         """Return weights of a bare model under the names that the LightningModule gives them.
 
         Args:
-            state: Named from the LightningModule, or from one of its direct children.
+            module: Its part on this rank.
+            state: Named from the LightningModule, or from one of its direct children, or as a
+                Hugging Face model in it is saved.
         """
+        state = adapt_weights(module, state, self._state_order)
         known = set(self._state_order)
         prefixes = {"", *(name.partition(".")[0] + "." for name in known)}
         hits = {prefix: sum(prefix + name in known for name in state) for prefix in prefixes}

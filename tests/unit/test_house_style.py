@@ -16,6 +16,7 @@ WAIVER = re.compile(r"# house: \S.*$")
 PRINTING = {"cli.py", "commands"}
 KNOW_LIGHTNING = {
     "strategies",
+    "verification",
     "callbacks",
     "models",
     "commands",

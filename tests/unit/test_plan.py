@@ -26,6 +26,10 @@ EVERYTHING = {
     "replica_sums": ("decoder.blocks.*.load",),
     "checkpointable": ("decoder.blocks.*.mlp",),
     "positions": {"decoder": "position_ids", "": "positions"},
+    "captured": {"mlp.router": 1},
+    "counts": {"decoder.blocks.*.attention": {"heads": 6}},
+    "sequence_region": "blocks",
+    "refusals": {"pipeline": "it has two lists of blocks."},
 }
 PLAN = ParallelPlan(**EVERYTHING)
 
@@ -173,6 +177,7 @@ def test_an_unknown_tensor_style_names_the_pattern_the_nearest_and_all_styles():
         ({"checkpointable": "mlp"}, r"checkpointable='mlp'.*\('mlp',\)"),
         ({"divided": {"attention": "heads"}}, r"divided\['attention'\]='heads'.*\('heads',\)"),
         ({"tied": ("embed.weight", "head.weight")}, r"tied\[0\]='embed.weight'"),
+        ({"sequence_region": "block"}, r"sequence_region='block' must be 'blocks' or 'model'"),
     ],
 )
 def test_text_where_several_names_belong_is_refused(fields, message):

@@ -1,0 +1,126 @@
+"""Say what every rank would hold of a model, and what stays whole and why, before anything runs.
+
+Takes the arguments of ``lightning-par fit``. The model is built on the meta device: no weights, no
+processes.
+"""
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from lightning_par.commands.configured import configure, ConfiguredRun
+from lightning_par.engine.builders import place_stages
+from lightning_par.engine.initialise import record_construction
+from lightning_par.plan import find_plan
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.checks import check_module
+from lightning_par.strategies.holdings import find_holdings, Holding
+
+__all__ = ["main"]
+
+_HEAD = ("parameter", "shape", "stage", "divided", "bytes per rank", "whole under tp because")
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table and the totals.
+
+    Args:
+        arguments: What follows ``lightning-par plan``.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        LightningParError: The model does not fit the sizes.
+    """
+    options, rest = _parser().parse_known_args(arguments)
+    run = configure(rest, on_meta=True)
+    strategy = run.trainer.strategy
+    assert isinstance(strategy, MeshStrategy)
+    holdings = _find(run, strategy)
+    rows = [_row(h, strategy.sizes) for h in holdings]
+    rows = rows if options.all else _join_alike(rows)
+    print(f"{type(run.model).__name__} on {strategy.sizes}, zero_stage {strategy.zero_stage}\n")
+    print("\n".join(_format([_HEAD, *rows])))
+    print()
+    print("\n".join(_totals(holdings, strategy.sizes)))
+    return 0
+
+
+def _find(run: ConfiguredRun, strategy: MeshStrategy) -> list[Holding]:
+    with record_construction(), run.trainer.precision_plugin.module_init_context():
+        run.model.configure_model()
+    plan = strategy.plan if strategy.plan is not None else find_plan(run.model)
+    layout = check_module(run.model, plan, strategy)
+    owners: tuple[int, ...] = (0,)
+    if strategy.sizes.pipeline > 1:
+        ranks, chunks = strategy.sizes.pipeline, strategy.virtual_pipeline_size
+        owners = place_stages(strategy.schedule, ranks, chunks)
+    return find_holdings(
+        run.model,
+        layout,
+        strategy.sizes,
+        rank_of_stage=owners,
+        stage_blocks=strategy.stage_blocks,
+    )
+
+
+def _row(holding: Holding, sizes: ParallelSizes) -> tuple[str, ...]:
+    cuts = ", ".join(f"dim {cut.dim} by {cut.axis} {cut.parts}" for cut in holding.cuts)
+    most = max(holding.local_bytes(rank, sizes) for rank in range(sizes.world_size))
+    ties = f" = {', '.join(holding.ties)}" if holding.ties else ""
+    return (
+        holding.name + ties,
+        str(list(holding.shape)),
+        ", ".join(map(str, holding.stages)),
+        cuts or "whole",
+        f"{most:,}",
+        holding.reason,
+    )
+
+
+def _join_alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Say once what is the same in several blocks: ``layers.0-2.norm``."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in rows:
+        groups.setdefault((re.sub(r"\.\d+\.", ".*.", name), *rest), []).append(name)
+    joined = []
+    for (pattern, *rest), names in groups.items():
+        numbers = [int(n) for name in names for n in re.findall(r"\.(\d+)\.", name)[:1]]
+        if pattern.count("*") != 1 or len(names) == 1:
+            joined += [(name, *rest) for name in names]
+        elif numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            joined.append((pattern.replace("*", f"{numbers[0]}-{numbers[-1]}"), *rest))
+        else:
+            joined.append((pattern.replace("*", ",".join(map(str, numbers))), *rest))
+    return joined
+
+
+def _format(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if head.startswith("bytes") else cell.ljust(width)
+            for head, cell, width in zip(_HEAD, row, widths, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _totals(holdings: Sequence[Holding], sizes: ParallelSizes) -> Iterator[str]:
+    whole = sum(prod(h.shape) * h.dtype.itemsize for h in holdings)
+    for rank in range(sizes.world_size):
+        held = sum(h.local_bytes(rank, sizes) for h in holdings)
+        yield f"{sizes.describe(rank)}: {held:,} bytes of weights, {held / whole:.1%} of the model"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-par plan",
+        description=__doc__,
+        epilog="All other arguments are those of lightning-par fit: --config my.yaml ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--all", action="store_true", help="a row for every parameter")
+    return parser

@@ -1,0 +1,108 @@
+"""Outputs of modules inside the blocks that code after the blocks collects through forward hooks.
+
+A model may hang a hook on every router and read their logits after the last block. Under a
+pipeline, the routers of earlier stages do not exist; in the stub of their block stands a fake of
+the same class, which answers with what the stage of the block sent, so that the hook runs.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import cache
+from typing import Any, cast
+
+from torch import nn, Tensor
+
+from lightning_par.errors import PlanError
+
+__all__ = ["add_stand_ins", "captured_names", "keep_outputs"]
+
+
+def captured_names(captured: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the attributes of a block under which the outputs are carried to later stages.
+
+    Args:
+        captured: Name of a module inside a block -> entry of its output.
+    """
+    return tuple(_attribute(path) for path in captured)
+
+
+def keep_outputs(block: nn.Module, captured: Mapping[str, int]) -> None:
+    """Let a local block keep the outputs as attributes.
+
+    Args:
+        block: Modules that it does not have are passed over: blocks may differ.
+        captured: Name of a module inside a block -> entry of its output.
+    """
+    modules = dict(block.named_modules())
+    for path, index in captured.items():
+        if path in modules:
+            modules[path].register_forward_hook(_keeper(block, path, index))
+
+
+def add_stand_ins(
+    stub: nn.Module, block: nn.Module, captured: Mapping[str, int], base: type[nn.Module]
+) -> Callable[[], None]:
+    """Put fakes of the captured modules into the stub of a block.
+
+    Args:
+        stub: Without modules.
+        block: That it stands for; hooks that its modules already have are kept.
+        captured: Name of a module inside a block -> entry of its output.
+        base: Of the stubs.
+
+    Returns:
+        A function that calls the fakes; before it, the stub gets the attributes of
+        `captured_names`.
+    """
+    modules = dict(block.named_modules())
+    fakes = []
+    for path, index in captured.items():
+        if path not in modules:
+            continue
+        *parents, name = path.split(".")
+        owner = stub
+        for parent in parents:
+            if parent not in owner._modules:
+                owner._modules[parent] = base()
+            owner = cast(nn.Module, owner._modules[parent])
+        kind = _fake_class(cast(Hashable, type(modules[path])), cast(Hashable, base))
+        fake = kind.__new__(kind)
+        nn.Module.__init__(fake)
+        fake._forward_hooks.update(modules[path]._forward_hooks)
+        fake.__dict__["_answer"] = _answerer(stub, path, index)
+        owner._modules[name] = fake
+        fakes.append(fake)
+
+    def replay() -> None:
+        for fake in fakes:
+            fake()
+
+    return replay
+
+
+def _attribute(path: str) -> str:
+    return "captured_" + path.replace(".", "_")
+
+
+def _keeper(block: nn.Module, path: str, index: int) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        value = output[index] if isinstance(output, tuple | list) else output
+        if not isinstance(value, Tensor):
+            raise PlanError(f"captured: {path} gives a {type(value).__name__}, not a tensor.")
+        object.__setattr__(block, _attribute(path), value)
+
+    return hook
+
+
+def _answerer(stub: nn.Module, path: str, index: int) -> Callable[[], tuple[Any, ...]]:
+    return lambda: (*[None] * index, stub.__dict__[_attribute(path)])
+
+
+def _answer(self: Any) -> Any:
+    return self._answer()
+
+
+@cache
+def _fake_class(real: Hashable, base: Hashable) -> type[nn.Module]:
+    assert isinstance(real, type)
+    assert isinstance(base, type)
+    return type(f"Earlier{real.__name__}", (base, real), {"forward": _answer})

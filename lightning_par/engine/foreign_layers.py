@@ -1,0 +1,124 @@
+"""Tensor-parallel styles for layers that other libraries wrote.
+
+Shapes: B batch, T tokens, D model dim, E experts, K experts of a token; a rank holds T/tp tokens or
+E/tp experts. Each style is called while the module's parameters stand for this rank's shards; see
+Note [Local computation] in `lightning_par.engine.tensor`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+
+from lightning_par.engine.collectives import copy_to_group, reduce_to_whole
+from lightning_par.engine.regions import on_first_tensor, Region
+
+__all__ = [
+    "enter_region",
+    "expert_shards",
+    "fused_qkv_transposed",
+    "leave_region",
+    "rowwise_transposed",
+    "whole_inside",
+]
+
+_Forward = Callable[..., Any]
+
+
+class _Depend(torch.autograd.Function):
+    """Returns `out`, and lets its gradient reach `inputs` and `parameters` in any case.
+
+    A rank whose experts no token chose would leave the others alone in the collectives of the
+    backward, and its parameters without a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, hidden: Tensor, weights: Tensor, *idle: Tensor) -> Tensor:
+        ctx.save_for_backward(*idle)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, *map(torch.zeros_like, ctx.saved_tensors)
+
+
+def rowwise_transposed(
+    module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any
+) -> Any:
+    """Run a layer of which this rank holds rows of a weight [in, out], and sum the partial outputs.
+
+    **Communicates**: one all-reduce, or reduce-scatter over T, of the output.
+    """
+    parameters: dict[str, Any] = module._parameters
+    bias = parameters["bias"]
+    parameters["bias"] = torch.zeros_like(bias)  # such a layer cannot do without one
+    try:
+        out = call(*args, **kwargs)
+    finally:
+        parameters["bias"] = bias
+    return ctx.leave(out) + bias
+
+
+def fused_qkv_transposed(
+    module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any
+) -> Any:
+    """Run a layer [in, 3 out] of query, key and value with the columns of this rank's heads."""
+    parameters: dict[str, Any] = module._parameters
+    whole = {name: parameters[name] for name in ("weight", "bias")}
+    try:
+        for name, value in whole.items():
+            parts = value.unflatten(-1, (3, ctx.group.size(), -1))
+            parameters[name] = parts.select(-2, ctx.group.rank()).flatten(-2)
+        return call(*args, **kwargs)
+    finally:
+        parameters.update(whole)
+
+
+def expert_shards(
+    module: nn.Module,
+    call: _Forward,
+    ctx: Region,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the experts of this rank and sum over the ranks.
+
+    Called with the tokens [B T, D], expert indices [B T, K] and weights [B T, K], all whole. The
+    work of a rank is that of the tokens that chose its experts.
+
+    **Communicates**: one all-reduce of [B T, D] forward; of that and of [B T, K] backward.
+    """
+    hidden, index, weights = (*args, *kwargs.values())
+    held = next(module.parameters(recurse=False)).shape[0]
+    if hasattr(module, "_is_expert_parallel"):  # lets fused kernels of transformers skip index E
+        module.__dict__["_is_expert_parallel"] = True
+    start = ctx.group.rank() * held
+    mine = (index >= start) & (index < start + held)
+    weights = torch.where(mine, copy_to_group(weights, ctx.group), 0)
+    hidden = copy_to_group(hidden, ctx.group)
+    out = call(hidden, torch.where(mine, index - start, held), weights)
+    idle = () if out.requires_grad else tuple(module.parameters(recurse=False))
+    out = _Depend.apply(out, hidden, weights, *idle)  # type: ignore[no-untyped-call]
+    return reduce_to_whole(out, ctx.group)
+
+
+def whole_inside(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+    """Run a container on all T tokens, alike on every rank, and keep this rank's T/tp of the
+    output.
+    """
+    if not ctx.sequence_parallel:
+        return call(*args, **kwargs)
+    args, kwargs = on_first_tensor(ctx.gather, (args, kwargs))
+    return on_first_tensor(ctx.cut, call(*args, **kwargs))
+
+
+def enter_region(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+    """Run the first block on this rank's T/tp of its input, which is whole."""
+    args, kwargs = on_first_tensor(ctx.cut, (args, kwargs))
+    return call(*args, **kwargs)
+
+
+def leave_region(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+    """Run the last block and make its output whole."""
+    return on_first_tensor(ctx.gather, call(*args, **kwargs))

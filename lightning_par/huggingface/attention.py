@@ -1,0 +1,97 @@
+"""The attention of Hugging Face models where sequences are divided.
+
+Left alone, such a model makes a mask of the tokens that it sees, which are those of one rank. So it
+gets an attention of its own, which takes the padding as it is, and `lightning_par.attention` does
+the rest. Positions come from the plan, and labels are shifted before they are divided.
+
+Shapes: B batch, N query heads, K key/value heads, t tokens of one rank, H head dim.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+
+from lightning_par.engine.attention import attention
+from lightning_par.engine.sequence import SequenceAxis
+from lightning_par.errors import ConfigurationError
+from lightning_par.huggingface.models import find_model
+from lightning_par.plan import BatchLayout
+
+__all__ = ["divide_attention"]
+
+_NAME = "lightning_par"
+
+
+def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceAxis) -> None:
+    """Let the Hugging Face model inside `module`, if there is one, attend over all ranks.
+
+    Args:
+        module: A LightningModule; the model inside is told to use another attention.
+        batch: Of the plan.
+        axis: Of this rank.
+    """
+    found = find_model(module)
+    if found is None:
+        return
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, _pass_padding)
+    _, model = found
+    model.set_attn_implementation(_NAME)
+    axis.checks.append(_check_packing)
+    if batch.shifted is not None:
+        keyword = batch.shifted
+
+        def give_labels(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            given = kwargs.get("labels")
+            if axis.layout is None or given is None or kwargs.get(keyword) is not None:
+                return None
+            return args, {**kwargs, keyword: given}
+
+        model.register_forward_pre_hook(give_labels, with_kwargs=True)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers expects it: [B, N, t, H] in, [B, t, N, H] out."""
+    if dropout > 0:
+        raise ConfigurationError(
+            f"{type(module).__name__} drops out attention weights ({dropout}), which is not "
+            "supported on divided sequences. Set attention_dropout (attn_pdrop, "
+            "attention_probs_dropout_prob) of its configuration to 0."
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    visible = None if attention_mask is None else attention_mask.bool()
+    out = attention(query, key, value, causal=bool(causal), key_mask=visible, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _pass_padding(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
+    """Return the mask [B, t] that the caller gave; it must not depend on what a rank sees."""
+    return attention_mask
+
+
+def _check_packing(batch: Any) -> None:
+    """Refuse packed documents, which transformers finds by positions that start again."""
+    if not isinstance(batch, Mapping) or batch.get("attention_mask") is not None:
+        return
+    positions = batch.get("position_ids")
+    if isinstance(positions, Tensor) and bool((torch.diff(positions, dim=-1) != 1).any()):
+        raise ConfigurationError(
+            "position_ids of this batch start again inside a row, so its rows hold several "
+            "documents; Hugging Face models cannot be divided so. Use context_parallel_size=1, or "
+            "one document in a row."
+        )

@@ -1,0 +1,120 @@
+"""Checkpoint folders as folders that ``from_pretrained`` reads."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_par.checkpoint.files import publish, remove_path, write_json
+from lightning_par.checkpoint.reader import CheckpointReader, StoredTensor
+from lightning_par.checkpoint.single import OWN_STATE, verify_files
+from lightning_par.errors import CheckpointError
+
+__all__ = ["MODEL_STATE", "export_folder"]
+
+MODEL_STATE = "huggingface"
+"""Key under which a checkpoint says which Hugging Face model it holds."""
+_WEIGHTS = "model.safetensors"
+
+
+def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int) -> list[str]:
+    """Write the weights of a Hugging Face model and its configuration, as ``save_pretrained`` does.
+
+    In memory are the weights of one file.
+
+    Args:
+        reader: Of the checkpoint.
+        path: A folder; what is there stays until the new one is whole.
+        max_shard_bytes: A file of weights ends before it grows larger.
+
+    Returns:
+        The names of the weights.
+
+    Raises:
+        CheckpointError: The checkpoint holds no such model, or a file is damaged.
+    """
+    verify_files(reader, ["weights", "state"])
+    found = reader.state(0)[OWN_STATE].get(MODEL_STATE)
+    if found is None:
+        raise CheckpointError(
+            f"{reader.folder} holds no Hugging Face model, or several: use --out "
+            "NAME.safetensors for its weights."
+        )
+    dot = f"{found['prefix']}." if found["prefix"] else ""
+    weights = reader.weights()
+    names = [n for n in weights if n.startswith(dot) and n not in reader.index.aliases]
+    values = {n.removeprefix(dot): weights.find(n) for n in names}
+    stored = {n: v for n, v in values.items() if isinstance(v, StoredTensor)}
+    config = json.loads(found["config"])
+    floating = (str(v.dtype) for v in stored.values() if v.dtype.is_floating_point)
+    config["dtype"] = next(floating, "torch.float32").removeprefix("torch.")
+    partial = path.with_name(f".{path.name}.partial")
+    remove_path(partial)
+    partial.mkdir(parents=True)
+    files = _write_files(partial, _as_saved(config, stored), max_shard_bytes)
+    write_json(partial / "config.json", config)
+    publish(partial, path)
+    return [name for file in files.values() for name in file]
+
+
+def _as_saved(
+    config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Give the weights under the names that folders have; those of a block are read together."""
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    (architecture,) = config["architectures"]
+    kind = getattr(transformers, architecture, None)
+    if kind is None:
+        raise CheckpointError(
+            f"transformers has no {architecture}: use --out NAME.safetensors --below MODULE for "
+            "the weights, and save the configuration with config.save_pretrained."
+        )
+    with torch.device("meta"):
+        model = kind(kind.config_class.from_dict(dict(config)))
+    groups: dict[str, list[str]] = {}
+    for name in stored:
+        block = re.match(r".*?\.\d+\.", name)
+        groups.setdefault(block.group() if block else name, []).append(name)
+    for members in groups.values():
+        values = revert_weight_conversion(model, {name: stored[name].read() for name in members})
+        yield from ((name, value.contiguous()) for name, value in values.items())
+
+
+def _write_files(
+    folder: Path, values: Iterator[tuple[str, Tensor]], max_bytes: int
+) -> dict[str, list[str]]:
+    """Write files of weights, and an index if there are several; return the names in each file."""
+    written: dict[str, list[str]] = {}
+    held: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        name = f"part-{len(written)}"
+        save_file(held, folder / name, metadata={"format": "pt"})
+        written[name] = list(held)
+        held.clear()
+
+    for name, value in values:
+        total += value.nbytes
+        if held and value.nbytes + sum(v.nbytes for v in held.values()) > max_bytes:
+            flush()
+        held[name] = value
+    flush()
+    count = len(written)
+    final: dict[str, list[str]] = {}
+    for number, (name, members) in enumerate(written.items(), 1):
+        better = _WEIGHTS if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        (folder / name).rename(folder / better)
+        final[better] = members
+    if count > 1:
+        weight_map = {name: file for file, members in final.items() for name in members}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / f"{_WEIGHTS}.index.json", index)
+    return final

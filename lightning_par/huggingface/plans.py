@@ -1,0 +1,207 @@
+"""The `ParallelPlan` of a Hugging Face model, derived from the model itself.
+
+The blocks are found by structure; the styles come from the model's own tensor-parallel plan, or
+from `lightning_par.huggingface.families` where that is missing. Whatever is not understood is
+refused when the axis is asked for: a style that is passed over gives wrong gradients in silence.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_par.huggingface.models import find_model
+from lightning_par.huggingface.styles import InBlockStyles
+from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
+
+__all__ = ["derive_plan", "find_huggingface_plan"]
+
+_OPTIONAL = ("attention_mask", "position_ids", "token_type_ids")
+_SHIFTED = "shift_labels"
+_PASTE = (
+    "Or declare it by hand: give your LightningModule a method\n"
+    "    def parallel_plan(self):\n"
+    "        plan = lightning_par.huggingface.derive_plan(self.model)\n"
+    "        return dataclasses.replace(plan, {}, refusals={{}}).under('model')\n"
+)
+
+
+def find_huggingface_plan(module: nn.Module) -> ParallelPlan | None:
+    """Return the plan of the Hugging Face model inside `module`, with FQNs as seen from `module`.
+
+    Args:
+        module: A LightningModule or any other module; parameters may be on meta. Parameters of its
+            own, beside the model, are whole on every tensor-parallel rank.
+
+    Returns:
+        The plan; None if there is no such model, or several beside each other.
+    """
+    found = find_model(module)
+    if found is None:
+        return None
+    prefix, model = found
+    plan = derive_plan(model).under(prefix)
+    if not prefix or not plan.tensor:
+        return plan
+    beside = {
+        name: "replicated"
+        for name in _owners(module)
+        if name and name != prefix and not name.startswith(prefix + ".")
+    }
+    return _with(plan, tensor={**plan.tensor, **beside})
+
+
+def derive_plan(model: Any) -> ParallelPlan:
+    """Return the plan of one Hugging Face model, with FQNs as seen from it.
+
+    Args:
+        model: A `transformers.PreTrainedModel`; parameters may be on meta.
+    """
+    blocks = None if model.config.is_encoder_decoder else find_blocks(model)
+    plan = ParallelPlan(
+        blocks=blocks,
+        batch=_batch_layout(model),
+        positions={"": "position_ids"} if _takes_positions(model) else None,
+        captured={} if blocks is None else _captured(model, model.get_submodule(blocks)),
+        sequence_region="blocks",
+    )
+    refusals = {}
+    undivided = _why_not_divided(model)
+    if undivided is not None:
+        refusals["context"] = undivided
+    name = type(model).__name__
+    if blocks is None:
+        refusals["pipeline"] = (
+            f"{name} is an encoder-decoder model: it passes through two lists of blocks, and a "
+            "pipeline through one. Use pipeline_parallel_size=1 with data parallelism (zero_stage=3"
+            " shards the weights)."
+            if model.config.is_encoder_decoder
+            else f"{name} has no list of blocks of one class, so nothing says where it can be cut. "
+            + _PASTE.format("blocks='...'")
+        )
+        problems = [f"{name} has no list of blocks that a tensor-parallel plan is known for."]
+        styles = None
+    else:
+        styles = InBlockStyles(model, blocks)
+        problems = styles.problems
+    if problems:
+        refusals["tensor"] = (
+            " ".join(problems)
+            + " Use tensor_parallel_size=1 with data parallelism (zero_stage=3 shards the weights)"
+            + (" or a pipeline. " if blocks else ". ")
+            + _PASTE.format("tensor={**plan.tensor, '...': 'colwise'}")
+        )
+    tensor = {} if styles is None else {**_edge_styles(model, f"{blocks}."), **styles.tensor}
+    return _with(
+        plan,
+        tensor=tensor,
+        divided={} if styles is None else styles.divided,
+        counts={} if styles is None else styles.counts,
+        refusals=refusals,
+    )
+
+
+def find_blocks(model: nn.Module) -> str | None:
+    """Return the FQN of the largest `nn.ModuleList` whose children share one class.
+
+    Args:
+        model: Parameters may be on meta.
+    """
+    sizes = {
+        name: sum(p.numel() for p in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
+    }
+    return max(sizes, key=lambda name: sizes[name], default=None)
+
+
+def _with(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
+    values = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+    return ParallelPlan(**{**values, **changes})
+
+
+def _batch_layout(model: Any) -> BatchLayout:
+    """Say what the model's own loss averages over.
+
+    The causal loss shifts the labels itself, so that the first label of a row is never a target.
+    """
+    name = type(model).__name__
+    ids = {"input_ids": 1, **dict.fromkeys(_OPTIONAL, 1)}
+    if model.loss_type is None and not name.endswith("LMHeadModel"):
+        return BatchLayout(sequence_dims=ids, optional=_OPTIONAL)
+    if model.loss_type in ("ForMaskedLM", "ForTokenClassification"):
+        return BatchLayout(sequence_dims={**ids, "labels": 1}, labels="labels", optional=_OPTIONAL)
+    if model.config.is_encoder_decoder:
+        return BatchLayout(sequence_dims={"labels": 1}, labels="labels")
+    if model.loss_type == "ForCausalLM" or name.endswith("LMHeadModel"):
+        return BatchLayout(
+            sequence_dims={**ids, "labels": 1, _SHIFTED: 1},
+            labels="labels",
+            label_shift=1,
+            shifted=_SHIFTED,
+            optional=(*_OPTIONAL, _SHIFTED),
+        )
+    return BatchLayout(sequence_dims=ids, optional=_OPTIONAL)  # one label for a sample
+
+
+def _takes_positions(model: Any) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _why_not_divided(model: Any) -> str | None:
+    """Say why the sequences of a model cannot be divided, or None."""
+    name, config = type(model).__name__, model.config
+    if getattr(config, "output_router_logits", False):
+        return (
+            f"{name} adds an auxiliary loss of its routers, a product of means over all tokens "
+            "that no rank sees. Set output_router_logits=False in its configuration."
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        return (
+            f"{name} attends within sliding_window={window} tokens, which divided sequences do not "
+            "know. Set sliding_window=None in its configuration if no sequence is longer."
+        )
+    return None
+
+
+def _captured(model: Any, blocks: nn.Module) -> dict[str, int]:
+    """Find the modules inside the blocks whose outputs the model collects by hooks for its loss.
+
+    Hidden states and attention weights are collected on request only, and not for the loss.
+    """
+    found: dict[str, int] = {}
+    for part in model.modules():
+        recorded: Mapping[str, Any] = getattr(part, "_can_record_outputs", None) or {}
+        for key, entries in recorded.items():
+            if "hidden_states" in key or "attentions" in key:
+                continue
+            for entry in entries if isinstance(entries, list) else [entries]:
+                kind: Any = getattr(entry, "target_class", entry)
+                index = getattr(entry, "index", 1)
+                for block in blocks.children():
+                    names = (n for n, m in block.named_modules() if n and isinstance(m, kind))
+                    found |= dict.fromkeys(names, index)
+    return found
+
+
+def _edge_styles(model: Any, blocks: str) -> dict[str, TensorStyle]:
+    """Give the styles of what stands outside the blocks: vocabularies sharded, the rest whole."""
+    styles: dict[str, TensorStyle] = {
+        name: "replicated" for name in _owners(model) if not name.startswith(blocks)
+    }
+    names = {module: name for name, module in model.named_modules()}
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(table, nn.Embedding):
+        styles[names[table]] = "vocab_embedding"
+    if isinstance(head, nn.Linear):
+        styles[names[head]] = "vocab_head"
+    return styles
+
+
+def _owners(model: nn.Module) -> Iterator[str]:
+    """Give the FQN of every module that has parameters of its own."""
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            yield name

@@ -1,0 +1,168 @@
+"""What every rank would hold of a model, known before any process starts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from lightning_par.checkpoint.pieces import cut_box
+from lightning_par.engine.experts import expert_shard_dim
+from lightning_par.engine.tensor import tensor_placements
+from lightning_par.layout import balance_blocks, ModelLayout
+from lightning_par.plan import match_pattern
+from lightning_par.sizes import EXPERT_AXES, ParallelSizes
+
+__all__ = ["Cut", "Holding", "find_holdings"]
+
+_WHY: Mapping[str, str] = {
+    "fused_qkv_transposed": "query, key and value are side by side; each rank uses its heads",
+    "replicated": "every rank computes it alike",
+    "replicated_with_grad_allreduce": "used on each rank's heads; gradients are summed",
+    "rowwise": "a rowwise layer adds its bias after the sum",
+    "rowwise_transposed": "a rowwise layer adds its bias after the sum",
+    "sequence_gather_output": "computed on each rank's tokens; gradients are summed",
+    "sequence_parallel": "computed on each rank's tokens; gradients are summed",
+    "split_sequence": "computed whole; the output is cut along T",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A division of a parameter, or of what an earlier division left of it.
+
+    Attributes:
+        axis: Of the mesh; one of `AXES` or `EXPERT_AXES`.
+        dim: Of the parameter.
+        parts: Their number.
+    """
+
+    axis: str
+    dim: int
+    parts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """Where a parameter is.
+
+    Attributes:
+        name: Canonical FQN.
+        ties: Its other names.
+        shape: Of the whole.
+        dtype: Of its numbers.
+        stages: Pipeline stages that hold it.
+        pipeline_ranks: The ranks of the ``pp`` axis that do.
+        cuts: One after the other.
+        reason: Why it stays whole under tensor parallelism; empty if it does not, or there is none.
+    """
+
+    name: str
+    ties: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stages: tuple[int, ...]
+    pipeline_ranks: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    reason: str
+
+    def local_shape(self, rank: int, sizes: ParallelSizes) -> tuple[int, ...] | None:
+        """Return the shape of what a rank holds between two steps, or None.
+
+        Args:
+            rank: Global.
+            sizes: Of the mesh.
+        """
+        place = {**_expert_place(rank, sizes), **sizes.coordinates(rank)}
+        if place["pp"] not in self.pipeline_ranks:
+            return None
+        cuts = [(cut.dim, cut.parts, place[cut.axis]) for cut in self.cuts]
+        return cut_box(self.name, self.shape, cuts).shape
+
+    def local_bytes(self, rank: int, sizes: ParallelSizes) -> int:
+        """Return the bytes of what a rank holds between two steps."""
+        shape = self.local_shape(rank, sizes)
+        return 0 if shape is None else prod(shape) * self.dtype.itemsize
+
+
+def find_holdings(
+    model: nn.Module,
+    layout: ModelLayout,
+    sizes: ParallelSizes,
+    *,
+    rank_of_stage: Sequence[int] = (0,),
+    stage_blocks: Sequence[int] | None = None,
+) -> list[Holding]:
+    """Say where every parameter of a model would be.
+
+    Args:
+        model: Whole; its parameters may be on meta.
+        layout: Checked at these sizes.
+        sizes: Of the mesh.
+        rank_of_stage: The pipeline rank that holds each stage.
+        stage_blocks: Number of blocks of every stage; None balances them.
+    """
+    bounds = balance_blocks(layout, len(rank_of_stage), stage_blocks) if sizes.pipeline > 1 else ()
+    placements = tensor_placements(model, layout)
+    names: dict[str, list[str]] = {}
+    for name, canonical in layout.canonical.items():
+        names.setdefault(canonical, []).append(name)
+    found = []
+    for name, parameter in model.named_parameters():
+        every = names[name]
+        held = {s for n in every for s in layout.stages_of(n, bounds)} if bounds else {0}
+        tensor = placements[name]
+        dim = tensor.dim if isinstance(tensor, Shard) and sizes.tensor > 1 else None
+        shape = tuple(parameter.shape)
+        found.append(
+            Holding(
+                name=name,
+                ties=tuple(n for n in every if n != name),
+                shape=shape,
+                dtype=parameter.dtype,
+                stages=tuple(sorted(held)),
+                pipeline_ranks=tuple(sorted({rank_of_stage[s] for s in held})),
+                cuts=tuple(_cuts(name, shape, dim, layout, sizes)),
+                reason="" if dim is not None or sizes.tensor == 1 else _reason(name, layout),
+            )
+        )
+    return found
+
+
+def _cuts(
+    name: str, shape: Sequence[int], dim: int | None, layout: ModelLayout, sizes: ParallelSizes
+) -> list[Cut]:
+    owner = name.rpartition(".")[0]
+    tensor = [] if dim is None else [Cut(axis="tp", dim=dim, parts=sizes.tensor)]
+    divided = sizes.expert > 1 and any(
+        match_pattern(p, ".".join(owner.split(".")[: p.count(".") + 1]))
+        for p in layout.plan.experts
+    )
+    if divided:
+        cuts = [Cut(axis="ep", dim=0, parts=sizes.expert), *tensor]
+        shards = sizes.expert_shape[2]
+        if shards > 1:
+            taken = {cut.dim for cut in cuts}
+            last = expert_shard_dim(shape, taken, shards)
+            cuts.append(Cut(axis="expert_shard", dim=last, parts=shards))
+        return cuts
+    if sizes.data_shard > 1 and shape:
+        return [*tensor, Cut(axis="dp_shard", dim=0, parts=sizes.data_shard)]
+    return tensor
+
+
+def _expert_place(rank: int, sizes: ParallelSizes) -> dict[str, int]:
+    place = {}
+    for axis, size in reversed(list(zip(EXPERT_AXES, sizes.expert_shape, strict=True))):
+        rank, place[axis] = divmod(rank, size)
+    return place
+
+
+def _reason(name: str, layout: ModelLayout) -> str:
+    owner = name.rpartition(".")[0]
+    style = layout.styles.get(owner)
+    if style is None:
+        return "no pattern of the plan's tensor styles matches its module"
+    return f"{style}: {_WHY[style]}" if style in _WHY else style

@@ -1,0 +1,184 @@
+"""What most likely is wrong where a layout does not compute what one process computes.
+
+Each cause has a symptom of its own: the losses of the parts of a batch, the sums of the gradients
+over the tensor-parallel ranks, and what two ranks hold of the same whole parameter.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_par.plan import ParallelPlan
+from lightning_par.sizes import ParallelSizes
+from lightning_par.verification.comparison import Difference
+from lightning_par.verification.trace import Trace
+
+__all__ = ["differing_copies", "find_causes", "missed_patterns"]
+
+
+def find_causes(
+    first: Difference | None,
+    one: Trace,
+    ranks: Sequence[Trace],
+    sizes: ParallelSizes,
+    plan: ParallelPlan,
+) -> list[str]:
+    """Name what would explain the first difference, most likely first.
+
+    Args:
+        first: Between `one` and `ranks`; None if the layout failed, or only dropout did.
+        one: Of one process.
+        ranks: Of the layout, in the order of the ranks.
+        sizes: Of the layout.
+        plan: Of the model.
+    """
+    if first is None:
+        return []
+    copies = differing_copies(ranks, sizes)
+    if one.draws:
+        return [
+            "random numbers: the loss of one process depends on the seed although dropout is off, "
+            "so the module draws numbers that no layout can repeat; while verifying, leave them out"
+        ]
+    if first.kind == "loss" and first.step == 0:
+        return list(_of_first_loss(one, ranks, sizes, plan))
+    if first.kind == "gradient" and first.step == 0:
+        return list(_of_gradient(first, one, ranks, sizes, copies))
+    if copies:
+        return [f"copies of {copies[0]} differ between tensor-parallel ranks"]
+    if first.kind == "weight":
+        return ["the optimizer: all gradients are equal, so its step depends on the layout"]
+    return ["something that the first step changes, such as a buffer or the optimizer's state"]
+
+
+def _of_first_loss(
+    one: Trace, ranks: Sequence[Trace], sizes: ParallelSizes, plan: ParallelPlan
+) -> Iterator[str]:
+    samples = sum(size for size, _ in one.part_losses)
+    mean = sum(size * loss for size, loss in one.part_losses) / max(samples, 1)
+    if math.isclose(mean, ranks[0].losses[0], rel_tol=1e-9):
+        yield (
+            "a loss that ignores counts: the layout's loss is the mean over its parts by samples, "
+            "but they hold different numbers of valid labels. Say where the labels are: "
+            "ParallelPlan(batch=BatchLayout(labels=..., ignore_index=...))"
+        )
+        return
+    if sizes.context > 1:
+        named = ", ".join(repr(keyword) for keyword in (plan.positions or {}).values())
+        if named:
+            yield f"masks: positions are given as {named}, so look at the mask of the attention"
+        else:
+            yield (
+                "local positions: the plan's positions={} says that the model needs none, but "
+                "then every context-parallel rank counts its tokens from 0. Name the keyword that "
+                "takes them: ParallelPlan(positions={'': 'position_ids'})"
+            )
+    if sizes.tensor > 1:
+        yield from missed_patterns(ranks, sizes)
+        yield (
+            "a plan pattern: some module takes a shard for the whole or the whole for a shard; "
+            "compare lightning-par plan with how its modules follow each other"
+        )
+    if sizes.data > 1 or sizes.pipeline > 1:
+        yield (
+            "a loss that is no mean over labels or samples (a product, an auxiliary loss over the "
+            "batch): parts of the batch cannot be added up"
+        )
+
+
+def _of_gradient(
+    first: Difference,
+    one: Trace,
+    ranks: Sequence[Trace],
+    sizes: ParallelSizes,
+    copies: Sequence[str],
+) -> Iterator[str]:
+    name, owner = first.name, first.name.rpartition(".")[0]
+    unsummed = [n for n in _whole_names(ranks) if _sums_up(n, one, ranks, sizes)]
+    if name in unsummed:
+        rest = f" ({len(unsummed) - 1} more like it)" if len(unsummed) > 1 else ""
+        style = ranks[first.rank].styles.get(owner)
+        yield (
+            f"a gradient that is not summed: {name}{rest} has the style {style!r}, but every "
+            "tensor-parallel rank computes a part of its gradient. Use "
+            "'replicated_with_grad_allreduce', or 'sequence_parallel' if it works on tokens"
+        )
+        return
+    if copies:
+        yield f"copies of {copies[0]} get different gradients on tensor-parallel ranks"
+    if sizes.tensor > 1:
+        yield from missed_patterns(ranks, sizes)
+    got = ranks[first.rank].gradients[0].get(name)
+    want = one.gradients[0].get(one.ties.get(name, name))
+    if got is not None and want is not None and (factor := _factor(got, want)) is not None:
+        yield f"a factor: the gradient of {name} is {factor:g} times that of one process"
+
+
+def missed_patterns(ranks: Sequence[Trace], sizes: ParallelSizes) -> list[str]:
+    """Say which parameter no tensor style matches, if there is one.
+
+    Args:
+        ranks: In the order of the ranks.
+        sizes: Of the layout.
+    """
+    names = sorted({n for trace in ranks for n in trace.unstyled}) if sizes.tensor > 1 else []
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [
+        f"a missed plan pattern: no tensor style matches {names[0]}{more}. Give its module one in "
+        "ParallelPlan(tensor=...)"
+    ]
+
+
+def _whole_names(ranks: Sequence[Trace]) -> list[str]:
+    return sorted({name for trace in ranks for name in trace.whole})
+
+
+def _groups(sizes: ParallelSizes) -> list[list[int]]:
+    return sizes.groups(("tp",)) if sizes.tensor > 1 else []
+
+
+def _sums_up(name: str, one: Trace, ranks: Sequence[Trace], sizes: ParallelSizes) -> bool:
+    """Whether the gradients of the tensor-parallel ranks are parts of that of one process."""
+    want = one.gradients[0].get(one.ties.get(name, name))
+    for group in _groups(sizes):
+        parts = [ranks[rank].gradients[0].get(name) for rank in group]
+        held = [part for part in parts if part is not None]
+        if want is None or len(held) < len(group):
+            continue
+        return _close(sum(held[1:], held[0]), want) and not _close(held[0], want)
+    return False
+
+
+def differing_copies(ranks: Sequence[Trace], sizes: ParallelSizes) -> list[str]:
+    """Return the whole parameters whose gradients are not the same on the tensor-parallel ranks.
+
+    Args:
+        ranks: In the order of the ranks.
+        sizes: Of the layout.
+    """
+    found = []
+    for name in _whole_names(ranks):
+        for group in _groups(sizes):
+            steps = zip(*(ranks[rank].gradients for rank in group), strict=False)
+            for step in steps:
+                held = [grads[name] for grads in step if grads.get(name) is not None]
+                if any(not _close(other, held[0]) for other in held[1:]):
+                    found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    scale = max(1.0, float(b.abs().max())) if b.numel() else 1.0
+    return torch.allclose(a, b, rtol=0, atol=1e-9 * scale)
+
+
+def _factor(got: Tensor, want: Tensor) -> float | None:
+    norm = float((want * want).sum())
+    if not norm:
+        return None
+    factor = float((got * want).sum()) / norm
+    return factor if _close(got, want * factor) and abs(factor) > 1e-6 else None

@@ -1,0 +1,188 @@
+"""What two traces have in common, and where they part."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_par.sizes import ParallelSizes
+from lightning_par.verification.trace import Trace
+
+__all__ = ["Difference", "StepRow", "VerifyReport", "compare_steps", "first_difference"]
+
+_TOLERANCE = 1e-9  # of the largest entry; sums in another order differ by 1e-15 a step in float64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first thing in which a rank differs from one process.
+
+    Attributes:
+        kind: Losses come before gradients, gradients before weights.
+        step: From 0.
+        name: FQN of the parameter; empty for a loss.
+        rank: Global.
+        size: Largest difference of an entry.
+        scale: Largest entry of one process.
+    """
+
+    kind: Literal["loss", "gradient", "weight"]
+    step: int
+    name: str
+    rank: int
+    size: float
+    scale: float
+
+    def __str__(self) -> str:
+        of = f" of {self.name}" if self.name else ""
+        return (
+            f"the {self.kind}{of} at step {self.step} differs on rank {self.rank} by "
+            f"{self.size:.3g} (largest value {self.scale:.3g})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One step, compared.
+
+    Attributes:
+        step: From 0.
+        wanted: Loss of one process.
+        got: Of the layout.
+        gradient: Largest difference of a gradient, over its largest entry, or over 1.
+        weight: The same of a weight.
+    """
+
+    step: int
+    wanted: float
+    got: float
+    gradient: float
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """Whether a layout computes what one process computes.
+
+    Attributes:
+        sizes: Of the layout that was run.
+        asked: Of the user's layout.
+        rows: One per step that both ran.
+        first: The first difference; None if there is none.
+        causes: What most likely is wrong, most likely first.
+        notes: What the comparison left out.
+    """
+
+    sizes: ParallelSizes
+    asked: ParallelSizes
+    rows: tuple[StepRow, ...]
+    first: Difference | None
+    causes: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs and nothing went wrong."""
+        return self.first is None and not self.causes
+
+    def _without(self) -> str:
+        return "nothing differs without dropout" if self.rows else "the run failed"
+
+    def __str__(self) -> str:
+        asked = "" if self.sizes == self.asked else f" (in place of {self.asked})"
+        lines = [f"{self.sizes}{asked} against one process, float64", ""]
+        lines.append("step      one process           layout   gradients     weights")
+        lines += [
+            f"{row.step:4}  {row.wanted:15.10f}  {row.got:15.10f}  {row.gradient:10.1e}  "
+            f"{row.weight:10.1e}"
+            for row in self.rows
+        ]
+        lines.append("")
+        lines.append("equal" if self.equal else f"not equal: {self.first or self._without()}")
+        lines += [f"likely cause: {cause}" for cause in self.causes]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def compare_steps(one: Trace, ranks: Sequence[Trace]) -> tuple[StepRow, ...]:
+    """Compare every step that all of them finished.
+
+    Args:
+        one: Of one process.
+        ranks: Of the layout, in the order of the ranks.
+    """
+    count = min(len(trace.losses) for trace in (one, *ranks))
+    return tuple(
+        StepRow(
+            step=step,
+            wanted=one.losses[step],
+            got=ranks[0].losses[step],
+            gradient=max(_worst(t.gradients[step], one.gradients[step], one.ties) for t in ranks),
+            weight=max(_worst(t.weights[step], one.weights[step], one.ties) for t in ranks),
+        )
+        for step in range(count)
+    )
+
+
+def first_difference(one: Trace, ranks: Sequence[Trace]) -> Difference | None:
+    """Return where the layout first parts from one process.
+
+    Args:
+        one: Of one process.
+        ranks: Of the layout, in the order of the ranks.
+    """
+    for step in range(min(len(trace.losses) for trace in (one, *ranks))):
+        for rank, trace in enumerate(ranks):
+            size, scale = abs(trace.losses[step] - one.losses[step]), abs(one.losses[step])
+            if not size <= _TOLERANCE * max(1.0, scale):
+                fields = {"step": step, "name": "", "rank": rank, "size": size, "scale": scale}
+                return Difference(kind="loss", **fields)  # type: ignore[arg-type]
+        for kind in ("gradient", "weight"):
+            found = _first_tensor(kind, step, one, ranks)
+            if found is not None:
+                return found
+    return None
+
+
+def _first_tensor(
+    kind: Literal["gradient", "weight"], step: int, one: Trace, ranks: Sequence[Trace]
+) -> Difference | None:
+    """Return the parameter that differs most, of those that differ at one step."""
+    worst: Difference | None = None
+    for rank, trace in enumerate(ranks):
+        got, want = (getattr(t, f"{kind}s")[step] for t in (trace, one))
+        for name, value in got.items():
+            wanted = want.get(one.ties.get(name, name))
+            size, scale = _difference(value, wanted)
+            if size <= _TOLERANCE * max(1.0, scale):
+                continue
+            if worst is None or size > worst.size:
+                worst = Difference(
+                    kind=kind, step=step, name=name, rank=rank, size=size, scale=scale
+                )
+    return worst
+
+
+def _difference(got: Tensor | None, want: Tensor | None) -> tuple[float, float]:
+    if got is None and want is None:
+        return 0.0, 0.0
+    if got is None or want is None:
+        there = got if want is None else want
+        assert there is not None
+        size = float(there.abs().max()) if there.numel() else 0.0
+        return size, size
+    if not got.numel():
+        return 0.0, 0.0
+    return float((got - want).abs().nan_to_num(torch.inf).max()), float(want.abs().max())
+
+
+def _worst(
+    got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None], ties: Mapping[str, str]
+) -> float:
+    found = [0.0]
+    for name, value in got.items():
+        size, scale = _difference(value, want.get(ties.get(name, name)))
+        found.append(size / max(1.0, scale))
+    return max(found)

@@ -1,0 +1,101 @@
+"""The layouts that are compared: the user's, with small sizes, and one process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_par.engine.batch import batch_size
+from lightning_par.errors import ConfigurationError
+from lightning_par.sizes import fit_sizes, ParallelSizes
+from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.presets import Hybrid3DStrategy
+
+__all__ = ["check_batches", "find_sizes", "shrink", "strategy_at"]
+
+_MOST = 2
+"""Ranks of an axis: faults of a layout show with two."""
+
+
+def find_sizes(strategy: MeshStrategy, devices: int | None) -> ParallelSizes:
+    """Return the sizes that a strategy asks for.
+
+    Args:
+        strategy: Of the user.
+        devices: Number of ranks that "auto" divides; None: those of the strategy's Trainer, or else
+            as many as its sizes say.
+
+    Raises:
+        MeshError: They do not fit.
+    """
+    if devices is None and strategy.parallel_devices:
+        return strategy.sizes
+    asked = strategy._sizes_asked
+    if devices is None:
+        given = [v for n, v in asked.items() if n in ("tensor", "pipeline", "context", "data")]
+        devices = 1
+        for size in given:
+            devices *= 1 if size == "auto" else size
+    rule = strategy._auto
+    return fit_sizes(num_devices=devices, devices_per_node=devices, auto=rule, **asked)  # type: ignore[arg-type]
+
+
+def shrink(sizes: ParallelSizes) -> ParallelSizes:
+    """Return the same axes with at most two ranks each."""
+    replicas = min(sizes.data, _MOST)
+    sharded = sizes.data_shard > 1
+    return ParallelSizes(
+        pipeline=min(sizes.pipeline, _MOST),
+        data_replicate=1 if sharded else replicas,
+        data_shard=replicas if sharded else 1,
+        context=min(sizes.context, _MOST),
+        tensor=min(sizes.tensor, _MOST),
+        expert=min(sizes.expert, _MOST) if replicas * min(sizes.context, _MOST) > 1 else 1,
+    )
+
+
+def strategy_at(strategy: MeshStrategy, sizes: ParallelSizes) -> MeshStrategy:
+    """Return a new strategy with the options of `strategy` at other sizes.
+
+    Args:
+        strategy: Of the user; left alone.
+        sizes: Options that only make sense at the user's own sizes are left out at others.
+    """
+    options: dict[str, Any] = {}
+    if sizes.pipeline > 1:
+        chunks = strategy.virtual_pipeline_size
+        options["schedule"] = strategy.schedule
+        options["virtual_pipeline_size"] = "auto" if chunks is None else chunks
+        options["num_microbatches"] = strategy.num_microbatches or "auto"
+    blocks = strategy.stage_blocks
+    if blocks is not None and len(blocks) == sizes.pipeline > 1:
+        options["stage_blocks"] = blocks
+    if sizes.context > 1:
+        options["context_options"] = strategy.context_options
+    return Hybrid3DStrategy(
+        tensor_parallel_size=sizes.tensor,
+        pipeline_parallel_size=sizes.pipeline,
+        context_parallel_size=sizes.context,
+        data_parallel_size=sizes.data,
+        expert_parallel_size=sizes.expert,
+        zero_stage=strategy.zero_stage,
+        sequence_parallel=strategy.sequence_parallel,
+        plan=strategy.plan,
+        on_nonfinite="ignore",
+        **options,
+    )
+
+
+def check_batches(batches: Sequence[Any], sizes: ParallelSizes) -> None:
+    """Refuse batches that cannot be divided among the replicas.
+
+    Raises:
+        ConfigurationError: A batch has too few samples, or there is none.
+    """
+    if not batches:
+        raise ConfigurationError("verify needs a batch for every step, but got none.")
+    for number, batch in enumerate(batches):
+        size = batch_size(batch)
+        if size % sizes.data:
+            raise ConfigurationError(
+                f"batch {number} has {size} samples, which {sizes.data} replicas cannot share "
+                f"equally. Use {-(-size // sizes.data) * sizes.data} samples."
+            )

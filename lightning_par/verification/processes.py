@@ -1,0 +1,119 @@
+"""The processes of a verification: one alone, and those of the layout."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_par.sizes import ParallelSizes
+from lightning_par.verification.trace import describe_error, Subject, Trace, trace_steps
+
+__all__ = ["run_rank", "run_ranks"]
+
+_GRACE = 5.0
+"""Seconds in which the other ranks may report once one has failed."""
+
+Make = Callable[[], Subject]
+
+
+def run_rank(
+    make: Make, sizes: ParallelSizes, rank: int, *, parts: tuple[int, int] = (1, 1)
+) -> tuple[Trace, Trace | None]:
+    """Trace the steps on one rank whose process group exists.
+
+    Args:
+        make: Gives a new subject, the same on every rank.
+        sizes: Of the mesh.
+        rank: Of this process.
+        parts: As in `trace_steps`.
+
+    Returns:
+        Without dropout; and with it, if a layout was run and there is some.
+
+    **Communicates**: besides the steps, whether some rank has dropout.
+    """
+    trace = trace_steps(make(), sizes, rank, parts=parts)
+    if sizes.world_size == 1 or trace.error is not None:
+        return trace, None
+    found: list[Any] = [None] * sizes.world_size
+    dist.all_gather_object(found, trace.dropouts)
+    if not any(found):
+        return trace, None
+    return trace, trace_steps(make(), sizes, rank, dropout=True)
+
+
+def run_ranks(
+    make: Make, sizes: ParallelSizes, *, parts: tuple[int, int], timeout: float
+) -> list[tuple[Trace, Trace | None]]:
+    """Trace the steps on processes of their own.
+
+    Args:
+        make: Gives a new subject; it can be pickled.
+        sizes: Of the mesh.
+        parts: As in `trace_steps`.
+        timeout: Seconds until processes that have not answered are ended.
+
+    Returns:
+        In the order of the ranks. What failed has an `error` in its trace.
+    """
+    context = multiprocessing.get_context("spawn")
+    world = sizes.world_size
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        processes, ends = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (theirs, make, sizes, rank, parts, store)
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            ends.append(ours)
+        try:
+            return _collect(ends, timeout)
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join()
+
+
+def _collect(ends: Sequence[Connection], timeout: float) -> list[tuple[Trace, Trace | None]]:
+    found: dict[int, tuple[Trace, Trace | None]] = {}
+    waiting = dict(zip(ends, range(len(ends)), strict=True))
+    while waiting:
+        ready = wait(list(waiting), timeout)
+        if not ready:
+            break
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = waiting.pop(end)
+            try:
+                found[rank] = pickle.loads(end.recv_bytes())
+            except EOFError:
+                found[rank] = Trace(error="the process died"), None
+            if found[rank][0].error is not None:
+                timeout = _GRACE
+    silent = Trace(error="the process gave no answer")
+    return [found.get(rank, (silent, None)) for rank in range(len(ends))]
+
+
+def _work(
+    end: Connection, make: Make, sizes: ParallelSizes, rank: int, parts: tuple[int, int], store: str
+) -> None:
+    world = sizes.world_size
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    named = {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "GROUP_RANK": 0}
+    elastic = {"TORCHELASTIC_RUN_ID": "verify", "TORCHELASTIC_RESTART_COUNT": 0}
+    os.environ.update({name: str(v) for name, v in {**place, **named, **elastic}.items()})
+    try:
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
+        answer = run_rank(make, sizes, rank, parts=parts)
+    except BaseException as error:
+        answer = Trace(error=describe_error(error)), None
+    end.send_bytes(pickle.dumps(answer))  # a pipe of torch would only send handles

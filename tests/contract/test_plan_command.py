@@ -1,0 +1,95 @@
+"""What `lightning-par plan` says before anything runs."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_par import cli
+from tests.hf_models import FAMILIES
+
+pytestmark = [
+    pytest.mark.contract,
+    # Lightning calls a method that jsonargparse has renamed.
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
+
+YAML = """
+trainer:
+  accelerator: cpu
+  devices: 8
+  logger: false
+  strategy:
+    class_path: lightning_par.Hybrid3DStrategy
+    init_args:
+      tensor_parallel_size: 2
+      pipeline_parallel_size: 2
+      data_parallel_size: 2
+      zero_stage: 3
+model:
+  class_path: tests.hf_models.HFModule
+  init_args:
+    family: llama tied
+    on_meta: ON_META
+data: null
+"""
+
+
+def plan(tmp_path: Path, monkeypatch: Any, capsys: Any, *words: str, yaml: str = YAML) -> Any:
+    """Run the command; give its status and what it said."""
+    (tmp_path / "my.yaml").write_text(yaml)
+    command = ["lightning-par", "plan", f"--config={tmp_path / 'my.yaml'}", *words]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out, said.err
+
+
+def row(out: str, name: str) -> str:
+    (line,) = (line for line in out.splitlines() if line.startswith(name))
+    return re.sub(r"  +", " | ", line)
+
+
+@pytest.mark.parametrize("on_meta", ["true", "false"])
+def test_table_names_the_place_of_every_parameter(
+    on_meta: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    before, yaml = dist.is_initialized(), YAML.replace("ON_META", on_meta)
+    status, out, err = plan(tmp_path, monkeypatch, capsys, yaml=yaml)
+    assert status == 0, err
+    assert "HFModule on pp 2 x dp_shard 2 x tp 2, zero_stage 3" in out
+    # 37 rows: 19 of them on tp rank 0, 10 of those on the first replica; 24 columns, 4 bytes.
+    wanted = " | [37, 24] | 0, 1 | dim 0 by tp 2, dim 0 by dp_shard 2 | 960"
+    assert row(out, "model.model.embed_tokens.weight = model.lm_head.weight").endswith(wanted)
+    query = row(out, "model.model.layers.0-1.self_attn.q_proj.weight")
+    assert query.endswith("[24, 24] | 0 | dim 0 by tp 2, dim 0 by dp_shard 2 | 576")
+    assert row(out, "model.model.layers.2.mlp.down_proj.weight").split(" | ")[2:] == [
+        "1",
+        "dim 1 by tp 2, dim 0 by dp_shard 2",
+        "480",
+    ]
+    norm = row(out, "model.model.layers.2.input_layernorm.weight")
+    assert "dim 0 by dp_shard 2 | 48 | sequence_parallel: computed on each rank's tokens" in norm
+    assert len(re.findall(r"^rank \d \(pp \d, dp_shard \d, tp \d\): [\d,]+ bytes", out, re.M)) == 8
+    _, every, _ = plan(tmp_path, monkeypatch, capsys, "--all", yaml=yaml)
+    named = dict(FAMILIES["llama tied"]().named_parameters())
+    assert {f"model.{name}" for name in named} <= {
+        line.split(" ")[0] for line in every.splitlines()
+    }
+    assert dist.is_initialized() == before
+
+
+def test_what_cannot_be_is_one_error(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    yaml = YAML.replace("ON_META", "false").replace("llama tied", "t5")
+    status, _, err = plan(tmp_path, monkeypatch, capsys, yaml=yaml)
+    assert status == 1
+    assert "pipeline_parallel_size=2: T5ForConditionalGeneration is an encoder-decoder" in err
+    assert "tensor_parallel_size=2: T5ForConditionalGeneration has no list of blocks" in err
+    auto = "--trainer.strategy=auto"
+    status, _, err = plan(tmp_path, monkeypatch, capsys, auto, yaml=yaml)
+    assert status == 1
+    assert "trainer.strategy is a SingleDeviceStrategy" in err or "DDPStrategy" in err
