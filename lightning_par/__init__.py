@@ -1,8 +1,8 @@
 """N-dimensional parallel training for PyTorch Lightning.
 
 A LightningModule that trains on one device trains, unchanged, on any mesh of devices. Importing
-this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``sequence_ring`` and
-``hybrid3d`` with Lightning.
+this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``sequence_ring``,
+``hybrid3d`` and ``zero_offload`` with Lightning.
 """
 
 from lightning_par.engine.attention import attention
@@ -16,6 +16,7 @@ from lightning_par.strategies import (
     Pipeline1F1BStrategy,
     SequenceRingStrategy,
     TensorParallelStrategy,
+    ZeROOffloadStrategy,
 )
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "Pipeline1F1BStrategy",
     "SequenceRingStrategy",
     "TensorParallelStrategy",
+    "ZeROOffloadStrategy",
     "attention",
     "check_plan",
 ]
