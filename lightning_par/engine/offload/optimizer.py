@@ -238,7 +238,7 @@ class HostOptimizer:
             if name in states:
                 read(states[name], target)
         step = states["step"]
-        held.resume(int(step.read() if hasattr(step, "read") else step))
+        held.resume(step.read() if hasattr(step, "read") else step)
         return True
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class HostParameter:
     step: int = 0
     _seen: tuple[int, int] | None = None
     _has_master: bool = False
-    _count: Tensor = field(default_factory=lambda: torch.tensor(0.0))
+    _count: Tensor = field(default_factory=lambda: torch.tensor(0.0, dtype=torch.float32))
 
     @property
     def local(self) -> Tensor:
@@ -152,10 +152,10 @@ class HostParameter:
         self._seen = None
         return {"exp_avg": self.mean, "exp_avg_sq": self.square, MASTER: self.master}
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: Tensor | float) -> None:
         """Go on after a number of steps."""
-        self.step = step
-        self._count.fill_(step)
+        self.step = int(step)
+        self._count = torch.as_tensor(step).clone()
 
     def _stamp(self) -> tuple[int, int]:
         local = self.local
