@@ -18,6 +18,7 @@ from lightning_par.strategies import (
     TensorParallelStrategy,
     ZeROOffloadStrategy,
 )
+from lightning_par.strategies.budget import memory_estimate
 
 __version__ = "0.1.0"
 
@@ -34,4 +35,5 @@ __all__ = [
     "ZeROOffloadStrategy",
     "attention",
     "check_plan",
+    "memory_estimate",
 ]

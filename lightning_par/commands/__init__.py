@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "backends": "list the attention kernels, and why one cannot be used here",
     "export": "write a checkpoint folder as one file, for programs that do not know this package",
     "inspect": "say what a checkpoint folder holds, and verify it",
+    "memory": "say what a run holds on every device and host, and whether that fits",
     "schedule": "print and draw a pipeline schedule before anything runs it",
 }
 """What each command does, in one line, by its name; the module has the same name."""

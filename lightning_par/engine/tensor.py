@@ -38,7 +38,13 @@ from lightning_par.engine.vocabulary import VocabShardedLogits
 from lightning_par.errors import PlanError
 from lightning_par.layout import ModelLayout
 
-__all__ = ["TensorParallel", "apply_tensor_parallel", "local_parameters", "shard_parameter"]
+__all__ = [
+    "TensorParallel",
+    "apply_tensor_parallel",
+    "local_parameters",
+    "placement_of",
+    "shard_parameter",
+]
 
 _SEQUENCE_DIM = 1
 
@@ -111,7 +117,7 @@ def apply_tensor_parallel(
         module = modules[fqn]
         _wrap_forward(module, _STYLES[style], context)
         for name, _ in module.named_parameters(recurse=False):
-            placements[f"{fqn}.{name}"] = _placement(style, name)
+            placements[f"{fqn}.{name}"] = placement_of(style, name)
         if style in _PARTIAL_ALWAYS or (sequence_parallel and style in _PARTIAL_WITH_SEQUENCE):
             partial_names |= {f"{fqn}.{n}" for n, _ in module.named_parameters(recurse=False)}
         if style == "rowwise" and sequence_parallel:
@@ -156,7 +162,13 @@ def shard_parameter(
     return nn.Parameter(sharded, requires_grad=requires_grad)
 
 
-def _placement(style: str, name: str) -> Placement:
+def placement_of(style: str, name: str) -> Placement:
+    """Return how a parameter is placed on the ``tp`` axis.
+
+    Args:
+        style: Of its module.
+        name: Of the parameter in the module.
+    """
     if style in ("colwise", "colwise_gather_output", "vocab_head", "vocab_embedding"):
         return Shard(0)
     if style in ("expert_colwise", "expert_rowwise"):

@@ -30,6 +30,7 @@ from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.sizes import AutoRule, Size
 from lightning_par.strategies.blocks import check_recomputation
+from lightning_par.strategies.budget import check_memory
 from lightning_par.strategies.checks import (
     check_batch,
     check_loader,
@@ -235,6 +236,7 @@ class MeshStrategy(OffloadedProcesses):
             check_trainer(trainer, module, self.sizes)
             check_whole(module)
             layout = check_module(module, self._find_plan(module), self)
+            check_memory(module, layout, self)
             if self.recomputation is not None:
                 check_recomputation(module, layout, self.recomputation, self._count_stages())
         except LightningParError:
