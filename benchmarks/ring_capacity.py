@@ -26,7 +26,7 @@ from lightning_par import Hybrid3DStrategy
 from lightning_par.models import BertModule
 
 GIB = 2**30
-LENGTH, SAMPLES = 256, (2, 3, 4)
+LENGTH, SAMPLES = 256, (3, 4, 5)
 """T, and B for each rank."""
 BATCH_LENGTH = 512
 """T of the largest batch."""
@@ -129,7 +129,7 @@ class Cap:
                     print(f"{world:5}  {way:17}  refused: {HEADS} heads")
                 continue
             counted = [peak(way, samples * world, LENGTH) for samples in SAMPLES]
-            _, other = peak(way, SAMPLES[0] * world // 2, 2 * LENGTH)
+            _, other = peak(way, SAMPLES[1] * world // 2, 2 * LENGTH)
             tokens = [LENGTH * samples * world for samples in SAMPLES]
             (held, low), (_, middle), (_, high) = counted
             slope = (high - low) / (tokens[2] - tokens[0])
@@ -140,7 +140,7 @@ class Cap:
                 print(
                     f"{world:5}  {way:17}  {held / GIB:8.2f}  {base / GIB:8.2f}"
                     f"  {slope / 1024:9.1f}  {int(fits):9}  {int(fits) // BATCH_LENGTH:7}"
-                    f"  {100 * bent:+6.2f} %  {100 * (other / low - 1):+6.2f} %",
+                    f"  {100 * bent:+6.2f} %  {100 * (other / middle - 1):+6.2f} %",
                     flush=True,
                 )
 

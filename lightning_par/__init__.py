@@ -1,8 +1,8 @@
 """N-dimensional parallel training for PyTorch Lightning.
 
 A LightningModule that trains on one device trains, unchanged, on any mesh of devices. Importing
-this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``sequence_ring`` and
-``hybrid3d`` with Lightning.
+this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``sequence_ring``,
+``hybrid3d`` and ``zero_offload`` with Lightning.
 """
 
 from lightning_par.engine.attention import attention
@@ -16,7 +16,9 @@ from lightning_par.strategies import (
     Pipeline1F1BStrategy,
     SequenceRingStrategy,
     TensorParallelStrategy,
+    ZeROOffloadStrategy,
 )
+from lightning_par.strategies.budget import memory_estimate
 from lightning_par.verification import verify
 
 __version__ = "0.1.0"
@@ -31,7 +33,9 @@ __all__ = [
     "Pipeline1F1BStrategy",
     "SequenceRingStrategy",
     "TensorParallelStrategy",
+    "ZeROOffloadStrategy",
     "attention",
     "check_plan",
+    "memory_estimate",
     "verify",
 ]

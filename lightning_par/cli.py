@@ -19,7 +19,7 @@ import lightning_par
 from lightning_par.commands import COMMANDS, find_command
 from lightning_par.errors import CheckpointError, ConfigurationError, LightningParError
 
-__all__ = ["ParallelCLI", "main"]
+__all__ = ["ParallelCLI", "main", "make_cli"]
 
 _DEFAULTS = {
     "model": {"class_path": "lightning_par.models.GPTModule"},
@@ -96,21 +96,33 @@ def main() -> None:
     try:
         if sys.argv[1:] and sys.argv[1] in COMMANDS:
             sys.exit(find_command(sys.argv[1])(sys.argv[2:]))
-        ParallelCLI(
-            L.LightningModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            seed_everything_default=0,
-            parser_class=_Parser,
-            parser_kwargs={"prog": "lightning-par", "description": _description()},
-            save_config_kwargs={"overwrite": True},
-        )
+        make_cli()
     except (ValueError, CheckpointError) as error:  # what else fails while it runs has a traceback
         ours = _find_ours(error)
         if ours is None:
             raise
         print(f"lightning-par: error: {ours}", file=sys.stderr)
         sys.exit(1)
+
+
+def make_cli(arguments: list[str] | None = None, *, run: bool = True) -> ParallelCLI:
+    """Build what a command line says, and run it.
+
+    Args:
+        arguments: By default those of this process.
+        run: Whether the first of them is a subcommand to run; otherwise there is none.
+    """
+    return ParallelCLI(
+        L.LightningModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        seed_everything_default=0,
+        parser_class=_Parser,
+        parser_kwargs={"prog": "lightning-par", "description": _description()},
+        save_config_kwargs={"overwrite": True},
+        args=arguments,
+        run=run,
+    )
 
 
 def _description() -> str:

@@ -10,6 +10,7 @@ working::
     |-- ConfigurationError (ValueError)   an option, alone or with the Trainer, is not supported
     |-- PipelineError     (RuntimeError)  a pipeline stage failed while it ran
     |-- NonFiniteError    (RuntimeError)  the loss or the gradient is NaN or infinite
+    |-- OffloadError      (RuntimeError)  the host cannot hold or step the optimizer
     `-- CheckpointError   (RuntimeError)  a checkpoint does not fit the model
 """
 
@@ -21,6 +22,7 @@ __all__ = [
     "LightningParError",
     "MeshError",
     "NonFiniteError",
+    "OffloadError",
     "PipelineError",
     "PlanError",
     "ScheduleError",
@@ -55,6 +57,10 @@ class PipelineError(LightningParError, RuntimeError):
 
 class NonFiniteError(LightningParError, RuntimeError):
     """The loss is NaN or infinite although it counts valid entries."""
+
+
+class OffloadError(LightningParError, RuntimeError):
+    """The host cannot do its part of an offloaded optimizer: its kernel, memory or disk."""
 
 
 class CheckpointError(LightningParError, RuntimeError):

@@ -112,6 +112,7 @@ def train_rank(rank: int, world: int, strategy: str, options: dict[str, Any], ru
         "pipeline_1f1b": lightning_par.Pipeline1F1BStrategy,
         "sequence_ring": lightning_par.SequenceRingStrategy,
         "hybrid3d": lightning_par.Hybrid3DStrategy,
+        "zero_offload": lightning_par.ZeROOffloadStrategy,
     }[strategy]
     return train(kind(**options), devices=world, **run)
 

@@ -50,6 +50,8 @@ LAYOUTS: dict[str, Run] = {
     "pp2 dp2": sizes(pipeline=2, data=2, zero=2),
     "tp2 pp2 dp2": sizes(tensor=2, pipeline=2, data=2, zero=3),
     "zbv": {**sizes(pipeline=2), "schedule": "zbv"},
+    "dp2 offload": {**sizes(data=2, zero=2), "offload_options": {}},
+    "tp2 offload": {**sizes(tensor=2), "offload_options": {}},
 }
 
 

@@ -105,8 +105,9 @@ class ToyLM(nn.Module):
 
 
 class ToyModule(pl.LightningModule):
-    """Built in the constructor; AdamW or SGD; `masked` writes the mean over valid labels by hand,
-    which is 0/0 where there is none.
+    """Built in the constructor; AdamW, SGD or Adam in two groups with a scheduler.
+
+    `masked` writes the mean over valid labels by hand, which is 0/0 where there is none.
     """
 
     def __init__(self, optimizer: str = "adamw", masked: bool = False, **options: Any) -> None:
@@ -132,7 +133,14 @@ class ToyModule(pl.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "groups":
+            matrices = [p for p in self.parameters() if p.ndim > 1]
+            others = [p for p in self.parameters() if p.ndim == 1]
+            groups = [{"params": matrices, "weight_decay": 0.2, "betas": (0.7, 0.9)}]
+            made = torch.optim.Adam([*groups, {"params": others, "lr": 3e-2}], lr=1e-2)
+            rates = torch.optim.lr_scheduler.StepLR(made, step_size=1, gamma=0.5)
+            return [made], [{"scheduler": rates, "interval": "step"}]
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)

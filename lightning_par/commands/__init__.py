@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "backends": "list the attention kernels, and why one cannot be used here",
     "export": "write a checkpoint folder as files for programs that do not know this package",
     "inspect": "say what a checkpoint folder holds, and verify it",
+    "memory": "say what a run holds on every device and host, and whether that fits",
     "plan": "say what every rank would hold of a model, before anything runs",
     "schedule": "print and draw a pipeline schedule before anything runs it",
     "verify": "compare a few steps of the configured layout with one process, number by number",

@@ -18,9 +18,12 @@ gather          all parts                    payload/n, 0 at the destination
 reduce          the tensor                   payload, 0 at the destination
 send            the tensor                   payload
 recv            the tensor                   0
+to_host         the tensor                   payload
+to_device       the tensor                   payload
 ==============  ===========================  =====================================
 
-Coalesced forms count one call. Barriers are not counted. A backend may use another algorithm
+The last two are copies of an offloaded optimizer, under the axis ``host``; they are counted, not
+timed. Coalesced forms count one call. Barriers are not counted. A backend may use another algorithm
 (trees, copies inside a node); the numbers are those of the standard cost model and do not depend on
 it.
 
@@ -248,6 +251,12 @@ class Ledger(Wiretap):
             )
             self.transfers.append(transfer)
             self._expect(result, transfer)
+
+    def _copied(self, operation: str, tensor: Tensor) -> None:
+        if self.listens:
+            size = _size(tensor)
+            count = self._counts.setdefault(("host", operation), _Count())
+            count.add(_Count(calls=1, payload=size, sent=Fraction(size)))
 
     def _expect(self, result: Any, transfer: Transfer) -> None:
         """Keep a transfer until its work is waited for, or the tensor that it gives."""

@@ -13,9 +13,11 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["SavedActivations", "bytes_held", "current_memory", "peak_memory"]
+__all__ = ["SavedActivations", "available_memory", "bytes_held", "current_memory", "peak_memory"]
 
 _STATM = Path("/proc/self/statm")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -66,6 +68,20 @@ def _resident() -> int:
 def _most_resident() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def available_memory() -> int | None:
+    """Return the bytes that this machine, or the container, can still give; None where the system
+    does not say.
+    """
+    found = []
+    if _MEMINFO.exists():
+        lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    limit, used = (_CGROUP / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        found.append(int(limit.read_text()) - int(used.read_text()))
+    return min(found, default=None)
 
 
 def _address(tensor: Tensor) -> int:

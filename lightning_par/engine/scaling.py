@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.engine.gradients import is_counted_here, local_gradients
+from lightning_par.engine.offload.departed import DepartedGradients
 
 __all__ = ["MeshGradScaler", "underflow_share"]
 
@@ -24,7 +25,12 @@ class MeshGradScaler(torch.amp.GradScaler):
     """A `GradScaler` whose decision is that of all ranks of the world.
 
     Where gradients are DTensors, each rank looks at its own part.
+
+    Attributes:
+        departed: Gradients that are on the host, which are divided when they are used.
     """
+
+    departed: DepartedGradients | None = None
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)
@@ -74,6 +80,8 @@ class MeshGradScaler(torch.amp.GradScaler):
             raise ValueError("Attempting to unscale FP16 gradients.")
         for grads in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        if self.departed is not None:
+            self.departed.unscale(inv_scale, found_inf)
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
         self._skipped = found_inf.clone() if self._skipped is None else self._skipped + found_inf
         return {found_inf.device: found_inf}

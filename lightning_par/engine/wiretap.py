@@ -13,7 +13,8 @@ backend: under the key of another backend it is reached without coming back here
 lets go of the lock.
 
 The replacement is of the process. Wiretaps may be nested; the one entered last is left first.
-Communication that C++ code starts by itself, as DDP's reducer does, is not heard.
+Communication that C++ code starts by itself, as DDP's reducer does, is not heard. Copies between
+the device and the host are heard where an offloaded optimizer makes them.
 """
 
 from abc import ABC, abstractmethod
@@ -27,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.library import get_kernel, Library
+
+from lightning_par.engine.offload.courier import Courier
 
 __all__ = ["Call", "Wiretap"]
 
@@ -159,11 +162,22 @@ class Wiretap(ABC):
             began: When it began to wait.
         """
 
+    @abstractmethod
+    def _copied(self, operation: str, tensor: Tensor) -> None:
+        """Hear that a tensor was copied between the device and the host.
+
+        Args:
+            operation: ``"to_host"`` or ``"to_device"``.
+            tensor: What was copied.
+        """
+
     def _enter(self) -> None:
         for name, form in _METHODS.items():
             if name in vars(dist.ProcessGroup):
                 self._replace(dist.ProcessGroup, name, partial(self._method, form))
         self._replace(dist.Work, "wait", self._wait_method)
+        for name in ("to_host", "to_device"):
+            self._replace(Courier, name, partial(self._copy_method, name))
         self._library = Library(_NAMESPACE, "IMPL")
         for key in ("CPU", "CUDA"):
             for name, form in _OPERATORS.items():
@@ -223,6 +237,13 @@ class Wiretap(ABC):
             return result
 
         return wait
+
+    def _copy_method(self, name: str, original: Any) -> Callable[..., Any]:
+        def copy(courier: Courier, source: Tensor, target: Tensor) -> None:
+            original(courier, source, target)
+            self._copied(name, source)
+
+        return copy
 
     def _wait_operator(self, before: Any) -> Callable[..., Any]:
         def kernel(keys: Any, tensor: Tensor) -> Any:

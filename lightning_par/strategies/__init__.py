@@ -1,5 +1,7 @@
 """Lightning strategies for every mesh; importing this module registers their names."""
 
+from typing import Any
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_par.strategies.base import MeshStrategy
@@ -8,6 +10,7 @@ from lightning_par.strategies.presets import (
     Pipeline1F1BStrategy,
     SequenceRingStrategy,
     TensorParallelStrategy,
+    ZeROOffloadStrategy,
 )
 
 __all__ = [
@@ -16,6 +19,7 @@ __all__ = [
     "Pipeline1F1BStrategy",
     "SequenceRingStrategy",
     "TensorParallelStrategy",
+    "ZeROOffloadStrategy",
 ]
 
 for _strategy in (
@@ -23,8 +27,12 @@ for _strategy in (
     Pipeline1F1BStrategy,
     SequenceRingStrategy,
     Hybrid3DStrategy,
+    ZeROOffloadStrategy,
 ):
-    if _strategy.strategy_name not in StrategyRegistry:
-        StrategyRegistry.register(
-            _strategy.strategy_name, _strategy, description=(_strategy.__doc__ or "").split("\n")[0]
-        )
+    _summary = (_strategy.__doc__ or "").split("\n")[0]
+    _names: dict[str, dict[str, Any]] = {_strategy.strategy_name: {}}
+    if _strategy is ZeROOffloadStrategy:
+        _names |= {f"zero_offload_stage_{stage}": {"stage": stage} for stage in (1, 2, 3)}
+    for _name, _options in _names.items():
+        if _name not in StrategyRegistry:
+            StrategyRegistry.register(_name, _strategy, description=_summary, **_options)

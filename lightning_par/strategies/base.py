@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_par.engine.activations import Recomputation
 from lightning_par.engine.builders import place_stages
 from lightning_par.engine.initialise import ConstructionRecord, record_construction
+from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
 from lightning_par.engine.schedule import TimedAction
 from lightning_par.engine.sequence import ContextOptions
 from lightning_par.errors import LightningParError
@@ -29,6 +30,7 @@ from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.sizes import AutoRule, Size
 from lightning_par.strategies.blocks import check_recomputation
+from lightning_par.strategies.budget import check_memory
 from lightning_par.strategies.checks import (
     check_batch,
     check_loader,
@@ -41,7 +43,7 @@ from lightning_par.strategies.checks import (
 )
 from lightning_par.strategies.finite import check_nonfinite_choice, GradientGuard
 from lightning_par.strategies.joining import join_ranks, samples_differ
-from lightning_par.strategies.loading import CheckpointedProcesses
+from lightning_par.strategies.offloading import OffloadedProcesses
 from lightning_par.strategies.parallelise import parallelise, Parallelised
 from lightning_par.strategies.precision import share_overflows
 from lightning_par.strategies.sharing import BatchSharing
@@ -49,7 +51,7 @@ from lightning_par.strategies.sharing import BatchSharing
 __all__ = ["MeshStrategy"]
 
 
-class MeshStrategy(CheckpointedProcesses):
+class MeshStrategy(OffloadedProcesses):
     """Trains an unchanged LightningModule on a mesh of tensor, pipeline, context and data
     parallelism.
 
@@ -86,6 +88,7 @@ class MeshStrategy(CheckpointedProcesses):
         timeout: After which a collective of any group gives up.
         on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
             "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
+        offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
 
     Raises:
         MeshError: The sizes do not fit the devices; raised by the Trainer's constructor.
@@ -103,7 +106,7 @@ class MeshStrategy(CheckpointedProcesses):
     _sharing: BatchSharing | None = None
     _guard: GradientGuard | None = None
 
-    def __init__(
+    def __init__(  # house: half of it names the options
         self,
         *,
         tensor_parallel_size: Size = "auto",
@@ -126,6 +129,7 @@ class MeshStrategy(CheckpointedProcesses):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         on_nonfinite: str = "raise",
+        offload_options: OffloadOptions | dict[str, Any] | None = None,
         **lightning_options: Any,
     ) -> None:
         check_options(type(self), lightning_options)
@@ -145,6 +149,7 @@ class MeshStrategy(CheckpointedProcesses):
             lightning_options=lightning_options,
             save_distributed_checkpoint=save_distributed_checkpoint,
             async_save=async_save,
+            offload=read_offload_options(offload_options),
         )
         check_values(schedule, num_microbatches, stage_blocks, virtual_pipeline_size)
         self.context_options = read_context_options(context_options)
@@ -160,6 +165,11 @@ class MeshStrategy(CheckpointedProcesses):
         """The model on the mesh; made by `setup`."""
         assert self._parallelised is not None
         return self._parallelised
+
+    @property
+    @override
+    def _is_offloaded(self) -> bool:
+        return self._parallelised is not None and self._parallelised.host is not None
 
     def pipeline_timeline(self) -> list[list[TimedAction]]:
         """Return when every stage ran its actions in the last pipelined step, in seconds.
@@ -226,6 +236,7 @@ class MeshStrategy(CheckpointedProcesses):
             check_trainer(trainer, module, self.sizes)
             check_whole(module)
             layout = check_module(module, self._find_plan(module), self)
+            check_memory(module, layout, self)
             if self.recomputation is not None:
                 check_recomputation(module, layout, self.recomputation, self._count_stages())
         except LightningParError:
@@ -321,6 +332,7 @@ class MeshStrategy(CheckpointedProcesses):
         loss = plugin.pre_backward(closure_loss, module)
         if steps.executor is None:
             self.parallelised.sharding.before_backward()
+        self.begin_offload()
         scale = steps.loss_scale
         weighted = loss if scale is None else torch.where(scale > 0, loss, 0) * scale.to(loss.dtype)
         if self._guard is not None:
@@ -362,6 +374,7 @@ class MeshStrategy(CheckpointedProcesses):
     @override
     def teardown(self) -> None:
         self.finish_saving()
+        self._close_host()
         if self._parallelised is not None:
             self._parallelised.sharding.release()
         assert self.cluster_environment is not None

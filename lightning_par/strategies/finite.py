@@ -3,7 +3,7 @@ clipped by the norm of the whole model.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -106,8 +106,7 @@ class GradientGuard:
                 f"{text} No weight was changed. Trainer(detect_anomaly=True) names the operation; "
                 "on_nonfinite='skip' leaves such steps out, on_nonfinite='ignore' takes them."
             )
-        for parameter in parameters:
-            parameter.grad = None
+        self._parallelised.drop_gradients(parameters)
         if dist.get_rank() == 0:
             _logger.warning("%s The step is left out.", text)
 
@@ -126,7 +125,8 @@ class GradientGuard:
         module, sizes = self._parallelised.module, self._parallelised.mesh.sizes
         bad_loss = None if loss is None or bool(loss.isfinite().all()) else float(loss)
         found: list[Any] = [None] * sizes.world_size
-        mine = bad_loss, _nonfinite_names(module.named_parameters())
+        departed = self._parallelised.departed_nonfinite()
+        mine = bad_loss, _nonfinite_names(module.named_parameters(), departed)
         dist.all_gather_object(found, mine)
         with_loss = [rank for rank, (bad, _) in enumerate(found) if bad is not None]
         ranks = with_loss or [rank for rank, (_, names) in enumerate(found) if names]
@@ -146,11 +146,14 @@ def _say(rank: str, loss: float | None, names: Sequence[str]) -> str:
 
 
 @torch.no_grad()
-def _nonfinite_names(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+def _nonfinite_names(
+    named: Iterable[tuple[str, nn.Parameter]], departed: Container[nn.Parameter]
+) -> list[str]:
     found = []
     for name, parameter in named:
         grad = parameter.grad
         grad = grad.to_local() if isinstance(grad, DTensor) else grad
-        if grad is not None and not bool(grad.isfinite().all()):
+        bad = parameter in departed or (grad is not None and not bool(grad.isfinite().all()))
+        if bad:
             found.append(name)
     return found

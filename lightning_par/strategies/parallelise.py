@@ -31,6 +31,7 @@ from lightning_par.engine.gradients import (
 )
 from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.materialise import broadcast_values, Materialiser
+from lightning_par.engine.offload.optimizer import HostOptimizer
 from lightning_par.engine.pipeline import PipelineExecutor
 from lightning_par.engine.schedule import Schedule
 from lightning_par.engine.sequence import ContextOptions
@@ -79,6 +80,7 @@ class Parallelised:
         groups: Name -> process group, for a `Ledger`: the mesh axes, and the two directions of the
             pipeline.
         counted_elsewhere: Ids of parameters that another pipeline stage counts in the norm.
+        host: Where the optimizer is, if it is not on the device.
     """
 
     module: pl.LightningModule
@@ -92,16 +94,30 @@ class Parallelised:
     shared: tuple[SharedGradients | ReplicatedGradients, ...]
     groups: Mapping[str, dist.ProcessGroup]
     counted_elsewhere: frozenset[int]
+    host: HostOptimizer | None = None
 
     def finish_gradients(self) -> None:
         """Sum the gradients of which several ranks computed a part, unless batches are being
-        accumulated.
+        accumulated; then they are final, and leave for the host if the optimizer is there.
 
         **Communicates**: one all-reduce for every group that shares parameters.
         """
         if self.sharding.synchronises:
             for shared in self.shared:
                 shared.reduce()
+            if self.host is not None:
+                self.host.finish()
+
+    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Leave no gradient of these parameters, wherever it is."""
+        for parameter in parameters:
+            parameter.grad = None
+        if self.host is not None:
+            self.host.drop()
+
+    def departed_nonfinite(self) -> set[nn.Parameter]:
+        """Return the parameters whose gradients are on the host, and not finite."""
+        return set() if self.host is None else self.host.departed.nonfinite()
 
     def gradient_norm(
         self, parameters: Sequence[nn.Parameter], loss: Tensor | None = None
@@ -114,11 +130,16 @@ class Parallelised:
 
         **Communicates**: one all-reduce of one number.
         """
+
+        def counts(parameter: nn.Parameter) -> bool:
+            return id(parameter) not in self.counted_elsewhere
+
         return total_norm(
             parameters,
             device=self.module.device,
-            counts=lambda p: id(p) not in self.counted_elsewhere,
+            counts=counts,
             loss=loss,
+            departed=() if self.host is None else self.host.departed.norms(counts),
         )
 
     def clip_by_norm(
@@ -135,10 +156,14 @@ class Parallelised:
         """
         norm = self.gradient_norm(parameters) if norm is None else norm
         clip_by_norm(parameters, norm, max_norm)
+        if self.host is not None:
+            self.host.departed.clip_by_norm(norm, max_norm)
 
     def clip_by_value(self, parameters: Sequence[nn.Parameter], value: float) -> None:
         """Clamp every entry of the gradients to [-value, value]."""
         clip_by_value(parameters, value)
+        if self.host is not None:
+            self.host.departed.largest = value
 
 
 def parallelise(

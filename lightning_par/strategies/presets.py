@@ -2,7 +2,9 @@
 
 from typing import Any, ClassVar, Literal
 
+from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.sequence import ContextOptions
+from lightning_par.errors import ConfigurationError
 from lightning_par.sizes import AutoRule
 from lightning_par.strategies.base import MeshStrategy
 
@@ -11,6 +13,7 @@ __all__ = [
     "Pipeline1F1BStrategy",
     "SequenceRingStrategy",
     "TensorParallelStrategy",
+    "ZeROOffloadStrategy",
 ]
 
 
@@ -87,3 +90,49 @@ class Hybrid3DStrategy(MeshStrategy):
 
     strategy_name: ClassVar[str] = "hybrid3d"
     _auto_rule: ClassVar[AutoRule] = "balanced"
+
+
+class ZeROOffloadStrategy(MeshStrategy):
+    """Sharded data parallelism whose optimizer is on the host: the device holds parameters,
+    activations and a few gradients.
+
+    "auto": ``data_parallel_size`` takes all devices, the others are 1.
+
+    Args:
+        stage: What the replicas shard besides optimizer states, as `zero_stage` of `MeshStrategy`:
+            1 nothing, 2 gradients, 3 also parameters.
+        delayed_update: Number of the first step whose update is computed behind the next step.
+        overlap: ``"auto"`` sends gradients, and updates, during the backward; ``"off"`` after it.
+        pin_memory: Page-lock the memory through which gradients and parameters go.
+        bucket_size_mb: MiB of gradients that are updated together.
+        cpu_kernel: ``"native"``, ``"compile"``, ``"torch"`` or ``"auto"``.
+        state_dtype: Of the moments: ``"float32"`` or ``"bfloat16"``.
+        options: Those of `MeshStrategy`.
+    """
+
+    strategy_name: ClassVar[str] = "zero_offload"
+    _auto_rule: ClassVar[AutoRule] = "data"
+
+    def __init__(
+        self,
+        *,
+        stage: Literal[1, 2, 3] = 2,
+        delayed_update: bool | int = False,
+        overlap: Literal["auto", "off"] = "auto",
+        pin_memory: bool | Literal["auto"] = "auto",
+        bucket_size_mb: float = 32,
+        cpu_kernel: Literal["native", "compile", "torch", "auto"] = "auto",
+        state_dtype: Literal["float32", "bfloat16"] = "float32",
+        **options: Any,
+    ) -> None:
+        offload = OffloadOptions(
+            delayed_update=delayed_update,
+            overlap=overlap,
+            pin_memory=pin_memory,
+            bucket_size_mb=bucket_size_mb,
+            cpu_kernel=cpu_kernel,
+            state_dtype=state_dtype,
+        )
+        if stage not in (1, 2, 3):
+            raise ConfigurationError(f"stage={stage!r} must be 1, 2 or 3.")
+        super().__init__(zero_stage=stage, offload_options=offload, **options)

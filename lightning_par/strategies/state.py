@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_par.checkpoint.pieces import Box, cut_piece, local_box, local_part, Piece
 from lightning_par.checkpoint.reader import StoredOptimizer, StoredTensor, StoredTensors
+from lightning_par.engine.offload.optimizer import HostOptimizer
 from lightning_par.errors import CheckpointError
 from lightning_par.huggingface import adapt_weights
 from lightning_par.mesh import ParallelMesh
@@ -31,6 +32,9 @@ class StateMap:
         state_order: Keys of the whole model's `state_dict`, in order.
         parameter_order: Canonical FQNs of the whole model's parameters, in order.
         canonical: FQN of every parameter -> its canonical FQN.
+
+    Attributes:
+        host: Takes states of the optimizer that are not on the device.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class StateMap:
     ) -> None:
         self._mesh, self._canonical = mesh, dict(canonical)
         self._state_order = list(state_order)
+        self.host: HostOptimizer | None = None
         self._rank_of = {name: i for i, name in enumerate(parameter_order)}
         self._tied: dict[str, list[str]] = {}
         for name, first in self._canonical.items():
@@ -261,12 +266,18 @@ class StateMap:
             ids = []
             for parameter in group["params"]:
                 entry = stored.states.get(names[id(parameter)])
-                if entry is not None:
+                if entry is not None and not self._is_on_host(parameter, entry):
                     local_state[position] = {k: _state_like(parameter, v) for k, v in entry.items()}
                 ids.append(position)
                 position += 1
             local_groups.append({**saved, "params": ids})
         optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
+
+    def _is_on_host(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> bool:
+        def read(value: Any, out: Tensor) -> None:
+            _read_part(value, local_box("state", parameter.data), out)
+
+        return self.host is not None and self.host.load(parameter, entry, read)
 
     def _names(self, module: nn.Module) -> dict[int, str]:
         named = module.named_parameters(remove_duplicate=False)

@@ -12,8 +12,10 @@ from tests.resharding import differences, LAYOUTS, PLAIN, run_layout, world_of
 CHAIN = [
     "tp2 pp2 dp2",
     "pp2",
+    "dp2 offload",
     "tp2 dp2",
     "one",
+    "tp2 offload",
     "dp2 zero 3",
     "tp2 pp2",
     "zbv",

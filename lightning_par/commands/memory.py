@@ -1,0 +1,74 @@
+"""Say what a run holds on every device and host, by kind, and whether that fits."""
+
+import argparse
+import warnings
+
+import torch
+
+from lightning_par.cli import make_cli
+from lightning_par.errors import ConfigurationError
+from lightning_par.plan import find_plan
+from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.budget import explain_misfit, memory_estimate
+from lightning_par.strategies.checks import check_module
+
+__all__ = ["main"]
+
+_GIB = 2**30
+
+
+def main(arguments: list[str]) -> int:
+    """Print the bytes of the fullest rank of a run, which does not start.
+
+    Args:
+        arguments: What follows ``lightning-par memory``; what is not known here goes to ``fit``'s
+            parser, such as ``--trainer.strategy=zero_offload``.
+
+    Returns:
+        The exit status: 0, or 1 if the run cannot fit.
+
+    Raises:
+        ConfigurationError: The strategy is none of this package.
+    """
+    options, more = _parser().parse_known_args(arguments)
+    more = [f"--config={options.config}", *more]
+    if options.devices is not None:  # those of another machine
+        more += ["--trainer.accelerator=cpu", f"--trainer.devices={options.devices}"]
+    with warnings.catch_warnings():
+        # Lightning takes the command line of this process for a mistake beside them.
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+        cli = make_cli(more, run=False)
+    strategy, module = cli.trainer.strategy, cli.model
+    if not isinstance(strategy, MeshStrategy):
+        raise ConfigurationError(
+            f"trainer.strategy is {type(strategy).__name__}: what it holds is not known here. Use "
+            "one of this package, such as 'zero_offload'."
+        )
+    with torch.device("meta"):
+        module.configure_model()
+    estimate = memory_estimate(module, strategy)
+    count = sum(p.numel() for p in module.parameters())
+    print(f"{type(module).__name__}: {count:,} parameters on {strategy.sizes}")
+    print("the fullest rank holds, besides activations:")
+    print(estimate)
+    plan = strategy.plan if strategy.plan is not None else find_plan(module)
+    said = explain_misfit(
+        module,
+        check_module(module, plan, strategy),
+        strategy,
+        device=None if options.device_gib is None else int(options.device_gib * _GIB),
+        host=None if options.host_gib is None else int(options.host_gib * _GIB),
+    )
+    if said is None:
+        return 0
+    print(said)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-par memory", description=__doc__)
+    parser.add_argument("--config", required=True, help="as for fit")
+    parser.add_argument("--devices", type=int, help="per node, of the machine that is to run it")
+    parser.add_argument("--device-gib", type=float, help="memory of one device, to compare with")
+    parser.add_argument("--host-gib", type=float, help="memory of a node, to compare with")
+    return parser

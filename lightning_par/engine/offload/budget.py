@@ -1,0 +1,235 @@
+"""Bytes that a rank will hold, from shapes alone: on the device and on the host, by kind.
+
+P parameters of b bytes in all, a rank's share of them p, its share of their rows in a pipeline
+stage and a tensor-parallel shard P'; u of the largest unit (a block, or what is outside of them).
+
+===================  ============================================  =============================
+kind                 on the device                                 on the host, if offloaded
+===================  ============================================  =============================
+parameters           b p
+gathered             b P' (ZeRO 0 to 2), 2 b u (ZeRO 3)
+gradients            b p; offloaded: a bucket and b u at most      b p, twice if delayed
+optimizer            2 b p                                         master and two moments
+===================  ============================================  =============================
+
+Nothing is gathered where there is one replica. Activations, and what an allocator keeps, come on
+top. Experts count as if they were sharded like other weights.
+
+**Source**: Rajbhandari et al. 1910.02054, section 3; Ren et al. 2101.06840, section 4.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from lightning_par.engine.offload.options import OffloadOptions
+from lightning_par.engine.tensor import tensor_placements
+from lightning_par.layout import ModelLayout
+from lightning_par.sizes import ParallelSizes
+
+__all__ = ["MemoryEstimate", "MemoryRow", "estimate_memory", "misfits"]
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """Bytes of one kind on one rank.
+
+    Attributes:
+        kind: As in the table of this module.
+        device: On the device.
+        host: On the host.
+    """
+
+    kind: str
+    device: int
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What the fullest rank holds.
+
+    Attributes:
+        rows: One for each kind.
+    """
+
+    rows: tuple[MemoryRow, ...]
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device."""
+        return sum(row.device for row in self.rows)
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host."""
+        return sum(row.host for row in self.rows)
+
+    def __str__(self) -> str:
+        cells = [("kind", "device [GiB]", "host [GiB]")]
+        rows = [(row.kind, row.device, row.host) for row in self.rows]
+        for kind, device, host in [*rows, ("all of these", self.device, self.host)]:
+            cells.append((kind, f"{device / _GIB:.3f}", f"{host / _GIB:.3f}"))
+        return "\n".join(f"{kind:<14}{device:>14}{host:>14}" for kind, device, host in cells)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """A parameter on one rank: its entries, those of its whole rows, and its unit."""
+
+    entries: int
+    gathered: int
+    dtype: torch.dtype
+    trains: bool
+    unit: str
+
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize
+
+
+def estimate_memory(
+    module: nn.Module,
+    layout: ModelLayout,
+    sizes: ParallelSizes,
+    *,
+    zero_stage: int,
+    bounds: Sequence[tuple[int, int]],
+    rank_of_stage: Sequence[int],
+    offload: OffloadOptions | None,
+    dtype: torch.dtype | None = None,
+) -> MemoryEstimate:
+    """Return what the rank with the most bytes on its device holds.
+
+    Args:
+        module: Whole; parameters may be on meta.
+        layout: Its resolved plan.
+        sizes: Of the mesh.
+        zero_stage: 0 to 3.
+        bounds: First and one-past-last block of every pipeline stage; empty without a pipeline.
+        rank_of_stage: The pipeline rank of every stage.
+        offload: How the optimizer is on the host; None: it is on the device.
+        dtype: Of the parameters in the run; None: that which they have.
+    """
+    found = []
+    for rank in range(sizes.pipeline):
+        shares = _shares(module, layout, sizes, bounds, rank_of_stage, rank, dtype)
+        found.append(_estimate(shares, sizes, zero_stage, offload))
+    return max(found, key=lambda estimate: (estimate.device, estimate.host))
+
+
+def _shares(
+    module: nn.Module,
+    layout: ModelLayout,
+    sizes: ParallelSizes,
+    bounds: Sequence[tuple[int, int]],
+    rank_of_stage: Sequence[int],
+    rank: int,
+    dtype: torch.dtype | None,
+) -> list[_Share]:
+    found = []
+    placements = tensor_placements(module, layout)
+    names: dict[str, list[str]] = {}
+    for name, first in layout.canonical.items():
+        names.setdefault(first, []).append(name)
+    for name, parameter in module.named_parameters():
+        stages = {s for n in names[name] for s in layout.stages_of(n, bounds)} if bounds else {0}
+        if bounds and rank not in {rank_of_stage[s] for s in stages}:
+            continue
+        shape = list(parameter.shape)
+        placed = placements[name]
+        if isinstance(placed, Shard):
+            shape[placed.dim] = -(-shape[placed.dim] // sizes.tensor)
+        gathered = math.prod(shape)
+        if shape:
+            shape[0] = -(-shape[0] // sizes.data_shard)
+        blocks = (b for b in layout.block_names if name.startswith(b + "."))
+        floats = parameter.dtype.is_floating_point
+        found.append(
+            _Share(
+                entries=math.prod(shape),
+                gathered=gathered,
+                dtype=dtype if dtype is not None and floats else parameter.dtype,
+                trains=parameter.requires_grad,
+                unit=next(blocks, ""),
+            )
+        )
+    return found
+
+
+def _estimate(
+    shares: Sequence[_Share], sizes: ParallelSizes, zero_stage: int, offload: OffloadOptions | None
+) -> MemoryEstimate:
+    units: dict[str, int] = {}
+    for share in shares:
+        units[share.unit] = units.get(share.unit, 0) + share.gathered * share.size
+    largest, whole = max(units.values(), default=0), sum(units.values())
+    trained = [share for share in shares if share.trains]
+    local = sum(share.entries * share.size for share in trained)
+    gathered = 0
+    if sizes.data > 1:
+        gathered = min(2 * largest, whole) if zero_stage == 3 else whole
+    rows = [
+        MemoryRow(kind="parameters", device=sum(s.entries * s.size for s in shares)),
+        MemoryRow(kind="gathered", device=gathered),
+    ]
+    if offload is None:
+        rows.append(MemoryRow(kind="gradients", device=local))
+        rows.append(MemoryRow(kind="optimizer", device=2 * local))
+        return MemoryEstimate(tuple(rows))
+    # Where gradients are final after the backward only, they are all on the device until then.
+    waits = sizes.pipeline > 1 or sizes.context > 1 or offload.overlap == "off"
+    bucket = offload.bucket_bytes + (largest if sizes.data > 1 else 0)
+    slots = 1 if offload.delayed_update is False else 2
+    gradients = local if waits else min(local, bucket)
+    rows.append(MemoryRow(kind="gradients", device=gradients, host=slots * local))
+    rows.append(MemoryRow(kind="optimizer", device=0, host=_states(trained, offload)))
+    return MemoryEstimate(tuple(rows))
+
+
+def _states(shares: Sequence[_Share], offload: OffloadOptions) -> int:
+    """Return the bytes of masters and moments on the host."""
+    total = 0
+    for share in shares:
+        wide = 8 if share.dtype is torch.float64 else 4
+        moment = wide if wide == 8 else offload.moments.itemsize
+        total += share.entries * (wide + 2 * moment)
+    return total
+
+
+def misfits(
+    estimate: MemoryEstimate,
+    *,
+    device: int | None,
+    host: int | None,
+    ranks_per_host: int,
+    shared: bool = False,
+) -> list[str]:
+    """Return what does not fit, each with its numbers; empty if everything may.
+
+    Args:
+        estimate: Of the fullest rank.
+        device: Bytes of a device; None: unknown.
+        host: Bytes that the host can give; None: unknown.
+        ranks_per_host: Which share them.
+        shared: Whether the devices are the host.
+    """
+    problems = []
+    if device is not None and not shared and estimate.device > device:
+        problems.append(
+            f"every device needs {estimate.device / _GIB:.2f} GiB before activations and has "
+            f"{device / _GIB:.2f} GiB"
+        )
+    needed = (estimate.host + (estimate.device if shared else 0)) * ranks_per_host
+    if host is not None and needed > host:
+        problems.append(
+            f"the host needs {needed / _GIB:.2f} GiB for {ranks_per_host} ranks and can give "
+            f"{host / _GIB:.2f} GiB"
+        )
+    return problems

@@ -1,0 +1,339 @@
+"""An Adam optimizer whose states and updates are on the host.
+
+The user's optimizer stays what schedulers and monitors see. Gradients leave for the host when they
+are final, so that its own step finds none; what it would have done is done after it, here.
+
+Note [When an update may start]: the factor of a clipped norm, the decision about an overflow and
+that about a NaN need all gradients. Then gradients travel during the backward, and updates start
+after it. Otherwise a bucket is updated while the backward goes on. Parameters change after the
+backward only.
+
+Note [Delayed update]: u_s is the update from the gradients of step s. Step s + 1 computes with
+parameters that hold u_0 .. u_(s-1), while u_s is computed from them and the gradients; it is
+published after the backward of step s + 1. What the groups say is read at the end of step s.
+
+**Source**: Ren et al. 2101.06840 (ZeRO-Offload), sections 4 and 5.2, where the delayed update is
+one-step too; here buckets stream and a step that is left out is left out before it is submitted.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_par.engine.offload.adam import AdamRule
+from lightning_par.engine.offload.courier import Courier, pin
+from lightning_par.engine.offload.departed import DepartedGradients
+from lightning_par.engine.offload.options import OffloadOptions
+from lightning_par.engine.offload.parameters import (
+    aligned_size,
+    HostParameter,
+    local_tensor,
+    wide_dtype,
+)
+from lightning_par.engine.offload.worker import UpdateWorker
+from lightning_par.errors import CheckpointError, ConfigurationError, OffloadError
+
+__all__ = ["HostOptimizer", "check_optimizer"]
+
+_Bucket = list[HostParameter]
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose step is not the one of the kernels.
+
+    Raises:
+        ConfigurationError: It is no plain Adam or AdamW.
+    """
+    kind = type(optimizer)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
+        raise ConfigurationError(
+            f"configure_optimizers gave {kind.__module__}.{kind.__name__}, but what is offloaded "
+            "is torch.optim.Adam or torch.optim.AdamW. Use one of them, or a strategy without "
+            "offloading, such as Hybrid3DStrategy(zero_stage=2)."
+        )
+    if any(group["amsgrad"] for group in optimizer.param_groups):
+        raise ConfigurationError(
+            f"{kind.__name__}(amsgrad=True) is not offloaded: its kernel keeps two moments, and "
+            "amsgrad needs a third. Use amsgrad=False."
+        )
+
+
+class HostOptimizer:
+    """Keeps the states of an Adam optimizer on the host and updates its parameters from there.
+
+    Args:
+        optimizer: Adam or AdamW; its step is followed by the update.
+        device: Of the parameters.
+        options: How.
+        worker: Runs the updates; closed with this.
+        late: Ids of parameters whose gradients are not final when autograd has computed them.
+
+    Attributes:
+        departed: Norms of gradients on their way, and the factor of the update.
+        early_updates: How many buckets were submitted before their backward ended.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        device: torch.device,
+        options: OffloadOptions,
+        worker: UpdateWorker,
+        late: frozenset[int] = frozenset(),
+    ) -> None:
+        check_optimizer(optimizer)
+        self._optimizer, self._options, self._worker = optimizer, options, worker
+        self._courier = Courier(device)
+        self._device = device
+        self.departed = DepartedGradients()
+        self.early_updates = 0
+        parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        self._held = self._allocate(parameters)
+        self._handles: list[Any] = [optimizer.register_step_post_hook(self._step)]
+        self._handles += [
+            p.register_post_accumulate_grad_hook(self._arrive)
+            for p in parameters
+            if id(p) not in late
+        ]
+        self._hears = self._streams = self._is_delayed = False
+        self._slot, self._filling = 0, 0
+        self._buckets: list[tuple[_Bucket, Any]] = []
+        self._open: _Bucket = []
+        self._submitted: list[tuple[_Bucket, Future[None], int]] = []
+        self._left: set[HostParameter] = set()
+
+    def _allocate(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, HostParameter]:
+        delays = self._options.delayed_update is not False
+        sizes = [aligned_size(p) for p in parameters]
+        slabs = [torch.empty(sum(sizes), dtype=torch.uint8) for _ in range(2 if delays else 1)]
+        if self._options.pins(self._device):
+            for slab in slabs:
+                pin(slab)
+        held, offset = {}, 0
+        for parameter, size in zip(parameters, sizes, strict=True):
+            local = local_tensor(parameter)
+            wide = wide_dtype(local.dtype)
+            moments = wide if wide is torch.float64 else self._options.moments
+            used = local.numel() * local.element_size()
+            held[parameter] = HostParameter(
+                parameter,
+                torch.zeros(local.shape, dtype=wide),
+                torch.zeros(local.shape, dtype=moments),
+                torch.zeros(local.shape, dtype=moments),
+                [s[offset : offset + used].view(local.dtype).view(local.shape) for s in slabs],
+            )
+            offset += size
+        return held
+
+    @property
+    def kernel_name(self) -> str:
+        """Which kernel runs."""
+        return self._worker.kernel.name
+
+    def host_bytes(self) -> int:
+        """Return the bytes that this rank holds on the host."""
+        held = [t for h in self._held.values() for t in (h.master, h.mean, h.square, *h.slots)]
+        return sum(t.numel() * t.element_size() for t in held)
+
+    def begin(self, step: int, *, hears: bool, streams: bool, largest: float) -> None:
+        """Prepare for the backward after which the optimizer steps.
+
+        Args:
+            step: Number of the step, from 0.
+            hears: Whether gradients are final when autograd has computed them.
+            streams: Whether an update needs nothing but its own gradient.
+            largest: Bound of the gradients' entries, if it streams.
+
+        Raises:
+            OffloadError: A parameter was changed while its update was under way.
+        """
+        self._drop()
+        self._is_delayed = self._options.delays(step)
+        overlaps = hears and self._options.overlap == "auto"
+        self._streams = streams and overlaps and not self._is_delayed and not self._submitted
+        self.departed.largest = largest
+        for held in self._held.values():
+            if held.is_changed():
+                if self._submitted:
+                    raise OffloadError(
+                        f"a parameter of shape {tuple(held.parameter.shape)} was changed while "
+                        "its delayed update was computed. Change parameters where updates are "
+                        "complete, as in on_validation_start, or use delayed_update=False."
+                    )
+                held.follow()
+        busy = {slot for _, _, slot in self._submitted}
+        self._slot = 1 if 0 in busy else 0
+        self._hears = overlaps
+
+    def finish(self) -> None:
+        """Let the gradients that are left leave, and publish an update that was delayed until now.
+
+        Called when all gradients are final.
+        """
+        self._hears = False
+        for parameter in self._held:
+            if parameter.grad is not None:
+                self._depart(parameter)
+        self._close_bucket()
+        if not self._streams:
+            self._publish()
+
+    def drop(self) -> None:
+        """Forget the gradients of this step.
+
+        Raises:
+            OffloadError: Updates have started with them.
+        """
+        if self._streams and self._submitted:
+            raise OffloadError("a step cannot be left out after its first updates.")
+        self._drop()
+
+    def flush(self) -> None:
+        """Publish every update that was submitted, and show the states to the optimizer."""
+        self._publish()
+        self.show_states()
+
+    def show_states(self) -> None:
+        """Put the states of all parameters that have stepped into the optimizer."""
+        for parameter, held in self._held.items():
+            states = held.states()
+            if states:
+                self._optimizer.state[parameter] = states
+
+    def load(
+        self,
+        parameter: nn.Parameter,
+        states: Mapping[str, Any],
+        read: Callable[[Any, Tensor], None],
+    ) -> bool:
+        """Take the states of a parameter out of a checkpoint.
+
+        Args:
+            parameter: Of this rank.
+            states: As stored.
+            read: Copies this rank's part of a stored tensor.
+
+        Returns:
+            Whether the parameter's states are on the host.
+
+        Raises:
+            CheckpointError: The states are not those of Adam.
+        """
+        held = self._held.get(parameter)
+        if held is None:
+            return False
+        missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in states]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has no {', '.join(missing)} of a parameter, but "
+                f"{', '.join(states)}: it was not Adam. Load weights alone, or use its optimizer."
+            )
+        for name, target in held.targets(states).items():
+            if name in states:
+                read(states[name], target)
+        step = states["step"]
+        held.resume(step.read() if hasattr(step, "read") else step)
+        return True
+
+    def close(self) -> None:
+        """Publish what was submitted, and let the optimizer be what it was."""
+        try:
+            self.flush()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._worker.close()
+
+    def _arrive(self, parameter: nn.Parameter) -> None:
+        if self._hears:
+            self._depart(parameter)
+
+    @torch.no_grad()
+    def _depart(self, parameter: nn.Parameter) -> None:
+        """Send a gradient to the host and give its memory up."""
+        held, grad = self._held[parameter], parameter.grad
+        assert grad is not None
+        parameter.grad = None
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+            grad = grad.redistribute(placements=parameter.placements)
+        local = local_tensor(grad)
+        if held in self._left:
+            self._add(held, local, grad)
+            return
+        self._left.add(held)
+        if not self._streams:
+            self.departed.note(parameter, local, grad)
+        self._courier.to_host(local, held.slots[self._slot])
+        self._open.append(held)
+        self._filling += held.nbytes
+        if self._filling >= self._options.bucket_bytes:
+            self._close_bucket()
+
+    def _add(self, held: HostParameter, local: Tensor, grad: Tensor) -> None:
+        """Add a further part of a gradient, as reentrant checkpointing computes several."""
+        if self._streams:
+            raise OffloadError(
+                f"the gradient of a parameter of shape {tuple(held.parameter.shape)} came in "
+                "several parts, after its update had started. Use overlap='off'."
+            )
+        self._courier.mark().synchronize()
+        slot = held.slots[self._slot]
+        total = slot.to(local.device) + local
+        self._courier.to_host(total, slot)
+        self._courier.mark().synchronize()
+        self.departed.note(held.parameter, total, grad)
+
+    def _close_bucket(self) -> None:
+        if not self._open:
+            return
+        bucket, self._open, self._filling = self._open, [], 0
+        self._buckets.append((bucket, self._courier.mark()))
+        if self._streams:
+            self.early_updates += self._hears
+            self._submit()
+
+    def _submit(self) -> None:
+        """Give the buckets that have arrived to the worker."""
+        plain = type(self._optimizer) is torch.optim.AdamW
+        rules = {
+            p: AdamRule.of_group(group, decoupled=plain)
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+        }
+        scale, largest = float(self.departed.factor), self.departed.largest
+        for bucket, ready in self._buckets:
+            updates = [held.update(rules[held.parameter], self._slot) for held in bucket]
+            future = self._worker.submit(ready, updates, scale, largest)
+            self._submitted.append((bucket, future, self._slot))
+        self._buckets = []
+
+    def _step(self, *_: Any) -> None:
+        """Runs after the optimizer's own step, which found no gradients."""
+        self._submit()
+        self.departed.clear()
+        if not self._is_delayed:
+            self._publish()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Give the parameters the values that were computed, in the order of the updates."""
+        submitted, self._submitted = self._submitted, []
+        for bucket, future, slot in submitted:
+            future.result()
+            for held in bucket:
+                self._courier.to_device(held.slots[slot], held.local)
+                held.published()
+        self._courier.settle()
+
+    def _drop(self) -> None:
+        if self._buckets or self._open:
+            self._courier.mark().synchronize()
+        self._buckets, self._open, self._filling = [], [], 0
+        self._left.clear()
+        self.departed.clear()

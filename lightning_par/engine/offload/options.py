@@ -1,0 +1,110 @@
+"""What may be chosen about offloading, checked before anything is built."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+
+from lightning_par.engine.offload.adam import KERNELS
+from lightning_par.errors import ConfigurationError, either, raise_problems
+
+__all__ = ["OffloadOptions", "read_offload_options"]
+
+_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptions:
+    """How optimizer states and updates move to the host.
+
+    Attributes:
+        delayed_update: Number of the first step whose update is computed during the step after
+            it, and published after that step's backward; False: none is.
+        overlap: "auto" sends gradients during the backward, and updates during it, too, where
+            nothing has to know all gradients first; "off" does both after it.
+        pin_memory: Page-lock the memory through which gradients and parameters go; "auto": if the
+            device is not the CPU.
+        bucket_size_mb: MiB of gradients that are updated together.
+        cpu_kernel: ``"native"``, ``"compile"``, ``"torch"`` or ``"auto"``; see `engine.offload`.
+        state_dtype: Of the moments: ``"float32"`` or ``"bfloat16"``.
+
+    Raises:
+        ConfigurationError: With every value that does not exist.
+    """
+
+    delayed_update: bool | int = False
+    overlap: Literal["auto", "off"] = "auto"
+    pin_memory: bool | Literal["auto"] = "auto"
+    bucket_size_mb: float = 32
+    cpu_kernel: Literal["native", "compile", "torch", "auto"] = "auto"
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, valid in (
+            ("overlap", ("auto", "off")),
+            ("pin_memory", (True, False, "auto")),
+            ("cpu_kernel", KERNELS),
+            ("state_dtype", tuple(_STATE_DTYPES)),
+        ):
+            value = getattr(self, name)
+            if value not in valid:
+                problems.append(f"{name}={value!r} must be {either([repr(v) for v in valid])}.")
+        start = self.delayed_update
+        if start is True or not isinstance(start, int) or start < 0:
+            problems.append(
+                f"delayed_update={start!r} must be the number of the first delayed step, 0 or "
+                "more, or False."
+            )
+        size = self.bucket_size_mb
+        if not isinstance(size, int | float) or isinstance(size, bool) or not 0 < size < math.inf:
+            problems.append(f"bucket_size_mb={size!r} must be a number of more than 0.")
+        raise_problems(ConfigurationError, problems)
+
+    @property
+    def moments(self) -> torch.dtype:
+        """The dtype of the moments of a parameter of at most 32 bits."""
+        return _STATE_DTYPES[self.state_dtype]
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of gradients that are updated together."""
+        return max(1, int(self.bucket_size_mb * 2**20))
+
+    def delays(self, step: int) -> bool:
+        """Whether the update of a step is published after the backward of the next one."""
+        return self.delayed_update is not False and step >= self.delayed_update
+
+    def pins(self, device: torch.device) -> bool:
+        """Whether memory is page-locked for copies to and from `device`."""
+        if device.type == "cpu":
+            return False
+        return self.pin_memory is True or self.pin_memory == "auto"
+
+
+def read_offload_options(
+    options: OffloadOptions | Mapping[str, Any] | None,
+) -> OffloadOptions | None:
+    """Return the options of offloading; None: nothing is offloaded.
+
+    Args:
+        options: Or their fields by name.
+
+    Raises:
+        ConfigurationError: A field does not exist or has no such value.
+    """
+    if options is None or isinstance(options, OffloadOptions):
+        return options
+    known = [field.name for field in fields(OffloadOptions)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        near = get_close_matches(str(unknown[0]), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigurationError(
+            f"offload_options has no {', '.join(map(repr, unknown))}: it takes "
+            f"{', '.join(known)}{hint}"
+        )
+    return OffloadOptions(**options)

@@ -1,0 +1,85 @@
+"""The thread that updates buckets of parameters on the host, in the order in which they come."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_par.engine.offload.adam import AdamKernel, AdamRule, AdamTensors
+
+__all__ = ["Update", "UpdateWorker"]
+
+_GRAIN = 2**14
+"""Entries below which a tensor is not divided among threads."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Update:
+    """One step of one parameter.
+
+    Attributes:
+        rule: Of its group, as it was when the step was asked for.
+        tensors: Flat.
+        step: Number of the parameter's step, from 1.
+    """
+
+    rule: AdamRule
+    tensors: AdamTensors
+    step: int
+
+
+class UpdateWorker:
+    """Runs updates in one thread, which divides large tensors among further ones.
+
+    Args:
+        kernel: Gives up the interpreter lock while it runs.
+        threads: How many compute at the same time.
+    """
+
+    def __init__(self, kernel: AdamKernel, threads: int) -> None:
+        self.kernel = kernel
+        self._parts = 1 if kernel.is_parallel else threads
+        self._thread = ThreadPoolExecutor(1, "offloaded-updates")
+        self._more = ThreadPoolExecutor(self._parts - 1, "offload") if self._parts > 1 else None
+
+    def submit(
+        self, ready: Any, updates: Sequence[Update], scale: float, largest: float
+    ) -> "Future[None]":
+        """Update a bucket once its gradients are here.
+
+        Args:
+            ready: Event after which the gradients are on the host.
+            updates: Of the bucket.
+            scale: Factor of every gradient.
+            largest: Bound of its entries.
+        """
+        return self._thread.submit(self._run, ready, updates, scale, largest)
+
+    def close(self) -> None:
+        """Finish what was submitted and end the threads."""
+        self._thread.shutdown()
+        if self._more is not None:
+            self._more.shutdown()
+
+    def _run(self, ready: Any, updates: Sequence[Update], scale: float, largest: float) -> None:
+        ready.synchronize()
+        for update in updates:
+            self._update(update, scale, largest)
+
+    def _update(self, update: Update, scale: float, largest: float) -> None:
+        def part(tensors: AdamTensors) -> None:
+            self.kernel(update.rule, tensors, step=update.step, scale=scale, largest=largest)
+
+        entries = update.tensors.master.numel()
+        if self._more is None or entries < 2 * _GRAIN:
+            part(update.tensors)
+            return
+        # Whole vectors, so that no two threads write the same cache line.
+        size = -(-entries // (self._parts * 64)) * 64
+        first, *others = [
+            update.tensors.part(low, min(low + size, entries)) for low in range(0, entries, size)
+        ]
+        running = [self._more.submit(part, tensors) for tensors in others]
+        part(first)
+        for future in running:
+            future.result()

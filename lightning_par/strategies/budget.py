@@ -1,0 +1,160 @@
+"""What a run will hold, before it starts: the estimate of a strategy, and the refusal."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_par.engine.builders import place_stages
+from lightning_par.engine.memory import available_memory
+from lightning_par.engine.offload.budget import estimate_memory, MemoryEstimate, misfits
+from lightning_par.engine.offload.options import OffloadOptions
+from lightning_par.errors import ConfigurationError
+from lightning_par.layout import balance_blocks, ModelLayout
+from lightning_par.plan import find_plan, ParallelPlan
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.checks import check_module
+
+__all__ = ["check_memory", "explain_misfit", "memory_estimate"]
+
+
+class _Strategy(Protocol):
+    zero_stage: int
+    schedule: str
+    virtual_pipeline_size: int | None
+    stage_blocks: Any
+    sequence_parallel: bool
+    num_microbatches: int | None
+    compile_blocks: bool | dict[str, Any]
+    context_options: Any
+    offload_options: OffloadOptions | None
+    plan: ParallelPlan | None
+
+    @property
+    def sizes(self) -> ParallelSizes: ...
+    @property
+    def precision_plugin(self) -> Any: ...
+    @property
+    def root_device(self) -> torch.device: ...
+    @property
+    def num_processes(self) -> int: ...
+
+
+def memory_estimate(model: nn.Module, strategy: _Strategy) -> MemoryEstimate:
+    """Return the bytes that the fullest rank will hold, on its device and on its host, by kind.
+
+    Args:
+        model: Whole, as the user made it; parameters may be on meta.
+        strategy: A `MeshStrategy` that a Trainer has, so that it knows the devices.
+
+    Raises:
+        PlanError: The model does not fit the mesh.
+    """
+    plan = strategy.plan if strategy.plan is not None else find_plan(model)
+    return _estimate(model, check_module(model, plan, strategy), strategy)
+
+
+def _estimate(
+    model: nn.Module,
+    layout: ModelLayout,
+    strategy: _Strategy,
+    *,
+    zero_stage: int | None = None,
+    offload: OffloadOptions | None = None,
+) -> MemoryEstimate:
+    ranks = strategy.sizes.pipeline
+    owners: tuple[int, ...] = ()
+    bounds: tuple[tuple[int, int], ...] = ()
+    if ranks > 1:
+        owners = place_stages(strategy.schedule, ranks, strategy.virtual_pipeline_size)
+        bounds = balance_blocks(layout, len(owners), strategy.stage_blocks)
+    short = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+    return estimate_memory(
+        model,
+        layout,
+        strategy.sizes,
+        zero_stage=strategy.zero_stage if zero_stage is None else zero_stage,
+        bounds=bounds,
+        rank_of_stage=owners,
+        offload=strategy.offload_options if offload is None else offload,
+        dtype=short.get(strategy.precision_plugin.precision),
+    )
+
+
+def check_memory(model: nn.Module, layout: ModelLayout, strategy: _Strategy) -> None:
+    """Refuse a run that cannot fit, where the device is a GPU or the optimizer is offloaded.
+
+    Raises:
+        ConfigurationError: With what is needed, what there is, and the option that would fit.
+    """
+    device = strategy.root_device
+    if device.type != "cuda" and strategy.offload_options is None:
+        return
+    memory = torch.cuda.get_device_properties(device).total_memory if _is_gpu(device) else None
+    said = explain_misfit(model, layout, strategy, device=memory, host=available_memory())
+    if said is not None:
+        raise ConfigurationError(said)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def explain_misfit(
+    model: nn.Module,
+    layout: ModelLayout,
+    strategy: _Strategy,
+    *,
+    device: int | None,
+    host: int | None,
+) -> str | None:
+    """Return why a run cannot fit and which options would, or None if it may.
+
+    Args:
+        model: Whole; parameters may be on meta.
+        layout: Its resolved plan.
+        strategy: Knows the devices.
+        device: Bytes of one; None if the devices are the host.
+        host: Bytes that the host can give; None: unknown.
+    """
+
+    def problems(**changes: Any) -> list[str]:
+        return misfits(
+            _estimate(model, layout, strategy, **changes),
+            device=device,
+            host=host,
+            ranks_per_host=strategy.num_processes,
+            shared=device is None,
+        )
+
+    found = problems()
+    if not found:
+        return None
+    fitting = (words for words, changes in _alternatives(strategy) if not problems(**changes))
+    hint = next(fitting, "more devices, or a smaller model")
+    return f"{strategy.sizes} cannot hold the model: {', and '.join(found)}. Use {hint}."
+
+
+def _alternatives(strategy: _Strategy) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Give options that need less, the ones that cost least first."""
+    offload = strategy.offload_options
+    stages = [strategy.zero_stage]
+    if strategy.sizes.data > 1 and strategy.zero_stage < 3:
+        stages.append(3)
+    for stage in stages:
+        words = [] if stage == strategy.zero_stage else [f"zero_stage={stage}"]
+        if words:
+            yield words[0], {"zero_stage": stage}
+        kinds: list[tuple[str, OffloadOptions]] = []
+        if offload is None:
+            kinds.append(("offload_options={} (the optimizer on the host)", OffloadOptions()))
+        elif offload.delayed_update is not False:
+            kinds.append(("delayed_update=False", replace(offload, delayed_update=False)))
+        if offload is not None and offload.state_dtype == "float32":
+            smaller = replace(offload, state_dtype="bfloat16", delayed_update=False)
+            off = "delayed_update=False and " if offload.delayed_update is not False else ""
+            kinds.append((f'{off}state_dtype="bfloat16"', smaller))
+        for text, options in kinds:
+            yield " and ".join([*words, text]), {"zero_stage": stage, "offload": options}

@@ -1,0 +1,152 @@
+"""Offloading inside Lightning: when gradients leave, when updates are complete."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_par.engine.offload.adam import choose_kernel
+from lightning_par.engine.offload.optimizer import check_optimizer, HostOptimizer
+from lightning_par.engine.offload.options import OffloadOptions
+from lightning_par.engine.offload.worker import UpdateWorker
+from lightning_par.engine.scaling import MeshGradScaler
+from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.loading import CheckpointedProcesses
+
+__all__ = ["OffloadedProcesses", "cache_folder"]
+
+_log = logging.getLogger(__name__)
+_SEE_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
+
+
+def cache_folder() -> Path:
+    """Return where compiled kernels are kept: below XDG_CACHE_HOME, or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lightning_par"
+
+
+class OffloadedProcesses(CheckpointedProcesses):
+    """Moves the optimizer to the host, if that is asked for.
+
+    Args:
+        offload: How; None: the optimizer is where the parameters are.
+        **options: Those of `CheckpointedProcesses`.
+    """
+
+    on_nonfinite: str
+
+    def __init__(self, *, offload: OffloadOptions | None, **options: Any) -> None:
+        super().__init__(**options)
+        self.offload_options = offload
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self._close_host()
+        super().setup_optimizers(trainer)
+        if self.offload_options is None:
+            return
+        module = self.parallelised.module
+        if not module.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(module).__name__} uses manual optimization, but the optimizer is "
+                "offloaded when Lightning steps it. Set automatic_optimization=True, or use a "
+                "strategy without offloading."
+            )
+        (optimizer,) = self.optimizers
+        host = self._make_host(optimizer, self.offload_options)
+        self.parallelised.host = self.parallelised.states.host = host
+        scaler = self.parallelised.steps.scaler
+        if isinstance(scaler, MeshGradScaler):
+            scaler.departed = host.departed
+        seen = [name for name in _SEE_GRADIENTS if is_overridden(name, module, pl.LightningModule)]
+        if seen:
+            rank_zero_warn(
+                f"{type(module).__name__}.{' and '.join(seen)} runs when gradients have left for "
+                "the host: parameters have none there. self.clip_gradients works."
+            )
+
+    def _make_host(self, optimizer: Optimizer, options: OffloadOptions) -> HostOptimizer:
+        check_optimizer(optimizer)
+        parallelised = self.parallelised
+        kernel = choose_kernel(options.cpu_kernel, cache_folder())
+        late = {id(p) for shared in parallelised.shared for p in shared.parameters}
+        return HostOptimizer(
+            optimizer,
+            device=self.root_device,
+            options=options,
+            worker=UpdateWorker(kernel, torch.get_num_threads()),
+            late=frozenset(late),
+        )
+
+    def begin_offload(self) -> None:
+        """Prepare for a backward: the one after which the optimizer steps."""
+        host, steps = self.parallelised.host, self.parallelised.steps
+        if host is None or not self.parallelised.sharding.synchronises:
+            return
+        trainer = self._trainer
+        clips = trainer.gradient_clip_val
+        by_value = bool(clips) and str(trainer.gradient_clip_algorithm) == "value"
+        module = self.parallelised.module
+        host.begin(
+            trainer.global_step,
+            hears=steps.executor is None,
+            streams=self.on_nonfinite == "ignore"
+            and steps.scaler is None
+            and (not clips or by_value)
+            and not is_overridden("configure_gradient_clipping", module, pl.LightningModule),
+            largest=float(clips) if clips and by_value else float("inf"),
+        )
+
+    def flush_offload(self) -> None:
+        """Complete every update that was computed behind a step."""
+        if self._is_offloaded:
+            assert self.parallelised.host is not None
+            self.parallelised.host.flush()
+
+    @property
+    def _is_offloaded(self) -> bool:
+        raise NotImplementedError
+
+    def _close_host(self) -> None:
+        if self._is_offloaded:
+            host, self.parallelised.host = self.parallelised.host, None
+            self.parallelised.states.host = None
+            assert host is not None
+            host.close()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.flush_offload()
+        return super().lightning_module_state_dict()
+
+    @override
+    def gather_state_dict(self) -> dict[str, Any]:
+        self.flush_offload()
+        return super().gather_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.flush_offload()
+        return super().optimizer_state(optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self.flush_offload()
+
+    @override
+    def on_validation_start(self) -> None:
+        self.flush_offload()
+        super().on_validation_start()
+
+    @override
+    def on_train_end(self) -> None:
+        self.flush_offload()
+        super().on_train_end()

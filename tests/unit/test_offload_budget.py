@@ -1,0 +1,179 @@
+"""The estimate of memory: what does not fit is refused with what would."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+import lightning_par
+from lightning_par.cli import main
+from lightning_par.engine.memory import available_memory
+from lightning_par.engine.offload.budget import MemoryEstimate, MemoryRow, misfits
+from lightning_par.layout import check_plan
+from lightning_par.strategies.budget import explain_misfit
+from tests.toy import loader, ToyData, ToyModule
+
+GIB = 2**30
+
+
+def strategy(devices: int, kind: str = "zero_offload", **options: Any) -> Any:
+    names = {"zero_offload": lightning_par.ZeROOffloadStrategy}
+    made = names.get(kind, lightning_par.Hybrid3DStrategy)(**options)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=made,
+        precision="bf16-true",
+        logger=False,
+        enable_checkpointing=False,
+    )
+    return trainer.strategy
+
+
+class Large(torch.nn.Module):
+    """2^33 parameters in 8 blocks; on meta they take nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.blocks = torch.nn.ModuleList(
+                torch.nn.Linear(2**15, 2**15, bias=False) for _ in range(8)
+            )
+
+    def parallel_plan(self) -> lightning_par.ParallelPlan:
+        return lightning_par.ParallelPlan(blocks="blocks")
+
+
+def explain(made: Any, device: float | None, host: float | None) -> str | None:
+    model = Large()
+    layout = check_plan(model, model.parallel_plan(), made.sizes)
+    sizes = [None if size is None else int(size * GIB) for size in (device, host)]
+    return explain_misfit(model, layout, made, device=sizes[0], host=sizes[1])
+
+
+def test_bytes_of_the_formulas() -> None:
+    """P = 2^33 parameters in bfloat16 over N = 4 ranks; a block has 2^30."""
+    whole = lightning_par.memory_estimate(Large(), strategy(4, stage=3))
+    rows = {row.kind: (row.device / GIB, row.host / GIB) for row in whole.rows}
+    assert rows == {
+        "parameters": (4, 0),
+        "gathered": (4, 0),
+        "gradients": (2 + 1 / 32, 4),  # of one block, and a bucket
+        "optimizer": (0, 24),
+    }
+    on_device = lightning_par.memory_estimate(
+        Large(), strategy(4, "hybrid3d", tensor_parallel_size=1, pipeline_parallel_size=1)
+    )
+    assert on_device.host == 0
+    pipeline = {"pipeline_parallel_size": 4, "tensor_parallel_size": 1, "offload_options": {}}
+    stages = lightning_par.memory_estimate(Large(), strategy(4, "hybrid3d", **pipeline))
+    assert [row.device / GIB for row in stages.rows] == [4, 0, 4, 0]
+
+
+def test_table_is_printed() -> None:
+    text = str(lightning_par.memory_estimate(Large(), strategy(1)))
+    assert text.splitlines()[1].split() == ["parameters", "16.000", "0.000"]
+    assert text.splitlines()[-1].split()[-2:] == ["16.031", "112.000"]
+
+
+FITS = [
+    # 16 GiB of parameters alone.
+    ((1, {}), 10, 500, r"needs 16.03 GiB before activations and has 10.00 GiB.*Use more devices"),
+    ((1, {"delayed_update": 3}), 80, 120, r"needs 128.00 GiB.*120.00 GiB\. Use delayed_update=F"),
+    ((1, {}), 80, 100, r'the host needs 112.00 GiB for 1 ranks.*Use state_dtype="bfloat16"\.'),
+    ((4, {"stage": 1}), 20, 500, r"every device needs 22.03 GiB.*Use zero_stage=3\."),
+    ((1, {}), None, 120, r"the host needs 128.03 GiB.*can give 120.00 GiB"),
+    ((1, {}), 80, 113, None),
+    ((1, {}), 80, None, None),
+]
+
+
+@pytest.mark.parametrize(("made", "device", "host", "says"), FITS)
+def test_run_that_cannot_fit_is_refused_with_what_would(
+    made: Any, device: Any, host: Any, says: str | None
+) -> None:
+    devices, options = made
+    said = explain(strategy(devices, **options), device, host)
+    if says is None:
+        assert said is None
+    else:
+        assert said is not None
+        with pytest.raises(AssertionError, match=says):
+            raise AssertionError(said)
+
+
+def test_offloading_is_proposed_where_the_optimizer_does_not_fit() -> None:
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    said = explain(strategy(1, "hybrid3d", **sizes), 40, 500)
+    assert said is not None
+    assert "64.00 GiB before activations and has 40.00 GiB" in said
+    assert said.endswith("Use offload_options={} (the optimizer on the host).")
+
+
+def test_start_up_refuses_what_the_host_cannot_hold() -> None:
+    """Before anything is allocated: the model is on meta."""
+
+    class Module(ToyModule):
+        def __init__(self) -> None:
+            super().__init__(blocks=1)
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "large"):
+                with torch.device("meta"):
+                    self.large = torch.nn.Linear(2**24, 2**22, bias=False)
+
+        def parallel_plan(self) -> lightning_par.ParallelPlan:
+            return lightning_par.ParallelPlan()
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy="zero_offload",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_steps=1,
+    )
+    says = r"cannot hold the model: the host needs 1310\d+\.\d+ GiB for 1 ranks and can give"
+    with pytest.raises(lightning_par.LightningParError, match=says):
+        trainer.fit(Module(), loader(ToyData(4), 2), loader(ToyData(4), 2))
+
+
+def test_misfit_of_the_host_counts_every_rank() -> None:
+    estimate = MemoryEstimate((MemoryRow(kind="all", device=GIB, host=2 * GIB),))
+    sizes = {"device": GIB, "host": 7 * GIB}
+    assert misfits(estimate, **sizes, ranks_per_host=3) == []
+    (problem,) = misfits(estimate, **sizes, ranks_per_host=4)
+    assert problem == "the host needs 8.00 GiB for 4 ranks and can give 7.00 GiB"
+    assert misfits(estimate, **sizes, ranks_per_host=3, shared=True) == [
+        "the host needs 9.00 GiB for 3 ranks and can give 7.00 GiB"
+    ]
+
+
+def test_memory_of_this_machine_is_known() -> None:
+    free = available_memory()
+    assert free is None or 2**20 < free < 2**50
+
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_data_parallel.yaml"
+
+
+@pytest.mark.filterwarnings("ignore")  # of jsonargparse, about Lightning
+@pytest.mark.parametrize(("host", "status"), [(64, 0), (0.01, 1)])
+def test_command_prints_the_table_and_judges(
+    host: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"--config={CONFIG}", "--devices=8", f"--host-gib={host}", "--device-gib=16"]
+    arguments += ["--trainer.strategy=zero_offload", "--model.preset=gpt2"]
+    monkeypatch.setattr(sys, "argv", ["lightning-par", "memory", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    said = capsys.readouterr().out
+    assert (stop.value.code or 0) == status, said
+    assert "124,439,808 parameters on dp_shard 8" in said
+    assert "optimizer" in said
+    assert ("cannot hold the model" in said) == bool(status)
