@@ -27,7 +27,7 @@ from lightning_par.models import BertModule
 
 GIB = 2**30
 LENGTH, SAMPLES = 256, (3, 4, 5)
-"""T, and B for each rank."""
+"""T, and B; under a ring, B for each rank."""
 BATCH_LENGTH = 512
 """T of the largest batch."""
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -128,9 +128,10 @@ class Cap:
                 if dist.get_rank() == 0:
                     print(f"{world:5}  {way:17}  refused: {HEADS} heads")
                 continue
-            counted = [peak(way, samples * world, LENGTH) for samples in SAMPLES]
-            _, other = peak(way, SAMPLES[1] * world // 2, 2 * LENGTH)
-            tokens = [LENGTH * samples * world for samples in SAMPLES]
+            batches = [samples * (world if way == "ring" else 1) for samples in SAMPLES]
+            counted = [peak(way, batch, LENGTH) for batch in batches]
+            _, other = peak(way, batches[1] // 2, 2 * LENGTH)
+            tokens = [LENGTH * batch for batch in batches]
             (held, low), (_, middle), (_, high) = counted
             slope = (high - low) / (tokens[2] - tokens[0])
             base = low - slope * tokens[0]
