@@ -12,7 +12,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell printf %s '$(CURDIR)' | cksum | cut -d' ' -f1)
 TORCH = $(shell grep '^torch==' constraints.txt)
-CODE := lightning_par tests $(wildcard benchmarks docs)
+CODE := lightning_par tests $(wildcard benchmarks docs examples)
 PYTEST_ARGS ?=
 
 .PHONY: help setup demo test test-all lint format types bench clean

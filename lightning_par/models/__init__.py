@@ -7,6 +7,7 @@ from lightning_par.models.data import TextDataModule
 from lightning_par.models.gpt import Block, GPT
 from lightning_par.models.gpt_config import GPTConfig
 from lightning_par.models.gpt_module import GPTModule
+from lightning_par.models.huggingface_module import HuggingFaceModule
 from lightning_par.models.mixtral import from_hugging_face_mixtral, Mixtral
 from lightning_par.models.mixtral_config import MixtralConfig
 from lightning_par.models.mixtral_module import MixtralModule
@@ -21,6 +22,7 @@ __all__ = [
     "Block",
     "GPTConfig",
     "GPTModule",
+    "HuggingFaceModule",
     "Mixtral",
     "MixtralConfig",
     "MixtralModule",

@@ -122,6 +122,19 @@ def test_dropout_does_nothing_inside() -> None:
     assert still.calls == 3
 
 
+@pytest.mark.exhaustive  # three processes that import everything
+def test_module_in_hand_is_verified_and_left_alone() -> None:
+    module, batch = HFModule("llama tied"), next(iter(loader(PaddedText(4, "llama"), 4)))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    strategy = Hybrid3DStrategy(tensor_parallel_size=2, pipeline_parallel_size=1)
+    report = verify(module, batch, strategy, steps=2)
+    assert report.equal, str(report)
+    assert report.sizes == report.asked == TP
+    assert len(report.rows) == 2
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+    assert not any(value.is_shared() for value in module.state_dict().values())
+
+
 YAML = """
 trainer:
   accelerator: cpu
