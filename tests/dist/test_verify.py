@@ -11,6 +11,7 @@ import torch
 from lightning_par import cli, Hybrid3DStrategy, verify
 from lightning_par.engine.still import WithoutDropout
 from lightning_par.errors import ConfigurationError
+from lightning_par.models import HuggingFaceModule
 from lightning_par.sizes import ParallelSizes
 from lightning_par.verification.processes import run_rank
 from lightning_par.verification.report import count_parts, judge
@@ -28,6 +29,20 @@ def make_llama() -> Subject:
     return Subject(
         module=HFModule("llama tied"), batches=batches, strategy=Hybrid3DStrategy(num_microbatches=2)
     )
+
+
+def make_shifted() -> Subject:
+    """Labels that are shifted already, under the name that the model shifts."""
+    sizes = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    torch.manual_seed(5)
+    module = HuggingFaceModule("llama", {**sizes, **heads})
+    module.configure_model()
+    draw = torch.Generator().manual_seed(3)
+    rows = torch.randint(1, 37, (2, 4, 13), generator=draw)
+    rows[:, 1, 7:] = -100
+    batches = [{"input_ids": r[:, :-1].clamp(min=0), "labels": r[:, 1:]} for r in rows]
+    return Subject(module=module, batches=batches, strategy=Hybrid3DStrategy())
 
 
 def trace_rank(rank: int, world: int, make: Any, sizes: ParallelSizes) -> Any:
@@ -49,6 +64,8 @@ def report_of(make: Any, sizes: ParallelSizes) -> Any:
         (MAKE["none"], ParallelSizes(data_shard=2)),
         (MAKE["none"], ParallelSizes(context=2)),
         (make_llama, ParallelSizes(tensor=2, pipeline=2)),
+        (make_shifted, ParallelSizes(context=2)),
+        (make_shifted, ParallelSizes(data_shard=2)),
     ],
 )
 def test_nothing_is_found_where_nothing_is_wrong(make: Any, sizes: ParallelSizes) -> None:
