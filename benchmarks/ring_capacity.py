@@ -7,9 +7,13 @@ extended to the cap, and the middle one says how straight it is. They are large 
 to be where activations are, not where all gradients are. Half as many samples of twice the length
 say that only their product counts. Weights and AdamW's two moments are added by their number: 12
 bytes for each parameter of the rank, in float32.
+
+All layers are alike: models of `--layers` are counted, two of them, and the line through them is
+extended to 12, so that eight ranks fit a small machine. `--layers 12` counts the whole.
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +39,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor, sequence": ("tensor_parallel_size", {}),
     "ring": ("context_parallel_size", {"context_options": {"layout": "contiguous"}}),
 }
-HEADS = 12
+HEADS = LAYERS = 12
 
 
 class Samples(Dataset[dict[str, Tensor]]):
@@ -86,7 +90,7 @@ class Count(Callback):
         self.live.__exit__(None, None, None)
 
 
-def peak(way: str, batch: int, length: int) -> tuple[int, int]:
+def peak(way: str, layers: int, batch: int, length: int) -> tuple[int, int]:
     """Return the bytes held all along and those at the peak of a step, of the rank with most."""
     size, options = WAYS[way]
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
@@ -104,6 +108,7 @@ def peak(way: str, batch: int, length: int) -> tuple[int, int]:
         enable_model_summary=False,
     )
     overrides = {"order_head": False, "dropout": 0.0, "max_length": 2 * LENGTH}
+    overrides["num_layers"] = layers
     module = PlainBert(preset="base", overrides=overrides)
     trainer.fit(module, DataLoader(Samples(length), batch_size=batch))
     most = torch.tensor([count.held, count.live.peak])
@@ -113,10 +118,61 @@ def peak(way: str, batch: int, length: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class Line:
+    """Bytes of the fullest rank, over the number of tokens; how far other points are from it.
+
+    Attributes:
+        held: All along.
+        base: At the peak of a step, without a token.
+        slope: For each token of the whole batch.
+        bent: The middle point over the line, less 1.
+        long: Twice the length and half of the samples over the middle point, less 1.
+    """
+
+    held: float
+    base: float
+    slope: float
+    bent: float
+    long: float
+
+    def beyond(self, other: "Line", factor: float) -> "Line":
+        """Return what comes after `self` and `other`, `factor` times their distance from `self`."""
+        ahead = [
+            one + factor * (two - one)
+            for one, two in zip(
+                (self.held, self.base, self.slope),
+                (other.held, other.base, other.slope),
+                strict=True,
+            )
+        ]
+        return Line(
+            *ahead, max(self.bent, other.bent, key=abs), max(self.long, other.long, key=abs)
+        )
+
+
+def count_line(way: str, layers: int) -> Line:
+    """Return the line of a model with so many layers; every rank has to call."""
+    scale = dist.get_world_size() if way == "ring" else 1
+    batches = [samples * scale for samples in SAMPLES]
+    (held, low), (_, middle), (_, high) = [peak(way, layers, batch, LENGTH) for batch in batches]
+    _, other = peak(way, layers, batches[1] // 2, 2 * LENGTH)
+    tokens = [LENGTH * batch for batch in batches]
+    slope = (high - low) / (tokens[2] - tokens[0])
+    base = low - slope * tokens[0]
+    return Line(held, base, slope, middle / (base + slope * tokens[1]) - 1, other / middle - 1)
+
+
+@dataclass(frozen=True)
 class Cap:
-    """What fits."""
+    """What fits.
+
+    Attributes:
+        cap: Bytes of a device.
+        layers: Of the models that are counted.
+    """
 
     cap: int
+    layers: Sequence[int]
 
     def body(self, arguments: Arguments) -> None:
         """Print a row for each way that these ranks can go."""
@@ -128,20 +184,17 @@ class Cap:
                 if dist.get_rank() == 0:
                     print(f"{world:5}  {way:17}  refused: {HEADS} heads")
                 continue
-            batches = [samples * (world if way == "ring" else 1) for samples in SAMPLES]
-            counted = [peak(way, batch, LENGTH) for batch in batches]
-            _, other = peak(way, batches[1] // 2, 2 * LENGTH)
-            tokens = [LENGTH * batch for batch in batches]
-            (held, low), (_, middle), (_, high) = counted
-            slope = (high - low) / (tokens[2] - tokens[0])
-            base = low - slope * tokens[0]
-            fits = (self.cap - held - base) / slope
-            bent = middle / (base + slope * tokens[1]) - 1
+            lines = [count_line(way, layers) for layers in self.layers]
+            found = lines[0]
+            if len(lines) == 2:
+                first, second = self.layers
+                found = lines[0].beyond(lines[1], (LAYERS - first) / (second - first))
+            fits = int((self.cap - found.held - found.base) / found.slope)
             if dist.get_rank() == 0:
                 print(
-                    f"{world:5}  {way:17}  {held / GIB:8.2f}  {base / GIB:8.2f}"
-                    f"  {slope / 1024:9.1f}  {int(fits):9}  {int(fits) // BATCH_LENGTH:7}"
-                    f"  {100 * bent:+6.2f} %  {100 * (other / middle - 1):+6.2f} %",
+                    f"{world:5}  {way:17}  {found.held / GIB:8.2f}  {found.base / GIB:8.2f}"
+                    f"  {found.slope / 1024:9.1f}  {fits:9}  {fits // BATCH_LENGTH:7}"
+                    f"  {100 * found.bent:+6.2f} %  {100 * found.long:+6.2f} %",
                     flush=True,
                 )
 
@@ -150,13 +203,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=16, help="of a device")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 4], help="12, or two numbers")
     chosen = parser.parse_args()
     print("'bent': the middle point beside the line; 'long': twice the length, half the samples")
     print("ranks  way                held GiB  rest GiB   KiB/token", end="")
     print("  longest T  B, 512      bent      long")
     arguments = Arguments(pairs=1, steps=1, warmup=0, profile=False)
     for ranks in chosen.ranks:
-        launch(Cap(int(chosen.gib * GIB)).body, arguments, ranks=ranks)
+        launch(Cap(int(chosen.gib * GIB), chosen.layers).body, arguments, ranks=ranks)
 
 
 if __name__ == "__main__":
