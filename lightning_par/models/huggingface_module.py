@@ -96,7 +96,8 @@ class HuggingFaceModule(L.LightningModule):
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        more = {"shift_labels": batch["labels"]} if self.shifted_labels else {}
+        # transformers takes a view of them.
+        more = {"shift_labels": batch["labels"].contiguous()} if self.shifted_labels else {}
         loss: Tensor = self.model(**batch, **more).loss
         return loss
 
