@@ -25,7 +25,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    FSDPModule,
+    fully_shard,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 from lightning_par.engine.experts import ExpertParallel
 from lightning_par.engine.silence import Silence
@@ -145,6 +150,9 @@ class Sharding:
         self._holds = False
 
 
+_ON_DEVICE = OffloadPolicy()
+
+
 def shard_model(
     model: nn.Module,
     layout: ModelLayout,
@@ -155,6 +163,7 @@ def shard_model(
     bounds: Sequence[tuple[int, int]] = (),
     experts: ExpertParallel | None = None,
     reduce_dtype: torch.dtype | None = None,
+    offload: OffloadPolicy = _ON_DEVICE,
 ) -> Sharding:
     """Materialise and shard the model unit by unit: every block, then the rest.
 
@@ -167,9 +176,11 @@ def shard_model(
         bounds: First and one-past-last block of every pipeline stage, if there are several.
         experts: Those that are divided among the replicas, which only some of them share.
         reduce_dtype: In which gradients are summed; None: in that of the parameters.
+        offload: Where shards are kept. Not those of divided experts.
     """
     whole: set[nn.Parameter] = set()
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    reduction = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    policies: dict[str, Any] = {"mp_policy": reduction, "offload_policy": offload}
     units = [n for n in layout.block_names if not isinstance(model.get_submodule(n), StageStub)]
     shards = mesh.sizes.data > 1
     data_mesh = mesh.device_mesh["dp_shard"]
@@ -186,7 +197,7 @@ def shard_model(
                 mesh=data_mesh,
                 reshard_after_forward=zero_stage == 3,
                 ignored_params=whole,
-                mp_policy=policy,
+                **policies,
             )
     materialise(model, "")
     if not shards:
@@ -197,7 +208,7 @@ def shard_model(
         mesh=data_mesh,
         reshard_after_forward=False,
         ignored_params=whole,
-        mp_policy=policy,
+        **policies,
     )
     if mesh.device_type == "cpu":
         every = [(0, len(layout.block_names))]

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from lightning_par.engine.offload.worker import UpdateWorker
 from lightning_par.engine.scaling import MeshGradScaler
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.loading import CheckpointedProcesses
+from lightning_par.strategies.precision import MasterWeightPrecision
 
 __all__ = ["OffloadedProcesses", "cache_folder"]
 
@@ -41,10 +43,29 @@ class OffloadedProcesses(CheckpointedProcesses):
     """
 
     on_nonfinite: str
+    zero_stage: int
 
     def __init__(self, *, offload: OffloadOptions | None, **options: Any) -> None:
         super().__init__(**options)
         self.offload_options = offload
+
+    @override
+    def setup_environment(self) -> None:
+        options, plugin = self.offload_options, self.precision_plugin
+        if options is not None and options.offload_parameters:
+            self._check_parameters()
+        if options is not None and options.offload_fraction < 1 and type(plugin) is HalfPrecision:
+            # The part on the device keeps float32 masters, too.
+            self.precision_plugin = MasterWeightPrecision()
+        super().setup_environment()
+
+    def _check_parameters(self) -> None:
+        if self.zero_stage != 3 or self.sizes.data_shard == 1 or self.sizes.expert > 1:
+            raise ConfigurationError(
+                f"offload_parameters=True with zero_stage={self.zero_stage} on {self.sizes}: what "
+                "comes to the device block by block are the shards of stage 3. Use stage 3, 2 or "
+                "more replicas that shard, and undivided experts; or offload_parameters=False."
+            )
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.boundary import Boundary, connect, group_name
@@ -32,6 +33,7 @@ from lightning_par.engine.gradients import (
 from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.materialise import broadcast_values, Materialiser
 from lightning_par.engine.offload.optimizer import HostOptimizer
+from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline import PipelineExecutor
 from lightning_par.engine.schedule import Schedule
 from lightning_par.engine.sequence import ContextOptions
@@ -58,6 +60,7 @@ class _Options(BlockOptions, Protocol):
     activity: Activity
     context_options: ContextOptions
     reduce_dtype: torch.dtype | None
+    offload_options: OffloadOptions | None
 
     @property
     def root_device(self) -> torch.device: ...
@@ -287,7 +290,15 @@ def _fill(
         bounds=parts.bounds,
         experts=parts.experts,
         reduce_dtype=options.reduce_dtype,
+        offload=_parameter_policy(options),
     )
+
+
+def _parameter_policy(options: _Options) -> OffloadPolicy:
+    offload = options.offload_options
+    if offload is None or not offload.offload_parameters:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=offload.pins(options.root_device))
 
 
 def _share_values(module: nn.Module, mesh: ParallelMesh, device: torch.device) -> None:

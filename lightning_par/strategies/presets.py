@@ -101,6 +101,10 @@ class ZeROOffloadStrategy(MeshStrategy):
     Args:
         stage: What the replicas shard besides optimizer states, as `zero_stage` of `MeshStrategy`:
             1 nothing, 2 gradients, 3 also parameters.
+        offload_optimizer: True: to the memory of the host; ``"nvme:/folder"``: states to a file in
+            this folder; False: not at all.
+        offload_fraction: Which part of the parameters; the others are updated on the device.
+        offload_parameters: Also keep the parameters on the host; with stage 3 and several replicas.
         delayed_update: Number of the first step whose update is computed behind the next step.
         overlap: ``"auto"`` sends gradients, and updates, during the backward; ``"off"`` after it.
         pin_memory: Page-lock the memory through which gradients and parameters go.
@@ -117,6 +121,9 @@ class ZeROOffloadStrategy(MeshStrategy):
         self,
         *,
         stage: Literal[1, 2, 3] = 2,
+        offload_optimizer: bool | str = True,
+        offload_fraction: float = 1.0,
+        offload_parameters: bool = False,
         delayed_update: bool | int = False,
         overlap: Literal["auto", "off"] = "auto",
         pin_memory: bool | Literal["auto"] = "auto",
@@ -126,6 +133,9 @@ class ZeROOffloadStrategy(MeshStrategy):
         **options: Any,
     ) -> None:
         offload = OffloadOptions(
+            offload_optimizer=offload_optimizer or True,
+            offload_fraction=offload_fraction,
+            offload_parameters=offload_parameters,
             delayed_update=delayed_update,
             overlap=overlap,
             pin_memory=pin_memory,
@@ -135,4 +145,5 @@ class ZeROOffloadStrategy(MeshStrategy):
         )
         if stage not in (1, 2, 3):
             raise ConfigurationError(f"stage={stage!r} must be 1, 2 or 3.")
-        super().__init__(zero_stage=stage, offload_options=offload, **options)
+        chosen = None if offload_optimizer is False else offload
+        super().__init__(zero_stage=stage, offload_options=chosen, **options)

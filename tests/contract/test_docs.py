@@ -139,7 +139,7 @@ def test_auto_sizes_are_those_that_the_guide_gives() -> None:
     from lightning_par.sizes import fit_sizes
 
     rules = {"tensor_parallel": "tensor", "pipeline_1f1b": "pipeline"}
-    rules |= {"sequence_ring": "context", "hybrid3d": "balanced"}
+    rules |= {"sequence_ring": "context", "hybrid3d": "balanced", "zero_offload": "data"}
     text = PAGES[1].read_text()
     for name, rule in rules.items():
         row = re.search(rf"^\| `{name}` \| (1 device .*) \|$", text, re.MULTILINE)

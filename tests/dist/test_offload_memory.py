@@ -11,7 +11,7 @@ import lightning_par
 from lightning_par.engine.ledger import Ledger
 from tests.offload import KINDS
 from tests.parity import quiet_trainer, Result
-from tests.ranks import run_ranks
+from tests.ranks import ranks, run_ranks
 from tests.toy import loader, ToyData, ToyModule
 
 ONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
@@ -101,3 +101,25 @@ def test_estimate_is_what_the_fullest_rank_holds(name: str) -> None:
         # The fullest rank: dim 0 of every parameter may divide unevenly.
         for result in results:
             assert result["host"] == size * result["parameters"] // 2
+
+
+class Enormous(ToyModule):
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "large"):
+            with torch.device("meta"):
+                self.large = torch.nn.Linear(2**24, 2**22, bias=False)
+
+    def parallel_plan(self) -> lightning_par.ParallelPlan:
+        return lightning_par.ParallelPlan()
+
+
+@ranks(1)
+def test_start_up_refuses_what_the_host_cannot_hold(rank: int, world: int) -> None:
+    """Before anything is allocated: the model is on meta."""
+    trainer = quiet_trainer(strategy="zero_offload", devices=1, max_steps=1)
+    says = r"cannot hold the model: the host needs 1310\d+\.\d+ GiB for 1 ranks and can give"
+    with pytest.raises(lightning_par.LightningParError, match=says):
+        trainer.fit(Enormous(), loader(ToyData(4), 2), loader(ToyData(4), 2))

@@ -294,6 +294,11 @@ def test_other_optimizers_are_refused(name: str) -> None:
 WRONG = [
     ({"delayed_update": True}, r"delayed_update=True must be the number of the first"),
     ({"delayed_update": -1}, r"delayed_update=-1 must be"),
+    ({"offload_optimizer": "disk"}, r"offload_optimizer='disk' must be True or 'nvme:/folder'\."),
+    ({"offload_fraction": 1.5}, r"offload_fraction=1.5 must be a number from 0 to 1\."),
+    ({"offload_fraction": "half"}, r"offload_fraction='half' must be a number from 0 to 1\."),
+    ({"offload_fraction": 0.5, "delayed_update": 2}, r"0.5 with delayed_update=2: the part on"),
+    ({"offload_parameters": True, "delayed_update": 2}, r"1.0 and delayed_update=False, but .* 2"),
     ({"overlap": "on"}, r"overlap='on' must be 'auto' or 'off'\."),
     ({"pin_memory": "yes"}, r"pin_memory='yes' must be True, False or 'auto'\."),
     ({"bucket_size_mb": 0}, r"bucket_size_mb=0 must be a number of more than 0\."),

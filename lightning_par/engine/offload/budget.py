@@ -12,8 +12,9 @@ gradients            b p; offloaded: a bucket and b u at most      b p, twice if
 optimizer            2 b p                                         master and two moments
 ===================  ============================================  =============================
 
-Nothing is gathered where there is one replica. Activations, and what an allocator keeps, come on
-top. Experts count as if they were sharded like other weights.
+With a fraction, that part is as if offloaded; parameters that are offloaded are on the host; states
+in a file are not counted. Nothing is gathered where there is one replica. Activations, and what an
+allocator keeps, come on top. Experts count as if they were sharded like other weights.
 
 **Source**: Rajbhandari et al. 1910.02054, section 3; Ren et al. 2101.06840, section 4.
 """
@@ -187,9 +188,17 @@ def _estimate(
     waits = sizes.pipeline > 1 or sizes.context > 1 or offload.overlap == "off"
     bucket = offload.bucket_bytes + (largest if sizes.data > 1 else 0)
     slots = 1 if offload.delayed_update is False else 2
-    gradients = local if waits else min(local, bucket)
-    rows.append(MemoryRow(kind="gradients", device=gradients, host=slots * local))
-    rows.append(MemoryRow(kind="optimizer", device=0, host=_states(trained, offload)))
+    part = offload.offload_fraction
+    gone = int(part * local)
+    gradients = local if waits else local - gone + min(gone, bucket)
+    states = 0 if offload.folder is not None else int(part * _states(trained, offload))
+    if offload.offload_parameters:
+        rows[0] = MemoryRow(kind="parameters", device=0, host=rows[0].device)
+        gradients = min(local, 2 * largest)
+    rows.append(MemoryRow(kind="gradients", device=gradients, host=slots * gone))
+    # What stays on the device has moments there, and a master of a short weight.
+    left = sum(s.entries * (2 * s.size if s.size > 2 else 4 + 2 * 4) for s in trained)
+    rows.append(MemoryRow(kind="optimizer", device=int((1 - part) * left), host=states))
     return MemoryEstimate(tuple(rows))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Courier", "pin"]
+__all__ = ["Courier", "pin", "unpin"]
 
 
 class Courier:
@@ -64,8 +64,14 @@ def pin(memory: Tensor) -> None:
     torch's own allocator of pinned memory rounds up to a power of two.
 
     Args:
-        memory: On the host; stays locked until the process ends or frees it.
+        memory: On the host; locked until `unpin`, which has to come before it is freed.
     """
     runtime: Any = torch.cuda.cudart()
     size = memory.numel() * memory.element_size()
     torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)))
+
+
+def unpin(memory: Tensor) -> None:
+    """Undo `pin`."""
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostUnregister(memory.data_ptr())))

@@ -16,7 +16,7 @@ published after the backward of step s + 1. What the groups say is read at the e
 one-step too; here buckets stream and a step that is left out is left out before it is submitted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,15 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.engine.offload.adam import AdamRule
-from lightning_par.engine.offload.courier import Courier, pin
+from lightning_par.engine.offload.courier import Courier
 from lightning_par.engine.offload.departed import DepartedGradients
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.engine.offload.parameters import (
-    aligned_size,
-    HostParameter,
-    local_tensor,
-    wide_dtype,
-)
+from lightning_par.engine.offload.parameters import HostParameter, local_tensor
+from lightning_par.engine.offload.storage import allocate, offloaded_parameters
 from lightning_par.engine.offload.worker import UpdateWorker
 from lightning_par.errors import CheckpointError, ConfigurationError, OffloadError
 
@@ -94,12 +90,13 @@ class HostOptimizer:
         self.departed = DepartedGradients()
         self.early_updates = 0
         parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-        self._held = self._allocate(parameters)
+        parameters = offloaded_parameters(parameters, options.offload_fraction)
+        self._held, self._storage = allocate(parameters, options, device)
         self._handles: list[Any] = [optimizer.register_step_post_hook(self._step)]
         self._handles += [
             p.register_post_accumulate_grad_hook(self._arrive)
             for p in parameters
-            if id(p) not in late
+            if id(p) not in late and not options.offload_parameters
         ]
         self._hears = self._streams = self._is_delayed = False
         self._slot, self._filling = 0, 0
@@ -107,29 +104,6 @@ class HostOptimizer:
         self._open: _Bucket = []
         self._submitted: list[tuple[_Bucket, Future[None], int]] = []
         self._left: set[HostParameter] = set()
-
-    def _allocate(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, HostParameter]:
-        delays = self._options.delayed_update is not False
-        sizes = [aligned_size(p) for p in parameters]
-        slabs = [torch.empty(sum(sizes), dtype=torch.uint8) for _ in range(2 if delays else 1)]
-        if self._options.pins(self._device):
-            for slab in slabs:
-                pin(slab)
-        held, offset = {}, 0
-        for parameter, size in zip(parameters, sizes, strict=True):
-            local = local_tensor(parameter)
-            wide = wide_dtype(local.dtype)
-            moments = wide if wide is torch.float64 else self._options.moments
-            used = local.numel() * local.element_size()
-            held[parameter] = HostParameter(
-                parameter,
-                torch.zeros(local.shape, dtype=wide),
-                torch.zeros(local.shape, dtype=moments),
-                torch.zeros(local.shape, dtype=moments),
-                [s[offset : offset + used].view(local.dtype).view(local.shape) for s in slabs],
-            )
-            offset += size
-        return held
 
     @property
     def kernel_name(self) -> str:
@@ -249,6 +223,7 @@ class HostOptimizer:
             for handle in self._handles:
                 handle.remove()
             self._worker.close()
+            self._storage.close()
 
     def _arrive(self, parameter: nn.Parameter) -> None:
         if self._hears:
@@ -269,7 +244,10 @@ class HostOptimizer:
         self._left.add(held)
         if not self._streams:
             self.departed.note(parameter, local, grad)
-        self._courier.to_host(local, held.slots[self._slot])
+        if self._options.offload_parameters:
+            held.grad = local
+        else:
+            self._courier.to_host(local, held.slots[self._slot])
         self._open.append(held)
         self._filling += held.nbytes
         if self._filling >= self._options.bucket_bytes:
@@ -327,7 +305,9 @@ class HostOptimizer:
         for bucket, future, slot in submitted:
             future.result()
             for held in bucket:
-                self._courier.to_device(held.slots[slot], held.local)
+                if held.grad is None:
+                    self._courier.to_device(held.slots[slot], held.local)
+                held.grad = None
                 held.published()
         self._courier.settle()
 

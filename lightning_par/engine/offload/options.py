@@ -1,9 +1,10 @@
 """What may be chosen about offloading, checked before anything is built."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from lightning_par.errors import ConfigurationError, either, raise_problems
 
 __all__ = ["OffloadOptions", "read_offload_options"]
 
+_NVME = "nvme:"
 _STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -21,6 +23,11 @@ class OffloadOptions:
     """How optimizer states and updates move to the host.
 
     Attributes:
+        offload_optimizer: True: to the memory of the host; ``"nvme:/folder"``: states to a file in
+            this folder.
+        offload_fraction: Which part of the parameters; the others are updated on the device.
+        offload_parameters: Also keep the parameters on the host and bring them to the device
+            block by block; at ZeRO stage 3 with several replicas.
         delayed_update: Number of the first step whose update is computed during the step after
             it, and published after that step's backward; False: none is.
         overlap: "auto" sends gradients during the backward, and updates during it, too, where
@@ -35,6 +42,9 @@ class OffloadOptions:
         ConfigurationError: With every value that does not exist.
     """
 
+    offload_optimizer: bool | str = True
+    offload_fraction: float = 1.0
+    offload_parameters: bool = False
     delayed_update: bool | int = False
     overlap: Literal["auto", "off"] = "auto"
     pin_memory: bool | Literal["auto"] = "auto"
@@ -43,7 +53,7 @@ class OffloadOptions:
     state_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = [*self._misplaced()]
         for name, valid in (
             ("overlap", ("auto", "off")),
             ("pin_memory", (True, False, "auto")),
@@ -63,6 +73,35 @@ class OffloadOptions:
         if not isinstance(size, int | float) or isinstance(size, bool) or not 0 < size < math.inf:
             problems.append(f"bucket_size_mb={size!r} must be a number of more than 0.")
         raise_problems(ConfigurationError, problems)
+
+    def _misplaced(self) -> Iterator[str]:
+        """Say what is wrong about what goes where."""
+        place, fraction = self.offload_optimizer, self.offload_fraction
+        named = isinstance(place, str) and len(place) > len(_NVME) and place.startswith(_NVME)
+        if place is not True and not named:
+            yield f"offload_optimizer={place!r} must be True or 'nvme:/folder'."
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+            yield f"offload_fraction={fraction!r} must be a number from 0 to 1."
+            return
+        if not 0 <= fraction <= 1:
+            yield f"offload_fraction={fraction!r} must be a number from 0 to 1."
+        if fraction != 1 and self.delayed_update is not False:
+            yield (
+                f"offload_fraction={fraction} with delayed_update={self.delayed_update}: the part "
+                "on the device would be a step ahead. Use one of them."
+            )
+        if self.offload_parameters and (fraction != 1 or self.delayed_update is not False):
+            yield (
+                "offload_parameters=True writes every parameter in place: it needs "
+                f"offload_fraction=1.0 and delayed_update=False, but they are {fraction} and "
+                f"{self.delayed_update}."
+            )
+
+    @property
+    def folder(self) -> Path | None:
+        """Where a file holds the states; None: they are in memory."""
+        place = self.offload_optimizer
+        return Path(place[len(_NVME) :]) if isinstance(place, str) else None
 
     @property
     def moments(self) -> torch.dtype:

@@ -10,7 +10,7 @@ slot of the parameter's size serves both ways.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
@@ -21,9 +21,10 @@ from lightning_par.engine.masters import MASTER
 from lightning_par.engine.offload.adam import AdamRule, AdamTensors
 from lightning_par.engine.offload.worker import Update
 
-__all__ = ["HostParameter", "aligned_size", "like_parameter", "local_tensor", "wide_dtype"]
+if TYPE_CHECKING:
+    from lightning_par.engine.offload.storage import Pages
 
-_ALIGNMENT = 64
+__all__ = ["HostParameter", "like_parameter", "local_tensor", "wide_dtype"]
 
 
 @torch.no_grad()
@@ -35,13 +36,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the master of a parameter."""
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def aligned_size(parameter: nn.Parameter) -> int:
-    """Return the bytes of a parameter's slot."""
-    local = local_tensor(parameter)
-    size = local.numel() * local.element_size()
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def like_parameter(parameter: nn.Parameter, local: Tensor) -> Tensor:
@@ -68,8 +62,11 @@ class HostParameter:
         master: This rank's part in the wide dtype.
         mean: Of the gradients.
         square: Mean of their squares.
-        slots: Where gradients arrive and parameters leave; see Note [One slot].
+        slots: Where gradients arrive and parameters leave; see Note [One slot]. Empty if the
+            parameter is on the host itself.
+        pages: Where the states are, if that is a file.
         step: How many updates were asked for.
+        grad: Of a parameter that is on the host itself.
     """
 
     parameter: nn.Parameter
@@ -77,7 +74,9 @@ class HostParameter:
     mean: Tensor
     square: Tensor
     slots: Sequence[Tensor]
+    pages: "Pages | None" = None
     step: int = 0
+    grad: Tensor | None = None
     _seen: tuple[int, int] | None = None
     _has_master: bool = False
     _count: Tensor = field(default_factory=lambda: torch.tensor(0.0, dtype=torch.float32))
@@ -90,7 +89,7 @@ class HostParameter:
     @property
     def nbytes(self) -> int:
         """Of the gradient."""
-        return self.slots[0].numel() * self.slots[0].element_size()
+        return self.local.numel() * self.local.element_size()
 
     def is_changed(self) -> bool:
         """Whether the parameter has been changed since `published`."""
@@ -121,14 +120,18 @@ class HostParameter:
         """
         self.step += 1
         self._count.fill_(self.step)
+        if self.grad is None:
+            grad = out = self.slots[slot]
+        else:
+            grad, out = self.grad.contiguous(), self.local
         tensors = AdamTensors(
             master=self.master.view(-1),
             mean=self.mean.view(-1),
             square=self.square.view(-1),
-            grad=self.slots[slot].view(-1),
-            out=self.slots[slot].view(-1),
+            grad=grad.view(-1),
+            out=out.view(-1),
         )
-        return Update(rule=rule, tensors=tensors, step=self.step)
+        return Update(rule=rule, tensors=tensors, step=self.step, pages=self.pages)
 
     def states(self) -> dict[str, Tensor]:
         """Return what `torch.optim.Adam` would hold, on the host, and the master if it is more

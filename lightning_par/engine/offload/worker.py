@@ -1,11 +1,15 @@
 """The thread that updates buckets of parameters on the host, in the order in which they come."""
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 from lightning_par.engine.offload.adam import AdamKernel, AdamRule, AdamTensors
+
+if TYPE_CHECKING:
+    from lightning_par.engine.offload.storage import Pages
 
 __all__ = ["Update", "UpdateWorker"]
 
@@ -21,11 +25,13 @@ class Update:
         rule: Of its group, as it was when the step was asked for.
         tensors: Flat.
         step: Number of the parameter's step, from 1.
+        pages: Where the states are, if that is a file.
     """
 
     rule: AdamRule
     tensors: AdamTensors
     step: int
+    pages: "Pages | None" = None
 
 
 class UpdateWorker:
@@ -39,6 +45,7 @@ class UpdateWorker:
     def __init__(self, kernel: AdamKernel, threads: int) -> None:
         self.kernel = kernel
         self._parts = 1 if kernel.is_parallel else threads
+        self._waiting: deque[Sequence[Update]] = deque()
         self._thread = ThreadPoolExecutor(1, "offloaded-updates")
         self._more = ThreadPoolExecutor(self._parts - 1, "offload") if self._parts > 1 else None
 
@@ -53,6 +60,7 @@ class UpdateWorker:
             scale: Factor of every gradient.
             largest: Bound of its entries.
         """
+        self._waiting.append(updates)
         return self._thread.submit(self._run, ready, updates, scale, largest)
 
     def close(self) -> None:
@@ -62,9 +70,16 @@ class UpdateWorker:
             self._more.shutdown()
 
     def _run(self, ready: Any, updates: Sequence[Update], scale: float, largest: float) -> None:
+        self._waiting.popleft()
         ready.synchronize()
+        following = self._waiting[0] if self._waiting else ()
+        for pages in (update.pages for update in following):
+            if pages is not None:
+                pages.expect()
         for update in updates:
             self._update(update, scale, largest)
+            if update.pages is not None:
+                update.pages.leave()
 
     def _update(self, update: Update, scale: float, largest: float) -> None:
         def part(tensors: AdamTensors) -> None:

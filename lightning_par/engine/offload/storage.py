@@ -1,0 +1,203 @@
+"""Where optimizer states are on the host: in memory, or in a file that memory maps.
+
+Note [File]: it has no name, so that it ends with the process, however that ends, and no other run
+can take it for its own. Its blocks are reserved before anything is computed. The system reads and
+writes its pages beside the computation; it is asked for the pages of a bucket while the one before
+is updated, and told that they are not needed after that.
+
+**Source**: Rajbhandari et al. 2104.07857 (ZeRO-Infinity), section 6.3.
+"""
+
+import errno
+import math
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn, Tensor
+
+from lightning_par.engine.offload.courier import pin, unpin
+from lightning_par.engine.offload.options import OffloadOptions
+from lightning_par.engine.offload.parameters import HostParameter, local_tensor, wide_dtype
+from lightning_par.errors import OffloadError
+
+__all__ = ["HostStorage", "Pages", "allocate", "offloaded_parameters"]
+
+_PAGE = mmap.PAGESIZE
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """A range of a mapped file, on whole pages.
+
+    Attributes:
+        mapped: The file.
+        start: First byte.
+        size: Bytes.
+    """
+
+    mapped: mmap.mmap
+    start: int
+    size: int
+
+    def expect(self) -> None:
+        """Ask the system to read the range, without waiting for it."""
+        if self.size:
+            self.mapped.madvise(mmap.MADV_WILLNEED, self.start, self.size)
+
+    def leave(self) -> None:
+        """Give the memory of the range back; what was changed is written."""
+        if self.size:
+            self.mapped.madvise(mmap.MADV_DONTNEED, self.start, self.size)
+
+
+class HostStorage:
+    """Gives zeroed tensors, and slots through which gradients and parameters go.
+
+    Args:
+        folder: Of a file for the tensors; None: they are in memory.
+        size: Bytes of the file.
+
+    Raises:
+        OffloadError: The folder is missing, cannot be written, or has not enough room.
+    """
+
+    def __init__(self, folder: Path | None, size: int) -> None:
+        self._mapped = None if folder is None or not size else _map_file(folder, size)
+        self._bytes: Tensor | None = None
+        if self._mapped is not None:
+            self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        self._used = 0
+        self._pinned: list[Tensor] = []
+
+    def zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a tensor that holds zeros."""
+        if self._bytes is None:
+            return torch.zeros(shape, dtype=dtype)
+        size = shape.numel() * dtype.itemsize
+        start, self._used = self._used, self._used + _padded(size, _ALIGNMENT)
+        return self._bytes[start : start + size].view(dtype).view(shape)
+
+    def start_page(self) -> int:
+        """Let the next tensor begin on a page of its own; return its first byte."""
+        self._used = _padded(self._used, _PAGE)
+        return self._used
+
+    def pages(self, start: int) -> Pages | None:
+        """Return the pages from a `start_page` on; None in memory."""
+        if self._mapped is None:
+            return None
+        return Pages(self._mapped, start, min(self.start_page(), len(self._mapped)) - start)
+
+    def slab(self, size: int, *, pins: bool) -> Tensor:
+        """Return bytes for slots, page-locked if `pins`."""
+        slab = torch.empty(size, dtype=torch.uint8)
+        if pins and size:
+            pin(slab)
+            self._pinned.append(slab)
+        return slab
+
+    def close(self) -> None:
+        """Unlock what was page-locked."""
+        for slab in self._pinned:
+            unpin(slab)
+        self._pinned = []
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _map_file(folder: Path, size: int) -> mmap.mmap:
+    asked = f'offload_optimizer="nvme:{folder}"'
+    if not folder.is_dir():
+        raise OffloadError(f"{asked}: there is no such folder. Make it, on a fast disk.")
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            free = shutil.disk_usage(folder).free
+            raise OffloadError(
+                f"{asked}: this rank needs {size:,} bytes there, and {free:,} are free. Use "
+                'another folder, state_dtype="bfloat16", or more ranks.'
+            ) from error
+        raise OffloadError(f"{asked} cannot be written: {error.strerror}.") from error
+
+
+def offloaded_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> list[nn.Parameter]:
+    """Return the parameters whose states go to the host: the last ones, as their gradients are
+    computed first, until they are at least `fraction` of all entries.
+    """
+    wanted = fraction * sum(p.numel() for p in parameters)
+    chosen: list[nn.Parameter] = []
+    held = 0
+    for parameter in reversed(parameters):
+        if held >= wanted:
+            break
+        chosen.append(parameter)
+        held += parameter.numel()
+    return chosen[::-1]
+
+
+def allocate(
+    parameters: Sequence[nn.Parameter], options: OffloadOptions, device: torch.device
+) -> tuple[dict[nn.Parameter, HostParameter], HostStorage]:
+    """Make the host's part of parameters.
+
+    Args:
+        parameters: Whose states go to the host.
+        options: How.
+        device: Of the parameters.
+
+    Raises:
+        OffloadError: See `HostStorage`.
+    """
+    size = sum(_file_size(p, options) for p in parameters) if options.folder else 0
+    storage = HostStorage(options.folder, size)
+    direct = options.offload_parameters
+    sizes = [0 if direct else _padded(_bytes(p), _ALIGNMENT) for p in parameters]
+    count = 1 if options.delayed_update is False else 2
+    pins = options.pins(device)
+    slabs = [storage.slab(sum(sizes), pins=pins) for _ in range(0 if direct else count)]
+    held, offset = {}, 0
+    for parameter, size in zip(parameters, sizes, strict=True):
+        local = local_tensor(parameter)
+        wide, moments = _dtypes(local.dtype, options)
+        views = (s[offset : offset + _bytes(parameter)] for s in slabs)
+        start = storage.start_page()
+        master, mean, square = (storage.zeros(local.shape, d) for d in (wide, moments, moments))
+        held[parameter] = HostParameter(
+            parameter,
+            master,
+            mean,
+            square,
+            [view.view(local.dtype).view(local.shape) for view in views],
+            storage.pages(start),
+        )
+        offset += size
+    return held, storage
+
+
+def _dtypes(dtype: torch.dtype, options: OffloadOptions) -> tuple[torch.dtype, torch.dtype]:
+    wide = wide_dtype(dtype)
+    return wide, wide if wide is torch.float64 else options.moments
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    local = local_tensor(parameter)
+    return local.numel() * local.element_size()
+
+
+def _file_size(parameter: nn.Parameter, options: OffloadOptions) -> int:
+    local = local_tensor(parameter)
+    wide, moments = _dtypes(local.dtype, options)
+    each = (math.prod(local.shape) * dtype.itemsize for dtype in (wide, moments, moments))
+    return _padded(sum(_padded(size, _ALIGNMENT) for size in each), _PAGE)
