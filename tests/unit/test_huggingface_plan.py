@@ -1,5 +1,6 @@
 """Plans derived from Hugging Face models, and what is refused."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+import lightning_par.huggingface
 from lightning_par.engine.batch import count_valid, sequence_entries, shift_labels
 from lightning_par.engine.context import check_context
 from lightning_par.engine.double import DoublePrecision
@@ -76,6 +78,23 @@ def test_encoder_decoder_is_refused_under_a_pipeline_with_what_works() -> None:
     text = refusal(FAMILIES["t5"](), ParallelSizes(pipeline=2))
     assert re.search(r"pipeline_parallel_size=2: T5ForConditionalGeneration is an encoder-", text)
     assert "Use pipeline_parallel_size=1 with data parallelism (zero_stage=3" in text
+
+
+def test_model_without_blocks_is_refused_with_lines_that_work() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=37, hidden_size=24, num_hidden_layers=0, num_attention_heads=6
+    )
+    model = transformers.LlamaForCausalLM(config)
+    text = refusal(model, ParallelSizes(pipeline=2))
+    assert "LlamaForCausalLM has no list of blocks of one class" in text
+    lines = text[text.index("    def parallel_plan(self):") :].rstrip()
+    source = "class Module:\n" + lines.replace("blocks='...'", "blocks='model.layers'")
+    names = {"lightning_par": lightning_par, "dataclasses": dataclasses}
+    exec(source, names)
+    module = names["Module"]()
+    module.model = FAMILIES["llama"]()
+    assert module.parallel_plan().blocks == "model.model.layers"
+    assert not module.parallel_plan().refusals
 
 
 def test_unknown_style_is_refused_with_lines_to_paste() -> None:
