@@ -1,5 +1,6 @@
 """What every test shares."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,3 +18,12 @@ def pytest_ignore_collect(collection_path):
 def _no_rank_outlives_the_session():
     yield
     assert close_ranks() == [], "these processes of tests/ranks.py are still there"
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_outlives_its_test():
+    """A strategy on one device makes a group in the test's own process, and Lightning leaves it."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
