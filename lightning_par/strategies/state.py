@@ -14,6 +14,7 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_par.checkpoint.groups import by_name, check_groups, number_names
 from lightning_par.checkpoint.pieces import Box, cut_piece, local_box, local_part, Piece
 from lightning_par.checkpoint.reader import StoredOptimizer, StoredTensor, StoredTensors
 from lightning_par.engine.offload.optimizer import HostOptimizer
@@ -224,7 +225,7 @@ class StateMap:
         for part, _ in parts:
             merged.update(part)
         names = self._merge([groups for _, groups in parts])
-        numbers = _number(names)
+        numbers = number_names(names)
         order = sorted(merged, key=numbers.__getitem__)
         return {
             "state": {numbers[name]: merged[name] for name in order},
@@ -259,15 +260,18 @@ class StateMap:
         else:
             stages = [groups]
         merged = self._merge(stages)
-        stored = state if isinstance(state, StoredOptimizer) else _by_name(state, merged)
-        _check_groups(stored, merged)
+        stored = state if isinstance(state, StoredOptimizer) else by_name(state, merged)
+        check_groups(stored, merged)
         local_state, local_groups, position = {}, [], 0
         for group, saved in zip(optimizer.param_groups, stored.groups, strict=True):
             ids = []
             for parameter in group["params"]:
                 entry = stored.states.get(names[id(parameter)])
                 if entry is not None and not self._is_on_host(parameter, entry):
-                    local_state[position] = {k: _state_like(parameter, v) for k, v in entry.items()}
+                    held = optimizer.state.get(parameter, {})
+                    local_state[position] = {
+                        k: _state_like(parameter, v, held.get(k)) for k, v in entry.items()
+                    }
                 ids.append(position)
                 position += 1
             local_groups.append({**saved, "params": ids})
@@ -316,50 +320,6 @@ class StateMap:
         return parts or []
 
 
-def _number(groups: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Number parameters as one process would: group by group."""
-    numbers: dict[str, int] = {}
-    for name in (n for group in groups for n in group):
-        numbers.setdefault(name, len(numbers))
-    return numbers
-
-
-def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> StoredOptimizer:
-    """Give the numbers in an optimizer's state dict their names.
-
-    Raises:
-        CheckpointError: The numbers of parameters differ.
-    """
-    saved = state["param_groups"]
-    counts = [len(g["params"]) for g in saved]
-    if counts != [len(group) for group in groups]:
-        raise CheckpointError(
-            f"the checkpoint's optimizer has groups of {counts} parameters, this one "
-            f"of {[len(group) for group in groups]}."
-        )
-    numbers = _number(groups)
-    states = {name: state["state"][i] for name, i in numbers.items() if i in state["state"]}
-    named = [{**g, "params": list(names)} for g, names in zip(saved, groups, strict=True)]
-    return StoredOptimizer(named, states)
-
-
-def _check_groups(stored: StoredOptimizer, groups: Sequence[Sequence[str]]) -> None:
-    problems = []
-    if len(stored.groups) != len(groups):
-        problems.append(f"has {len(stored.groups)} groups, this one {len(groups)}")
-    for number, (saved, names) in enumerate(zip(stored.groups, groups, strict=False)):
-        for more, missing, words in (
-            (saved["params"], names, "which this one has not"),
-            (names, saved["params"], "which only this one has"),
-        ):
-            extra = sorted(set(more) - set(missing))
-            if extra:
-                rest = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-                problems.append(f"differs in group {number} by {extra[0]}{rest}, {words}")
-    if problems:
-        raise CheckpointError("the checkpoint's optimizer " + "; it ".join(problems) + ".")
-
-
 def _pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
     pieces: Iterator[Piece] = (cut_piece(name, tensor) for name, tensor in tensors.items())
     return [piece for piece in pieces if not piece.is_shard_of_nothing]
@@ -375,9 +335,9 @@ def _read_part(value: Any, box: Box, out: Tensor) -> None:
     out.copy_(value)
 
 
-def _state_like(parameter: nn.Parameter, value: Any) -> Any:
+def _state_like(parameter: nn.Parameter, value: Any, held: Any) -> Any:
     """Return this rank's part of an optimizer state: sharded like its parameter, where it has the
-    same shape.
+    same shape. It takes the place of what is held, if that fits, so that both are never there.
     """
     if not isinstance(value, Tensor | StoredTensor):
         return value
@@ -385,8 +345,13 @@ def _state_like(parameter: nn.Parameter, value: Any) -> Any:
     same = value.shape == data.shape and data.ndim > 0
     if not isinstance(data, DTensor) or not same:
         return value.read() if isinstance(value, StoredTensor) else value
+    box = local_box("state", data)
+    fits = isinstance(held, DTensor) and held.placements == data.placements
+    if fits and held.dtype == value.dtype:
+        _read_part(value, box, held.to_local())
+        return held
     local = torch.empty_like(data.to_local(), dtype=value.dtype)
-    _read_part(value, local_box("state", data), local)
+    _read_part(value, box, local)
     return DTensor.from_local(
         local,
         data.device_mesh,

@@ -372,3 +372,18 @@ class Short(TalkativeModule):
     def __init__(self) -> None:
         super().__init__()
         del self.model.blocks[3]
+
+
+@ranks(2)
+def test_states_are_loaded_into_those_that_are_there(rank: int, world: int, tmp_path: Path) -> None:
+    made = fit(world, "dp2", [], module=TalkativeModule())
+    made.save_checkpoint(tmp_path / "same.ckpt")
+    held = [s["exp_avg"].to_local() for s in made.optimizers[0].state.values()]
+    before = [value.clone() for value in held]
+    for value in held:
+        value.zero_()
+    checkpoint = made.strategy.load_checkpoint(tmp_path / "same.ckpt")
+    made.strategy.load_optimizer_state_dict(checkpoint)
+    after = [s["exp_avg"].to_local() for s in made.optimizers[0].state.values()]
+    assert [x.data_ptr() for x in after] == [x.data_ptr() for x in held]
+    assert all(map(torch.equal, after, before))

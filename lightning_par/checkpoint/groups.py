@@ -1,0 +1,70 @@
+"""Names and numbers of the parameters in an optimizer's groups."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_par.checkpoint.reader import StoredOptimizer
+from lightning_par.errors import CheckpointError
+
+__all__ = ["by_name", "check_groups", "number_names"]
+
+
+def number_names(groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Number parameters as one process would: group by group.
+
+    Args:
+        groups: Names in every group.
+    """
+    numbers: dict[str, int] = {}
+    for name in (n for group in groups for n in group):
+        numbers.setdefault(name, len(numbers))
+    return numbers
+
+
+def by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> StoredOptimizer:
+    """Give the numbers in an optimizer's state dict their names.
+
+    Args:
+        state: As `Optimizer.state_dict` of one process gives it.
+        groups: Names in every group.
+
+    Raises:
+        CheckpointError: The numbers of parameters differ.
+    """
+    saved = state["param_groups"]
+    counts = [len(g["params"]) for g in saved]
+    if counts != [len(group) for group in groups]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {counts} parameters, this one "
+            f"of {[len(group) for group in groups]}."
+        )
+    numbers = number_names(groups)
+    states = {name: state["state"][i] for name, i in numbers.items() if i in state["state"]}
+    named = [{**g, "params": list(names)} for g, names in zip(saved, groups, strict=True)]
+    return StoredOptimizer(named, states)
+
+
+def check_groups(stored: StoredOptimizer, groups: Sequence[Sequence[str]]) -> None:
+    """Compare the names in groups.
+
+    Args:
+        stored: Of the checkpoint.
+        groups: Names in every group of this run.
+
+    Raises:
+        CheckpointError: They differ; with every difference.
+    """
+    problems = []
+    if len(stored.groups) != len(groups):
+        problems.append(f"has {len(stored.groups)} groups, this one {len(groups)}")
+    for number, (saved, names) in enumerate(zip(stored.groups, groups, strict=False)):
+        for more, missing, words in (
+            (saved["params"], names, "which this one has not"),
+            (names, saved["params"], "which only this one has"),
+        ):
+            extra = sorted(set(more) - set(missing))
+            if extra:
+                rest = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+                problems.append(f"differs in group {number} by {extra[0]}{rest}, {words}")
+    if problems:
+        raise CheckpointError("the checkpoint's optimizer " + "; it ".join(problems) + ".")
