@@ -37,8 +37,6 @@ def estimate(stage: int, offload: dict[str, Any] | None) -> MemoryEstimate:
         resolve_plan(model, ParallelPlan(blocks="blocks")),
         ParallelSizes(data_shard=RANKS),
         zero_stage=stage,
-        bounds=(),
-        rank_of_stage=(),
         offload=None if offload is None else OffloadOptions(**offload),
         dtype=torch.bfloat16,
     )

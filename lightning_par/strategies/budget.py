@@ -12,7 +12,7 @@ from lightning_par.engine.memory import available_memory
 from lightning_par.engine.offload.budget import estimate_memory, MemoryEstimate, misfits
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.errors import ConfigurationError
-from lightning_par.layout import balance_blocks, ModelLayout
+from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.checks import check_module
@@ -65,19 +65,17 @@ def _estimate(
     offload: OffloadOptions | None = None,
 ) -> MemoryEstimate:
     ranks = strategy.sizes.pipeline
-    owners: tuple[int, ...] = ()
-    bounds: tuple[tuple[int, int], ...] = ()
+    owners: tuple[int, ...] = (0,)
     if ranks > 1:
         owners = place_stages(strategy.schedule, ranks, strategy.virtual_pipeline_size)
-        bounds = balance_blocks(layout, len(owners), strategy.stage_blocks)
     short = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
     return estimate_memory(
         model,
         layout,
         strategy.sizes,
         zero_stage=strategy.zero_stage if zero_stage is None else zero_stage,
-        bounds=bounds,
         rank_of_stage=owners,
+        stage_blocks=strategy.stage_blocks,
         offload=strategy.offload_options if offload is None else offload,
         dtype=short.get(strategy.precision_plugin.precision),
     )

@@ -13,6 +13,7 @@ from lightning_par.cli import main
 from lightning_par.engine.memory import available_memory
 from lightning_par.engine.offload.budget import MemoryEstimate, MemoryRow, misfits
 from lightning_par.layout import check_plan
+from lightning_par.models import Mixtral, MixtralConfig
 from lightning_par.strategies.budget import explain_misfit
 
 GIB = 2**30
@@ -146,3 +147,20 @@ def test_command_prints_the_table_and_judges(
     assert "124,439,808 parameters on dp_shard 8" in said
     assert "optimizer" in said
     assert ("cannot hold the model" in said) == bool(status)
+
+
+def test_divided_experts_are_counted_where_they_are() -> None:
+    """With ZeRO stage 1 a rank gathers everything but the experts of others."""
+    with torch.device("meta"):
+        model = Mixtral(MixtralConfig.preset("tiny"))
+
+    def gathered(**sizes: int) -> int:
+        sizes |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 4}
+        made = strategy(4, "hybrid3d", zero_stage=1, **sizes)
+        rows = {row.kind: row.device for row in lightning_par.memory_estimate(model, made).rows}
+        return rows["gathered"]
+
+    experts = 2 * sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    assert experts
+    assert gathered() - gathered(expert_parallel_size=2) == experts // 2
+    assert gathered() - gathered(expert_parallel_size=4) == experts * 3 // 4

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
 
+from lightning_par.engine.holdings import find_holdings, Holding
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.engine.tensor import tensor_placements
 from lightning_par.layout import ModelLayout
 from lightning_par.sizes import ParallelSizes
 
@@ -101,9 +100,9 @@ def estimate_memory(
     sizes: ParallelSizes,
     *,
     zero_stage: int,
-    bounds: Sequence[tuple[int, int]],
-    rank_of_stage: Sequence[int],
     offload: OffloadOptions | None,
+    rank_of_stage: Sequence[int] = (0,),
+    stage_blocks: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> MemoryEstimate:
     """Return what the rank with the most bytes on its device holds.
@@ -113,14 +112,18 @@ def estimate_memory(
         layout: Its resolved plan.
         sizes: Of the mesh.
         zero_stage: 0 to 3.
-        bounds: First and one-past-last block of every pipeline stage; empty without a pipeline.
-        rank_of_stage: The pipeline rank of every stage.
         offload: How the optimizer is on the host; None: it is on the device.
+        rank_of_stage: The pipeline rank of every stage.
+        stage_blocks: Number of blocks of every stage; None balances them.
         dtype: Of the parameters in the run; None: that which they have.
     """
+    holdings = find_holdings(
+        module, layout, sizes, rank_of_stage=rank_of_stage, stage_blocks=stage_blocks
+    )
     found = []
-    for rank in range(sizes.pipeline):
-        shares = _shares(module, layout, sizes, bounds, rank_of_stage, rank, dtype)
+    for rank in range(0, sizes.world_size, sizes.world_size // sizes.pipeline):
+        # Of the ranks of a stage, the first one has the larger part of what does not divide.
+        shares = _shares(module, layout, sizes, holdings, rank, dtype)
         found.append(_estimate(shares, sizes, zero_stage, offload))
     return max(found, key=lambda estimate: (estimate.device, estimate.host))
 
@@ -129,35 +132,24 @@ def _shares(
     module: nn.Module,
     layout: ModelLayout,
     sizes: ParallelSizes,
-    bounds: Sequence[tuple[int, int]],
-    rank_of_stage: Sequence[int],
+    holdings: Sequence[Holding],
     rank: int,
     dtype: torch.dtype | None,
 ) -> list[_Share]:
     found = []
-    placements = tensor_placements(module, layout)
-    names: dict[str, list[str]] = {}
-    for name, first in layout.canonical.items():
-        names.setdefault(first, []).append(name)
-    for name, parameter in module.named_parameters():
-        stages = {s for n in names[name] for s in layout.stages_of(n, bounds)} if bounds else {0}
-        if bounds and rank not in {rank_of_stage[s] for s in stages}:
+    parameters = dict(module.named_parameters())
+    for holding in holdings:
+        shape = holding.local_shape(rank, sizes)
+        if shape is None:
             continue
-        shape = list(parameter.shape)
-        placed = placements[name]
-        if isinstance(placed, Shard):
-            shape[placed.dim] = -(-shape[placed.dim] // sizes.tensor)
-        gathered = math.prod(shape)
-        if shape:
-            shape[0] = -(-shape[0] // sizes.data_shard)
-        blocks = (b for b in layout.block_names if name.startswith(b + "."))
-        floats = parameter.dtype.is_floating_point
+        blocks = (b for b in layout.block_names if holding.name.startswith(b + "."))
+        floats = holding.dtype.is_floating_point
         found.append(
             _Share(
                 entries=math.prod(shape),
-                gathered=gathered,
-                dtype=dtype if dtype is not None and floats else parameter.dtype,
-                trains=parameter.requires_grad,
+                gathered=math.prod(holding.local_shape(rank, sizes, gathered=True) or ()),
+                dtype=dtype if dtype is not None and floats else holding.dtype,
+                trains=parameters[holding.name].requires_grad,
                 unit=next(blocks, ""),
             )
         )

@@ -17,6 +17,7 @@ from lightning_par.sizes import EXPERT_AXES, ParallelSizes
 
 __all__ = ["Cut", "Holding", "find_holdings"]
 
+_GATHERED = ("dp_shard", "expert_shard")
 _WHY: Mapping[str, str] = {
     "fused_qkv_transposed": "query, key and value are side by side; each rank uses its heads",
     "replicated": "every rank computes it alike",
@@ -68,17 +69,21 @@ class Holding:
     cuts: tuple[Cut, ...]
     reason: str
 
-    def local_shape(self, rank: int, sizes: ParallelSizes) -> tuple[int, ...] | None:
-        """Return the shape of what a rank holds between two steps, or None.
+    def local_shape(
+        self, rank: int, sizes: ParallelSizes, *, gathered: bool = False
+    ) -> tuple[int, ...] | None:
+        """Return the shape of what a rank holds, or None.
 
         Args:
             rank: Global.
             sizes: Of the mesh.
+            gathered: While it is used, instead of between two steps.
         """
         place = {**_expert_place(rank, sizes), **sizes.coordinates(rank)}
         if place["pp"] not in self.pipeline_ranks:
             return None
-        cuts = [(cut.dim, cut.parts, place[cut.axis]) for cut in self.cuts]
+        used = [cut for cut in self.cuts if not (gathered and cut.axis in _GATHERED)]
+        cuts = [(cut.dim, cut.parts, place[cut.axis]) for cut in used]
         return cut_box(self.name, self.shape, cuts).shape
 
     def local_bytes(self, rank: int, sizes: ParallelSizes) -> int:
