@@ -1,5 +1,6 @@
 """What every test shares."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -27,3 +28,4 @@ def _no_process_group_outlives_its_test():
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+        os.environ.pop("MASTER_PORT", None)  # Lightning's choice, where the old store listens
