@@ -84,7 +84,7 @@ class MeshStrategy(OffloadedProcesses):
             states in host memory.
         plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
             LightningModule.
-        process_group_backend: Of torch.distributed; by default gloo for the CPU and NCCL for CUDA.
+        process_group_backend: Of torch.distributed; by default gloo, on CUDA gloo and NCCL.
         timeout: After which a collective of any group gives up.
         on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
             "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
