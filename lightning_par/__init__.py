@@ -6,6 +6,7 @@ this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``
 """
 
 from lightning_par.engine.attention import attention
+from lightning_par.engine.compression.options import GradientCompression
 from lightning_par.engine.sequence import ContextOptions
 from lightning_par.errors import LightningParError
 from lightning_par.layout import check_plan
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchLayout",
     "ContextOptions",
+    "GradientCompression",
     "Hybrid3DStrategy",
     "LightningParError",
     "ParallelPlan",

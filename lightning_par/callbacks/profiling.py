@@ -144,6 +144,7 @@ class Recording:
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         return Parts(
             takes_norm=judges or clips,
+            compresses=self.parallelised.compression is not None,
             module=self.parallelised.module,
             layout=self.parallelised.layout,
             mesh=self.mesh,

@@ -73,6 +73,7 @@ class Parts:
         zero_stage: 0 to 3.
         sequence_parallel: Whether activations between the blocks are sharded along T.
         compiled: Whether the blocks are; what their modules do cannot be watched then.
+        compresses: Whether gradients are compressed on their way to other replicas.
         takes_norm: Whether the norm of all gradients is taken before the optimizer steps.
     """
 
@@ -85,6 +86,7 @@ class Parts:
     zero_stage: int
     sequence_parallel: bool
     compiled: bool
+    compresses: bool
     takes_norm: bool
 
 
@@ -181,7 +183,7 @@ class Forecast:
 
     def _foresee_replicas(self, actions: Sequence[Action], synchronises: bool) -> None:
         parts, sizes = self.parts, self.parts.mesh.sizes
-        if sizes.data == 1 or parts.mesh.expert_mesh is not None:
+        if sizes.data == 1 or parts.mesh.expert_mesh is not None or parts.compresses:
             return
         self._add(parts.mesh.data_group, "all_reduce", _WEIGHTS_OF_THE_LOSS)
         walk = actions or (Action(0, _F, 0), Action(0, _B, 0))

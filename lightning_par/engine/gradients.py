@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_par.checkpoint.pieces import local_part
 from lightning_par.engine.shapes import Float
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "SharedGradients",
     "clip_by_norm",
     "clip_by_value",
+    "fill_buckets",
     "is_counted_here",
     "local_gradients",
     "total_norm",
@@ -80,14 +82,15 @@ class ReplicatedGradients:
         wanted = [p for p in self.parameters if p.requires_grad]
         if not wanted:
             return
-        device = _local(wanted[0].data).device
+        device = local_part(wanted[0]).device
         held = torch.tensor([float(p.grad is not None) for p in wanted], device=device)
         dist.all_reduce(held, group=self.group)
         used = [p for p, count in zip(wanted, held.tolist(), strict=True) if count]
         for parameter in used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for grads in _buckets(local_gradients(used)):
+        for bucket in fill_buckets(used):
+            grads = local_gradients(bucket)
             flat = torch.cat([g.reshape(-1) for g in grads])
             dist.all_reduce(flat, group=self.group)
             flat /= self.group.size()
@@ -98,29 +101,25 @@ class ReplicatedGradients:
 _BUCKET = 2**25  # bytes
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Divide into lists of one dtype, each of `_BUCKET` bytes or little more."""
-    full: list[list[Tensor]] = []
-    filling: dict[torch.dtype, tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
-        bucket, size = filling.pop(tensor.dtype, ([], 0))
-        bucket.append(tensor)
-        size += tensor.numel() * tensor.element_size()
+def fill_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Divide parameters into lists of one dtype, each of 32 MiB on this rank or little more."""
+    full: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        bucket, size = filling.pop(parameter.dtype, ([], 0))
+        bucket.append(parameter)
+        size += local_part(parameter).numel() * parameter.element_size()
         if size >= _BUCKET:
             full.append(bucket)
         else:
-            filling[tensor.dtype] = bucket, size
+            filling[parameter.dtype] = bucket, size
     return full + [bucket for bucket, _ in filling.values()]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return the gradients as this rank's plain tensors, which share their memory."""
-    return [_local(p.grad) for p in parameters if p.grad is not None]
+    return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def is_counted_here(grad: Tensor) -> bool:

@@ -20,6 +20,7 @@ from lightning_par.engine.batch import (
     shift_labels,
     with_entries,
 )
+from lightning_par.engine.collectives import all_gather
 from lightning_par.engine.head_exchange import gather_tokens, scatter_tokens
 from lightning_par.engine.ring_attention import KeyMask, ring_attention
 from lightning_par.engine.ring_messages import Mailbox
@@ -326,9 +327,8 @@ class SequenceAxis:
 
         **Communicates**: one all-gather of a byte for every token.
         """
-        ranks, own = self.group.size(), _codes(visible).contiguous()
-        whole = own.new_empty((ranks * own.shape[0], own.shape[1]))
-        dist.all_gather_into_tensor(whole, own, group=self.group)
+        own = _codes(visible)
+        whole = all_gather(own, 0, self.group)
         if visible.dtype is not torch.bool and bool((whole == _NEITHER).any()):
             raise ConfigurationError(
                 "attn_mask holds numbers other than 0 and minus infinity; with "

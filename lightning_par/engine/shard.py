@@ -58,7 +58,8 @@ class Sharding:
     """Steps of a model whose parameters are sharded over the data axes.
 
     Args:
-        root: The FSDP root; None if there is one replica, and then every method does nothing.
+        root: The FSDP root, or that of a model which is whole; None if there is one replica, and
+            then every method does nothing.
         zero_stage: 0 to 3.
         divided: Modules with experts that are divided among the replicas.
 
@@ -73,7 +74,8 @@ class Sharding:
         modules = () if root is None else root.modules()
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
         self._synchronise, self._holds = True, False
-        self.silence = Silence(self._units, divided)
+        plain = [] if root is None else [root]
+        self.silence = Silence(self._units or plain, divided)
 
     @property
     def synchronises(self) -> bool:
@@ -97,6 +99,8 @@ class Sharding:
         """
         if self._root is None:
             return step()
+        if not self._units:
+            return self._root(step)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self._root(step)
@@ -164,6 +168,7 @@ def shard_model(
     experts: ExpertParallel | None = None,
     reduce_dtype: torch.dtype | None = None,
     offload: OffloadPolicy = _ON_DEVICE,
+    reduces: bool = True,
 ) -> Sharding:
     """Materialise and shard the model unit by unit: every block, then the rest.
 
@@ -177,39 +182,32 @@ def shard_model(
         experts: Those that are divided among the replicas, which only some of them share.
         reduce_dtype: In which gradients are summed; None: in that of the parameters.
         offload: Where shards are kept. Not those of divided experts.
+        reduces: Over the replicas. Otherwise they stay whole, and somebody else does.
     """
     whole: set[nn.Parameter] = set()
-    reduction = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    policies: dict[str, Any] = {"mp_policy": reduction, "offload_policy": offload}
     units = [n for n in layout.block_names if not isinstance(model.get_submodule(n), StageStub)]
-    shards = mesh.sizes.data > 1
+    shards = mesh.sizes.data > 1 and reduces
     data_mesh = mesh.device_mesh["dp_shard"]
     if mesh.sizes.data_replicate > 1:
         data_mesh = mesh.device_mesh["dp_replicate", "dp_shard"]
+    fully: dict[str, Any] = {
+        "mesh": data_mesh,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        "offload_policy": offload,
+        "ignored_params": whole,
+    }
     for name in units:
         block = model.get_submodule(name)
         materialise(block, name)
         if shards:
             if experts is not None:
                 whole |= experts.shard(name, reshard_after_forward=zero_stage == 3)
-            fully_shard(
-                block,
-                mesh=data_mesh,
-                reshard_after_forward=zero_stage == 3,
-                ignored_params=whole,
-                **policies,
-            )
+            fully_shard(block, reshard_after_forward=zero_stage == 3, **fully)
     materialise(model, "")
     if not shards:
-        return Sharding(None, zero_stage)
+        return Sharding(_StepRoot(model) if mesh.sizes.data > 1 else None, zero_stage)
     root = _StepRoot(model)
-    fully_shard(
-        root,
-        mesh=data_mesh,
-        reshard_after_forward=False,
-        ignored_params=whole,
-        **policies,
-    )
+    fully_shard(root, reshard_after_forward=False, **fully)
     if mesh.device_type == "cpu":
         every = [(0, len(layout.block_names))]
         runs = [layout.block_names[lo:hi] for lo, hi in bounds or every]

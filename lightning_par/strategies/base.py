@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_par.engine.activations import Recomputation
 from lightning_par.engine.builders import place_stages
+from lightning_par.engine.compression.options import GradientCompression, read_compression
 from lightning_par.engine.initialise import ConstructionRecord, record_construction
 from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
 from lightning_par.engine.schedule import TimedAction
@@ -44,7 +45,8 @@ from lightning_par.strategies.checks import (
 from lightning_par.strategies.finite import check_nonfinite_choice, GradientGuard
 from lightning_par.strategies.joining import join_ranks, samples_differ
 from lightning_par.strategies.offloading import OffloadedProcesses
-from lightning_par.strategies.parallelise import parallelise, Parallelised
+from lightning_par.strategies.parallelise import parallelise
+from lightning_par.strategies.parallelised import Parallelised
 from lightning_par.strategies.precision import share_overflows
 from lightning_par.strategies.sharing import BatchSharing
 
@@ -89,6 +91,8 @@ class MeshStrategy(OffloadedProcesses):
         on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
             "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
+        gradient_compression: Of what whole replicas (ZeRO stage 0) send: ``"fp16"``, ``"bf16"``,
+            ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its fields).
 
     Raises:
         MeshError: The sizes do not fit the devices; raised by the Trainer's constructor.
@@ -130,6 +134,7 @@ class MeshStrategy(OffloadedProcesses):
         timeout: timedelta | None = default_pg_timeout,
         on_nonfinite: str = "raise",
         offload_options: OffloadOptions | dict[str, Any] | None = None,
+        gradient_compression: GradientCompression | dict[str, Any] | str | None = None,
         **lightning_options: Any,
     ) -> None:
         check_options(type(self), lightning_options)
@@ -150,6 +155,7 @@ class MeshStrategy(OffloadedProcesses):
             save_distributed_checkpoint=save_distributed_checkpoint,
             async_save=async_save,
             offload=read_offload_options(offload_options),
+            compression=read_compression(gradient_compression, zero_stage),
         )
         check_values(schedule, num_microbatches, stage_blocks, virtual_pipeline_size)
         self.context_options = read_context_options(context_options)

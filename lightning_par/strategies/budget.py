@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_par.engine.builders import place_stages
+from lightning_par.engine.compression.options import GradientCompression
 from lightning_par.engine.memory import available_memory
 from lightning_par.engine.offload.budget import estimate_memory, MemoryEstimate, misfits
 from lightning_par.engine.offload.options import OffloadOptions
@@ -30,6 +31,7 @@ class _Strategy(Protocol):
     compile_blocks: bool | dict[str, Any]
     context_options: Any
     offload_options: OffloadOptions | None
+    compression_options: GradientCompression | None
     plan: ParallelPlan | None
 
     @property

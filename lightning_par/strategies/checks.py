@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry, sequence_entries
 from lightning_par.engine.builders import build_schedule, SCHEDULES
+from lightning_par.engine.compression.options import check_compression, GradientCompression
 from lightning_par.engine.context import check_context
 from lightning_par.engine.experts import check_experts
 from lightning_par.engine.sequence import ContextOptions
 from lightning_par.engine.stages import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
+from lightning_par.fields import read_fields
 from lightning_par.layout import check_plan, ModelLayout
 from lightning_par.plan import BatchLayout, ParallelPlan
 from lightning_par.sizes import ParallelSizes
@@ -50,6 +52,7 @@ class _Options(Protocol):
     virtual_pipeline_size: int | None
     compile_blocks: bool | dict[str, Any]
     context_options: ContextOptions
+    compression_options: GradientCompression | None
 
     @property
     def sizes(self) -> ParallelSizes: ...
@@ -137,16 +140,7 @@ def read_context_options(options: ContextOptions | Mapping[str, Any] | None) -> 
             machine does not have.
     """
     if not isinstance(options, ContextOptions):
-        given, known = dict(options or {}), list(ContextOptions.__dataclass_fields__)
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            near = get_close_matches(str(unknown[0]), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ConfigurationError(
-                f"context_options has no {', '.join(map(repr, unknown))}: it takes "
-                f"{', '.join(known)}{hint}"
-            )
-        options = ContextOptions(**given)
+        options = read_fields(ContextOptions, options or {}, "context_options")
     options.check()
     return options
 
@@ -263,6 +257,7 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
         stages_per_rank=len(owners) // sizes.pipeline,
     )
     check_experts(module, layout, sizes)
+    check_compression(options.compression_options, sizes)
     return layout
 
 

@@ -90,7 +90,8 @@ class CheckpointedProcesses(SavingProcesses):
         reader = self._verify(path, optimizer=fitting)
         state = reader.state(0, unpickle=unpickle)
         own = state
-        if reader.manifest.layout == self._layout:
+        is_same_mesh = reader.manifest.layout == self._layout
+        if is_same_mesh:
             own = reader.state(self.global_rank, unpickle=unpickle)
         for name in state.pop("left_out", ()):
             _log.warning("%s: %s is a pickle and was left out; see weights_only.", path, name)
@@ -103,6 +104,13 @@ class CheckpointedProcesses(SavingProcesses):
             steps = self.parallelised.steps
             self._random_states = ours["random"]
             steps.seed, steps.evaluations = ours["seed"], ours["evaluations"]
+            compression, kept = self.parallelised.compression, ours.get("compression")
+            if compression is not None and is_same_mesh and kept is not None:
+                compression.load(kept)
+            elif compression is not None:
+                _log.warning(
+                    "%s: what compression left out of gradients is not known for this mesh.", path
+                )
         return found
 
     def _verify(self, path: Path, *, optimizer: bool) -> CheckpointReader:

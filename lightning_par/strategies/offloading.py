@@ -97,13 +97,12 @@ class OffloadedProcesses(CheckpointedProcesses):
         check_optimizer(optimizer)
         parallelised = self.parallelised
         kernel = choose_kernel(options.cpu_kernel, cache_folder())
-        late = {id(p) for shared in parallelised.shared for p in shared.parameters}
         return HostOptimizer(
             optimizer,
             device=self.root_device,
             options=options,
             worker=UpdateWorker(kernel, torch.get_num_threads()),
-            late=frozenset(late),
+            late=parallelised.reduced_late,
         )
 
     def begin_offload(self) -> None:

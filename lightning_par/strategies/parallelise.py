@@ -4,7 +4,7 @@ cut stages -> experts -> tensor -> context -> defer -> recompute -> compile -> m
 shard, unit by unit -> optimizer
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -13,26 +13,20 @@ from typing import Protocol
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.boundary import Boundary, connect, group_name
 from lightning_par.engine.builders import build_schedule, place_stages
+from lightning_par.engine.compression.options import GradientCompression
+from lightning_par.engine.compression.reduction import CompressedGradients
 from lightning_par.engine.context import apply_context_parallel, build_axis
 from lightning_par.engine.cutting import cut_stages
 from lightning_par.engine.deferral import WeightGradients
 from lightning_par.engine.experts import apply_expert_parallel, apply_replica_sums, ExpertParallel
-from lightning_par.engine.gradients import (
-    clip_by_norm,
-    clip_by_value,
-    ReplicatedGradients,
-    SharedGradients,
-    total_norm,
-)
 from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.materialise import broadcast_values, Materialiser
-from lightning_par.engine.offload.optimizer import HostOptimizer
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline import PipelineExecutor
 from lightning_par.engine.schedule import Schedule
@@ -46,11 +40,12 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.blocks import BlockOptions, prepare_blocks
 from lightning_par.strategies.copies import find_copies
 from lightning_par.strategies.divided import DividedSteps
+from lightning_par.strategies.parallelised import Parallelised
 from lightning_par.strategies.sharing import bind_metrics
 from lightning_par.strategies.state import StateMap
 from lightning_par.strategies.steps import StepRunner
 
-__all__ = ["Parallelised", "parallelise"]
+__all__ = ["parallelise"]
 
 
 class _Options(BlockOptions, Protocol):
@@ -61,112 +56,10 @@ class _Options(BlockOptions, Protocol):
     context_options: ContextOptions
     reduce_dtype: torch.dtype | None
     offload_options: OffloadOptions | None
+    compression_options: GradientCompression | None
 
     @property
     def root_device(self) -> torch.device: ...
-
-
-@dataclass(kw_only=True, eq=False)
-class Parallelised:
-    """A LightningModule on a mesh.
-
-    Attributes:
-        module: The user's; it holds this rank's part.
-        layout: Its resolved plan.
-        mesh: Where it is.
-        bounds: First and one-past-last block of every pipeline stage.
-        rank_of_stage: The pipeline rank that holds each stage.
-        sharding: Over the replicas.
-        steps: Runs the user's steps.
-        states: Translates weights and optimizer states.
-        shared: Parameters whose gradients are summed after the backward.
-        groups: Name -> process group, for a `Ledger`: the mesh axes, and the two directions of the
-            pipeline.
-        counted_elsewhere: Ids of parameters that another pipeline stage counts in the norm.
-        host: Where the optimizer is, if it is not on the device.
-    """
-
-    module: pl.LightningModule
-    layout: ModelLayout
-    mesh: ParallelMesh
-    bounds: tuple[tuple[int, int], ...]
-    rank_of_stage: tuple[int, ...]
-    sharding: Sharding
-    steps: StepRunner
-    states: StateMap
-    shared: tuple[SharedGradients | ReplicatedGradients, ...]
-    groups: Mapping[str, dist.ProcessGroup]
-    counted_elsewhere: frozenset[int]
-    host: HostOptimizer | None = None
-
-    def finish_gradients(self) -> None:
-        """Sum the gradients of which several ranks computed a part, unless batches are being
-        accumulated; then they are final, and leave for the host if the optimizer is there.
-
-        **Communicates**: one all-reduce for every group that shares parameters.
-        """
-        if self.sharding.synchronises:
-            for shared in self.shared:
-                shared.reduce()
-            if self.host is not None:
-                self.host.finish()
-
-    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Leave no gradient of these parameters, wherever it is."""
-        for parameter in parameters:
-            parameter.grad = None
-        if self.host is not None:
-            self.host.drop()
-
-    def departed_nonfinite(self) -> set[nn.Parameter]:
-        """Return the parameters whose gradients are on the host, and not finite."""
-        return set() if self.host is None else self.host.departed.nonfinite()
-
-    def gradient_norm(
-        self, parameters: Sequence[nn.Parameter], loss: Tensor | None = None
-    ) -> Tensor:
-        """Return the norm of the gradients on all ranks, the same on every rank.
-
-        Args:
-            parameters: Those of this rank.
-            loss: Of this rank; if it is not finite, neither is the norm.
-
-        **Communicates**: one all-reduce of one number.
-        """
-
-        def counts(parameter: nn.Parameter) -> bool:
-            return id(parameter) not in self.counted_elsewhere
-
-        return total_norm(
-            parameters,
-            device=self.module.device,
-            counts=counts,
-            loss=loss,
-            departed=() if self.host is None else self.host.departed.norms(counts),
-        )
-
-    def clip_by_norm(
-        self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor | None = None
-    ) -> None:
-        """Clip by the norm of the gradients on all ranks.
-
-        Args:
-            parameters: Those of this rank.
-            max_norm: Of the whole model.
-            norm: If it is known already.
-
-        **Communicates**: one all-reduce of one number, unless the norm is known.
-        """
-        norm = self.gradient_norm(parameters) if norm is None else norm
-        clip_by_norm(parameters, norm, max_norm)
-        if self.host is not None:
-            self.host.departed.clip_by_norm(norm, max_norm)
-
-    def clip_by_value(self, parameters: Sequence[nn.Parameter], value: float) -> None:
-        """Clamp every entry of the gradients to [-value, value]."""
-        clip_by_value(parameters, value)
-        if self.host is not None:
-            self.host.departed.largest = value
 
 
 def parallelise(
@@ -201,6 +94,7 @@ def parallelise(
     shared, elsewhere = find_copies(
         module, layout, mesh, bounds, owners, parts.tensor, parts.experts
     )
+    compression = _compress(module, mesh, options)
     steps = StepRunner(
         module=module,
         mesh=mesh,
@@ -226,7 +120,8 @@ def parallelise(
         states=states,
         shared=shared,
         groups=groups,
-        counted_elsewhere=elsewhere,
+        counted_elsewhere=elsewhere | _of_other_replicas(module, mesh, compression),
+        compression=compression,
     )
 
 
@@ -291,7 +186,26 @@ def _fill(
         experts=parts.experts,
         reduce_dtype=options.reduce_dtype,
         offload=_parameter_policy(options),
+        reduces=options.compression_options is None,
     )
+
+
+def _compress(
+    module: nn.Module, mesh: ParallelMesh, options: _Options
+) -> CompressedGradients | None:
+    chosen, parameters = options.compression_options, list(module.parameters())
+    if chosen is None or mesh.sizes.data == 1 or not parameters:
+        return None
+    return CompressedGradients(parameters, mesh.data_group, chosen, options.reduce_dtype)
+
+
+def _of_other_replicas(
+    module: nn.Module, mesh: ParallelMesh, compression: CompressedGradients | None
+) -> frozenset[int]:
+    """Return the ids of the parameters that the first replica counts; of DTensors, FSDP's tell."""
+    if compression is None or mesh.data_rank == 0:
+        return frozenset()
+    return frozenset(id(p) for p in module.parameters())
 
 
 def _parameter_policy(options: _Options) -> OffloadPolicy:

@@ -17,12 +17,13 @@ from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.saver import CheckpointSaver, SaveOrder
 from lightning_par.checkpoint.single import OWN_STATE
 from lightning_par.checkpoint.writer import make_part, Part
+from lightning_par.engine.compression.options import GradientCompression
 from lightning_par.engine.random_states import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES
 from lightning_par.strategies.interruptions import InterruptibleProcesses
-from lightning_par.strategies.parallelise import Parallelised
+from lightning_par.strategies.parallelised import Parallelised
 
 __all__ = ["SavingProcesses"]
 
@@ -42,9 +43,15 @@ class SavingProcesses(InterruptibleProcesses):
     """
 
     def __init__(
-        self, *, save_distributed_checkpoint: bool, async_save: bool, **processes: Any
+        self,
+        *,
+        save_distributed_checkpoint: bool,
+        async_save: bool,
+        compression: GradientCompression | None,
+        **processes: Any,
     ) -> None:
         super().__init__(**processes)
+        self.compression_options = compression
         if async_save and not save_distributed_checkpoint:
             raise ConfigurationError(
                 "async_save=True needs save_distributed_checkpoint=True: one file is gathered and "
@@ -197,8 +204,9 @@ class SavingProcesses(InterruptibleProcesses):
         if self.global_rank:  # what all ranks share is that of rank 0
             own = ("loops", type(getattr(self._trainer, "datamodule", None)).__qualname__)
             checkpoint = {key: value for key, value in checkpoint.items() if key in own}
-        steps = self.parallelised.steps
+        steps, compression = self.parallelised.steps, self.parallelised.compression
         checkpoint[OWN_STATE] = {
+            "compression": None if compression is None else compression.state(),
             "random": collect_random_states(self.root_device),
             "seed": steps.seed,
             "evaluations": steps.evaluations,

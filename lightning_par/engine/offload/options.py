@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ import torch
 
 from lightning_par.engine.offload.adam import KERNELS
 from lightning_par.errors import ConfigurationError, either, raise_problems
+from lightning_par.fields import read_fields
 
 __all__ = ["OffloadOptions", "read_offload_options"]
 
@@ -137,13 +137,4 @@ def read_offload_options(
     """
     if options is None or isinstance(options, OffloadOptions):
         return options
-    known = [field.name for field in fields(OffloadOptions)]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        near = get_close_matches(str(unknown[0]), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigurationError(
-            f"offload_options has no {', '.join(map(repr, unknown))}: it takes "
-            f"{', '.join(known)}{hint}"
-        )
-    return OffloadOptions(**options)
+    return read_fields(OffloadOptions, options, "offload_options")

@@ -1,0 +1,100 @@
+"""What may be chosen about the compression of gradients, checked before anything is built."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args, Literal
+
+from lightning_par.errors import ConfigurationError, either, raise_problems
+from lightning_par.fields import read_fields
+from lightning_par.sizes import ParallelSizes
+
+__all__ = ["GradientCompression", "check_compression", "read_compression"]
+
+Method = Literal["fp16", "bf16", "powersgd", "topk", "int8"]
+_METHODS = get_args(Method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientCompression:
+    """How replicas send gradients to each other in fewer bytes.
+
+    Attributes:
+        method: ``"fp16"`` and ``"bf16"`` send them rounded; ``"int8"`` in 8 bits with a scale for
+            every 256; ``"topk"`` sends the largest ones only; ``"powersgd"`` sends matrices as
+            products of narrow ones. The last three remember what they left out, and add it to the
+            next gradient.
+        rank: Columns of the narrow matrices of ``"powersgd"``.
+        density: Part of the entries that ``"topk"`` sends.
+        start_step: How many first steps send whole gradients.
+
+    Raises:
+        ConfigurationError: With every value that does not exist.
+    """
+
+    method: Method
+    rank: int = 4
+    density: float = 0.01
+    start_step: int = 0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.method not in _METHODS:
+            problems.append(
+                f"gradient_compression={self.method!r} must be "
+                f"{either([repr(m) for m in _METHODS])}."
+            )
+        if not _is_whole(self.rank, 1):
+            problems.append(f"rank={self.rank!r} must be a whole number of 1 or more.")
+        number = isinstance(self.density, int | float) and not isinstance(self.density, bool)
+        if not number or not 0 < self.density <= 1:
+            problems.append(
+                f"density={self.density!r} must be a number of more than 0 and at most 1."
+            )
+        if not _is_whole(self.start_step, 0):
+            problems.append(f"start_step={self.start_step!r} must be a whole number of 0 or more.")
+        raise_problems(ConfigurationError, problems)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def read_compression(
+    chosen: GradientCompression | Mapping[str, Any] | str | None, zero_stage: int
+) -> GradientCompression | None:
+    """Return how gradients are compressed; None: they are sent whole.
+
+    Args:
+        chosen: Or its fields by name, or the method alone.
+        zero_stage: Of the strategy.
+
+    Raises:
+        ConfigurationError: There is no such method, field or value, or the ZeRO stage is not 0.
+    """
+    if chosen is None:
+        return None
+    if isinstance(chosen, str):
+        chosen = {"method": chosen}
+    if not isinstance(chosen, GradientCompression):
+        chosen = read_fields(GradientCompression, chosen, "gradient_compression")
+    if zero_stage != 0:
+        raise ConfigurationError(
+            f"gradient_compression={chosen.method!r} with zero_stage={zero_stage}: what is "
+            "compressed is the sum of whole gradients over the replicas, and stages 1 to 3 shard "
+            "them. Use zero_stage=0."
+        )
+    return chosen
+
+
+def check_compression(chosen: GradientCompression | None, sizes: ParallelSizes) -> None:
+    """Refuse a mesh whose gradients are not all summed over the same replicas.
+
+    Raises:
+        ConfigurationError: Experts are divided.
+    """
+    if chosen is not None and sizes.expert > 1:
+        raise ConfigurationError(
+            f"gradient_compression={chosen.method!r} with expert_parallel_size={sizes.expert}: the "
+            "gradients of divided experts are summed over other ranks. Use expert_parallel_size=1, "
+            "or leave gradient_compression out."
+        )

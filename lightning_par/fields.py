@@ -1,0 +1,37 @@
+"""Options that a user gives as a dict, such as those of a YAML file."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["read_fields"]
+
+Options = TypeVar("Options")
+
+
+def read_fields(kind: type[Options], given: Mapping[str, Any], option: str) -> Options:
+    """Return a dataclass from its fields by name.
+
+    Args:
+        kind: The dataclass.
+        given: Fields without a default have to be there.
+        option: Of the user, for messages.
+
+    Raises:
+        ConfigurationError: A field does not exist, or is missing.
+    """
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        near = get_close_matches(str(unknown[0]), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigurationError(
+            f"{option} has no {', '.join(map(repr, unknown))}: it takes {', '.join(known)}{hint}"
+        )
+    try:
+        return kind(**given)
+    except TypeError as error:  # a field without a default
+        raise ConfigurationError(f"{option}={dict(given)!r}: {error}.") from error
