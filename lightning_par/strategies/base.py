@@ -30,7 +30,7 @@ from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.sizes import AutoRule, Size
 from lightning_par.strategies.blocks import check_recomputation
-from lightning_par.strategies.budget import check_memory
+from lightning_par.strategies.capacity import check_memory
 from lightning_par.strategies.checks import (
     check_batch,
     check_loader,

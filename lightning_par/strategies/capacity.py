@@ -1,4 +1,4 @@
-"""What a run will hold, before it starts: the estimate of a strategy, and the refusal."""
+"""Whether devices and hosts can hold a run, before it starts: an estimate, and the refusal."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_par.engine.builders import place_stages
 from lightning_par.engine.memory import available_memory
-from lightning_par.engine.offload.budget import estimate_memory, MemoryEstimate, misfits
+from lightning_par.engine.offload.estimate import estimate_memory, MemoryEstimate, misfits
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.errors import ConfigurationError
 from lightning_par.layout import ModelLayout
