@@ -197,7 +197,7 @@ def balance_blocks(
 
     Args:
         layout: The resolved plan.
-        num_stages: 1 .. number of blocks.
+        num_stages: 1 .. number of blocks; 1 if there are none.
         stage_blocks: Number of blocks of every stage, by hand.
     """
     if stage_blocks is None:

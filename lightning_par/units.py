@@ -106,7 +106,7 @@ def partition_blocks(weights: Sequence[int], edges: tuple[int, int], parts: int)
     Args:
         weights: Of every block.
         edges: What the first and the last part bear besides their blocks.
-        parts: 1 .. number of blocks.
+        parts: 1 .. number of blocks; 1 if there are none.
 
     Returns:
         Number of blocks of every part.
@@ -118,7 +118,7 @@ def partition_blocks(weights: Sequence[int], edges: tuple[int, int], parts: int)
         extra = (edges[0] if part == 0 else 0) + (edges[1] if part == parts - 1 else 0)
         return total[hi] - total[lo] + extra, (hi - lo) ** 2
 
-    best = {hi: (*cost(0, hi, 0), [hi]) for hi in range(1, count + 1)}
+    best = {hi: (*cost(0, hi, 0), [hi]) for hi in range(count + 1)}
     for part in range(1, parts):
         grown: dict[int, tuple[int, int, list[int]]] = {}
         for hi in range(part + 1, count + 1):

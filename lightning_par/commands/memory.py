@@ -9,7 +9,7 @@ from lightning_par.cli import make_cli
 from lightning_par.errors import ConfigurationError
 from lightning_par.plan import find_plan
 from lightning_par.strategies.base import MeshStrategy
-from lightning_par.strategies.budget import explain_misfit, memory_estimate
+from lightning_par.strategies.capacity import explain_misfit, memory_estimate
 from lightning_par.strategies.checks import check_module
 
 __all__ = ["main"]

@@ -54,15 +54,12 @@ def _find(run: ConfiguredRun, strategy: MeshStrategy) -> list[Holding]:
         run.model.configure_model()
     plan = strategy.plan if strategy.plan is not None else find_plan(run.model)
     layout = check_module(run.model, plan, strategy)
-    owners: tuple[int, ...] = (0,)
-    if strategy.sizes.pipeline > 1:
-        ranks, chunks = strategy.sizes.pipeline, strategy.virtual_pipeline_size
-        owners = place_stages(strategy.schedule, ranks, chunks)
+    ranks, chunks = strategy.sizes.pipeline, strategy.virtual_pipeline_size
     return find_holdings(
         run.model,
         layout,
         strategy.sizes,
-        rank_of_stage=owners,
+        rank_of_stage=place_stages(strategy.schedule, ranks, chunks),
         stage_blocks=strategy.stage_blocks,
     )
 

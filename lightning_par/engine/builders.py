@@ -221,9 +221,19 @@ def build_schedule(
     return schedule
 
 
-def place_stages(name: str, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """Gives the rank that holds each stage; the arguments are those of `build_schedule`."""
-    return build_schedule(name, num_ranks, 1, stages_per_rank).rank_of_stage
+def place_stages(
+    name: str, num_ranks: int, stages_per_rank: int | None = None, *, num_microbatches: int = 1
+) -> tuple[int, ...]:
+    """Gives the rank that holds each stage; the arguments are those of `build_schedule`.
+
+    One rank is no pipeline: it holds the whole model as one stage, whatever the schedule.
+
+    Raises:
+        ScheduleError: As `build_schedule`; one written by hand may have too few micro-batches.
+    """
+    if num_ranks == 1:
+        return (0,)
+    return build_schedule(name, num_ranks, num_microbatches, stages_per_rank).rank_of_stage
 
 
 def splits_backward(name: str, num_ranks: int) -> bool:

@@ -67,7 +67,7 @@ class Parts:
         module: Holds this rank's part.
         layout: Its resolved plan.
         mesh: Where it is.
-        bounds: First and one-past-last block of every pipeline stage; empty without a pipeline.
+        bounds: First and one-past-last block of every pipeline stage.
         owners: The pipeline rank of every stage.
         shared: Parameters whose gradients are summed after the backward.
         zero_stage: 0 to 3.

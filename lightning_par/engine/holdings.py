@@ -109,7 +109,7 @@ def find_holdings(
         rank_of_stage: The pipeline rank that holds each stage.
         stage_blocks: Number of blocks of every stage; None balances them.
     """
-    bounds = balance_blocks(layout, len(rank_of_stage), stage_blocks) if sizes.pipeline > 1 else ()
+    bounds = balance_blocks(layout, len(rank_of_stage), stage_blocks)
     placements = tensor_placements(model, layout)
     names: dict[str, list[str]] = {}
     for name, canonical in layout.canonical.items():
@@ -117,7 +117,7 @@ def find_holdings(
     found = []
     for name, parameter in model.named_parameters():
         every = names[name]
-        held = {s for n in every for s in layout.stages_of(n, bounds)} if bounds else {0}
+        held = {s for n in every for s in layout.stages_of(n, bounds)}
         tensor = placements[name]
         dim = tensor.dim if isinstance(tensor, Shard) and sizes.tensor > 1 else None
         shape = tuple(parameter.shape)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn, Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -31,7 +30,7 @@ from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.sizes import AutoRule, Size
 from lightning_par.strategies.blocks import check_recomputation
-from lightning_par.strategies.budget import check_memory
+from lightning_par.strategies.capacity import check_memory
 from lightning_par.strategies.checks import (
     check_batch,
     check_loader,
@@ -244,27 +243,17 @@ class MeshStrategy(OffloadedProcesses):
             layout = check_module(module, self._find_plan(module), self)
             check_memory(module, layout, self)
             if self.recomputation is not None:
-                check_recomputation(module, layout, self.recomputation, self._count_stages())
+                ranks, chunks = self.sizes.pipeline, self.virtual_pipeline_size
+                num_stages = len(place_stages(self.schedule, ranks, chunks))
+                check_recomputation(module, layout, self.recomputation, num_stages)
         except LightningParError:
             if self.local_rank and not self.cluster_environment.creates_processes_externally:
                 raise SystemExit(1) from None
             raise
-        if self.zero_stage == 3 and self.sizes.data_shard > 1 and not layout.block_names:
-            rank_zero_warn(
-                f"zero_stage=3: the plan of {type(module).__name__} names no blocks, so every step "
-                "gathers all parameters at once. Return ParallelPlan(blocks=...) from its "
-                "parallel_plan() to gather them block by block."
-            )
         if self.sizes.data == 1:
             # All ranks log the same values; Lightning cannot know.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
         return layout
-
-    def _count_stages(self) -> int:
-        ranks = self.sizes.pipeline
-        if ranks == 1:
-            return 1
-        return len(place_stages(self.schedule, ranks, self.virtual_pipeline_size))
 
     @override
     def model_to_device(self) -> None:

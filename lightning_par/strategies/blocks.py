@@ -46,7 +46,7 @@ def prepare_blocks(
     Args:
         module: Holds stubs for the blocks of other stages.
         layout: Of the whole model.
-        bounds: First and one-past-last block of every pipeline stage, if there are several.
+        bounds: First and one-past-last block of every pipeline stage.
         owners: The pipeline rank that holds each stage.
         options: The strategy.
 
@@ -55,13 +55,12 @@ def prepare_blocks(
     """
     gradients = WeightGradients()
     compiles = options.compile_blocks is not False
-    ranks = max(owners, default=0) + 1
+    ranks = max(owners) + 1
     if ranks > 1 and not compiles and splits_backward(options.schedule, ranks):
         _defer(module, layout, gradients)
     if options.recomputation is not None:
         modes = _stage_modes(options.recomputation, bounds, owners, options)
-        stages = bounds or [(0, len(layout.block_names))]
-        recompute_blocks(module, layout, options.recomputation, stages, modes, compiled=compiles)
+        recompute_blocks(module, layout, options.recomputation, bounds, modes, compiled=compiles)
     if compiles:
         _compile(module, layout, options.compile_blocks)
     if options.recomputation is not None and options.recomputation.on_host:
@@ -186,7 +185,7 @@ def _stage_modes(
     if isinstance(what.stage_modes, tuple):
         return list(what.stage_modes)
     if what.stage_modes is None or len(owners) < 2:
-        return [what.mode] * max(1, len(bounds))
+        return [what.mode] * len(bounds)
     ranks = max(owners) + 1
     schedule = build_schedule(
         options.schedule,

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry, sequence_entries
-from lightning_par.engine.builders import build_schedule, SCHEDULES
+from lightning_par.engine.builders import place_stages, SCHEDULES
 from lightning_par.engine.compression.options import check_compression, GradientCompression
 from lightning_par.engine.context import check_context
 from lightning_par.engine.experts import check_experts
@@ -240,14 +240,12 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
             )
         plan = ParallelPlan()
     _check_context(module, plan, options)
-    owners: tuple[int, ...] = (0,)
-    if sizes.pipeline > 1:
-        owners = build_schedule(
-            options.schedule,
-            sizes.pipeline,
-            options.num_microbatches or 1,
-            options.virtual_pipeline_size,
-        ).rank_of_stage
+    owners = place_stages(
+        options.schedule,
+        sizes.pipeline,
+        options.virtual_pipeline_size,
+        num_microbatches=options.num_microbatches or 1,
+    )
     layout = check_plan(
         module,
         plan,

@@ -80,9 +80,9 @@ def _by_owners(
     """
     holders: dict[str, frozenset[int]] = {}
     for name, canonical in layout.canonical.items():
-        held = layout.stages_of(name, bounds) if bounds else ()
         before = holders.get(canonical, frozenset())
-        holders[canonical] = before | {rank_of_stage[s] for s in held}
+        held = {rank_of_stage[s] for s in layout.stages_of(name, bounds)}
+        holders[canonical] = before | held
     found: dict[frozenset[int], list[str]] = {}
     for name, ranks in holders.items():
         if len(ranks) > 1:

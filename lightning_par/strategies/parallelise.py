@@ -236,12 +236,13 @@ def _schedules(options: _Options, ranks: int) -> Callable[[int], Schedule]:
 def _cut(
     module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
 ) -> tuple[tuple[Stage, ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """Cut the model; return this rank's stages, the blocks of every stage, and its rank."""
-    ranks = mesh.sizes.pipeline
-    if ranks == 1:
-        return (), (), ()
-    owners = place_stages(options.schedule, ranks, options.virtual_pipeline_size)
+    """Cut the model, if there are several stages; return those of this rank, and the blocks and
+    the rank of every stage.
+    """
+    owners = place_stages(options.schedule, mesh.sizes.pipeline, options.virtual_pipeline_size)
     bounds = balance_blocks(layout, len(owners), options.stage_blocks)
+    if len(owners) == 1:
+        return (), bounds, owners
     held = [stage for stage, rank in enumerate(owners) if rank == mesh.place["pp"]]
     return cut_stages(module, layout, held, bounds), bounds, owners
 

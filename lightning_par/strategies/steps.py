@@ -60,7 +60,7 @@ class StepRunner:
         num_microbatches: How many the batch of a replica is cut into; None: 4 per
             pipeline rank.
         schedule: Gives the training schedule for a number of micro-batches.
-        rank_of_stage: The pipeline rank that holds each stage; empty without a pipeline.
+        rank_of_stage: The pipeline rank that holds each stage.
         sequence: Divides the sequences of a batch.
         seed: The same on every rank.
         loss_scale: What the loss of the last step is to be multiplied by before its backward.

@@ -296,3 +296,8 @@ def test_equal_blocks_are_spread_evenly():
 
 def test_stage_blocks_by_hand_are_taken_as_they_are():
     assert stages((9, 1, 1, 1, 1, 1), (0, 0), 3, [3, 1, 2]) == ((0, 3), (3, 4), (4, 6))
+
+
+def test_one_stage_holds_all_blocks_even_if_there_are_none():
+    assert stages((2, 3, 5), (1, 7), 1) == ((0, 3),)
+    assert stages((), (1, 7), 1) == ((0, 0),)

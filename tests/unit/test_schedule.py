@@ -13,6 +13,7 @@ from lightning_par.engine.builders import (
     forward_only,
     gpipe,
     one_f_one_b,
+    place_stages,
     SCHEDULES,
 )
 from lightning_par.engine.schedule import Action, ActionKind, parse_actions, Schedule
@@ -190,6 +191,17 @@ def test_an_unknown_name_is_refused_with_the_valid_names():
 def test_sizes_below_one_are_refused_together(name):
     with pytest.raises(ScheduleError, match=r"num_ranks=0.*\n.*num_microbatches=-1\. Use 1"):
         build_schedule(name, 0, -1)
+
+
+@pytest.mark.parametrize("name", [*sorted(SCHEDULES), "no/such/file.txt"])
+def test_one_rank_holds_the_only_stage_under_every_schedule(name):
+    assert place_stages(name, 1) == (0,)
+
+
+def test_stages_are_placed_as_the_schedule_has_them():
+    assert place_stages("1f1b", 3) == (0, 1, 2)
+    assert place_stages("interleaved", 2, 3) == (0, 1, 0, 1, 0, 1)
+    assert place_stages("zbv", 2) == (0, 1, 1, 0)
 
 
 def test_a_placement_that_does_not_fit_is_refused():

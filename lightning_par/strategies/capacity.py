@@ -1,16 +1,17 @@
-"""What a run will hold, before it starts: the estimate of a strategy, and the refusal."""
+"""Whether devices and hosts can hold a run, before it starts: an estimate, and the refusal."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_par.engine.builders import place_stages
 from lightning_par.engine.compression.options import GradientCompression
 from lightning_par.engine.memory import available_memory
-from lightning_par.engine.offload.budget import estimate_memory, MemoryEstimate, misfits
+from lightning_par.engine.offload.estimate import estimate_memory, MemoryEstimate, misfits
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.errors import ConfigurationError
 from lightning_par.layout import ModelLayout
@@ -66,17 +67,14 @@ def _estimate(
     zero_stage: int | None = None,
     offload: OffloadOptions | None = None,
 ) -> MemoryEstimate:
-    ranks = strategy.sizes.pipeline
-    owners: tuple[int, ...] = (0,)
-    if ranks > 1:
-        owners = place_stages(strategy.schedule, ranks, strategy.virtual_pipeline_size)
+    ranks, chunks = strategy.sizes.pipeline, strategy.virtual_pipeline_size
     short = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
     return estimate_memory(
         model,
         layout,
         strategy.sizes,
         zero_stage=strategy.zero_stage if zero_stage is None else zero_stage,
-        rank_of_stage=owners,
+        rank_of_stage=place_stages(strategy.schedule, ranks, chunks),
         stage_blocks=strategy.stage_blocks,
         offload=strategy.offload_options if offload is None else offload,
         dtype=short.get(strategy.precision_plugin.precision),
@@ -84,11 +82,18 @@ def _estimate(
 
 
 def check_memory(model: nn.Module, layout: ModelLayout, strategy: _Strategy) -> None:
-    """Refuse a run that cannot fit, where the device is a GPU or the optimizer is offloaded.
+    """Refuse a run that cannot fit, where the device is a GPU or the optimizer is offloaded; warn
+    of one that is to shard its parameters and has to gather all of them at once.
 
     Raises:
         ConfigurationError: With what is needed, what there is, and the option that would fit.
     """
+    if strategy.zero_stage == 3 and strategy.sizes.data_shard > 1 and not layout.block_names:
+        rank_zero_warn(
+            f"zero_stage=3: the plan of {type(model).__name__} names no blocks, so every step "
+            "gathers all parameters at once. Return ParallelPlan(blocks=...) from its "
+            "parallel_plan() to gather them block by block."
+        )
     device = strategy.root_device
     if device.type != "cuda" and strategy.offload_options is None:
         return

@@ -11,12 +11,13 @@ import torch
 import lightning_par
 from lightning_par.cli import main
 from lightning_par.engine.memory import available_memory
-from lightning_par.engine.offload.budget import MemoryEstimate, MemoryRow, misfits
+from lightning_par.engine.offload.estimate import MemoryEstimate, MemoryRow, misfits
 from lightning_par.layout import check_plan
 from lightning_par.models import Mixtral, MixtralConfig
-from lightning_par.strategies.budget import explain_misfit
+from lightning_par.strategies.capacity import check_memory, explain_misfit
 
 GIB = 2**30
+ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 
 
 def strategy(devices: int, kind: str = "zero_offload", **options: Any) -> Any:
@@ -64,9 +65,7 @@ def test_bytes_of_the_formulas() -> None:
         "gradients": (2 + 1 / 32, 4),  # of one block, and a bucket
         "optimizer": (0, 24),
     }
-    on_device = lightning_par.memory_estimate(
-        Large(), strategy(4, "hybrid3d", tensor_parallel_size=1, pipeline_parallel_size=1)
-    )
+    on_device = lightning_par.memory_estimate(Large(), strategy(4, "hybrid3d", **ONES))
     assert on_device.host == 0
     pipeline = {"pipeline_parallel_size": 4, "tensor_parallel_size": 1, "offload_options": {}}
     stages = lightning_par.memory_estimate(Large(), strategy(4, "hybrid3d", **pipeline))
@@ -106,11 +105,19 @@ def test_run_that_cannot_fit_is_refused_with_what_would(
 
 
 def test_offloading_is_proposed_where_the_optimizer_does_not_fit() -> None:
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-    said = explain(strategy(1, "hybrid3d", **sizes), 40, 500)
+    said = explain(strategy(1, "hybrid3d", **ONES), 40, 500)
     assert said is not None
     assert "64.00 GiB before activations and has 40.00 GiB" in said
     assert said.endswith("Use offload_options={} (the optimizer on the host).")
+
+
+def test_sharding_of_a_model_without_blocks_is_warned_of() -> None:
+    """On the CPU, too, where nothing is refused."""
+    model, made = Large(), strategy(2, "hybrid3d", **ONES, zero_stage=3)
+    bare = check_plan(model, lightning_par.ParallelPlan(), made.sizes)
+    with pytest.warns(UserWarning, match="zero_stage=3: the plan of Large names no blocks, so"):
+        check_memory(model, bare, made)
+    check_memory(model, check_plan(model, model.parallel_plan(), made.sizes), made)
 
 
 def test_misfit_of_the_host_counts_every_rank() -> None:
