@@ -348,12 +348,6 @@ class MeshStrategy(OffloadedProcesses):
         self.activity.begin("between steps")
         return output
 
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        with self.parallelised.sharding.no_sync():
-            yield
-
     @override
     def on_validation_end(self) -> None:
         self.parallelised.sharding.release()

@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +107,20 @@ class OffloadedProcesses(CheckpointedProcesses):
             late=parallelised.reduced_late,
         )
 
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Surrounds a batch that is not the last one of its step."""
+        host = self.parallelised.host
+        if host is None or not host.accumulates:
+            with self.parallelised.sharding.no_sync():
+                yield
+        else:
+            with host.accumulating():
+                yield
+
     def begin_offload(self) -> None:
-        """Prepare for a backward: the one after which the optimizer steps."""
+        """Prepare for a backward whose gradients leave for the host."""
         host, steps = self.parallelised.host, self.parallelised.steps
         if host is None or not self.parallelised.sharding.synchronises:
             return

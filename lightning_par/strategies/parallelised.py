@@ -73,6 +73,8 @@ class Parallelised:
         **Communicates**: one all-reduce for every group that shares parameters; compressed
         gradients, over the replicas.
         """
+        if self.host is not None and self.host.leaves_gradients:
+            return
         if self.sharding.synchronises:
             if self.compression is not None:
                 # First, as the sums below give all their ranks the same bits.

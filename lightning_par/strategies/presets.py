@@ -111,6 +111,7 @@ class ZeROOffloadStrategy(MeshStrategy):
         bucket_size_mb: MiB of gradients that are updated together.
         cpu_kernel: ``"native"``, ``"compile"``, ``"torch"`` or ``"auto"``.
         state_dtype: Of the moments: ``"float32"`` or ``"bfloat16"``.
+        accumulate_on: Where gradients of several batches are added up: ``"device"`` or ``"host"``.
         options: Those of `MeshStrategy`.
     """
 
@@ -130,6 +131,7 @@ class ZeROOffloadStrategy(MeshStrategy):
         bucket_size_mb: float = 32,
         cpu_kernel: Literal["native", "compile", "torch", "auto"] = "auto",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
+        accumulate_on: Literal["device", "host"] = "device",
         **options: Any,
     ) -> None:
         offload = OffloadOptions(
@@ -142,6 +144,7 @@ class ZeROOffloadStrategy(MeshStrategy):
             bucket_size_mb=bucket_size_mb,
             cpu_kernel=cpu_kernel,
             state_dtype=state_dtype,
+            accumulate_on=accumulate_on,
         )
         if stage not in (1, 2, 3):
             raise ConfigurationError(f"stage={stage!r} must be 1, 2 or 3.")

@@ -16,8 +16,9 @@ published after the backward of step s + 1. What the groups say is read at the e
 one-step too; here buckets stream and a step that is left out is left out before it is submitted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lightning_par.engine.offload.departed import DepartedGradients
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.parameters import HostParameter, local_tensor
 from lightning_par.engine.offload.storage import allocate, offloaded_parameters
+from lightning_par.engine.offload.sums import HostSums
 from lightning_par.engine.offload.worker import UpdateWorker
 from lightning_par.errors import CheckpointError, ConfigurationError, OffloadError
 
@@ -104,6 +106,8 @@ class HostOptimizer:
         self._open: _Bucket = []
         self._submitted: list[tuple[_Bucket, Future[None], int]] = []
         self._left: set[HostParameter] = set()
+        self._sums = HostSums(worker)
+        self._is_last, self._continues, self._adds = True, False, False
 
     @property
     def kernel_name(self) -> str:
@@ -113,10 +117,29 @@ class HostOptimizer:
     def host_bytes(self) -> int:
         """Return the bytes that this rank holds on the host."""
         held = [t for h in self._held.values() for t in (h.master, h.mean, h.square, *h.slots)]
-        return sum(t.numel() * t.element_size() for t in held)
+        return sum(t.numel() * t.element_size() for t in held) + self._sums.nbytes
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several batches are added up here, not on the device."""
+        return self._options.accumulate_on == "host"
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Surrounds the forward and backward of a batch that is not the last one of its step."""
+        self._is_last = False
+        try:
+            yield
+        finally:
+            self._is_last = True
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether gradients stay where they are after this backward, as they are here already."""
+        return self._options.offload_parameters and not self._is_last
 
     def begin(self, step: int, *, hears: bool, streams: bool, largest: float) -> None:
-        """Prepare for the backward after which the optimizer steps.
+        """Prepare for the backward after which the optimizer steps, or for one `accumulating`.
 
         Args:
             step: Number of the step, from 0.
@@ -127,11 +150,19 @@ class HostOptimizer:
         Raises:
             OffloadError: A parameter was changed while its update was under way.
         """
+        self._left.clear()
+        if not self._continues:
+            self._begin_step(step)
+        several = self._continues or not self._is_last
+        self._adds = several and not self._options.offload_parameters
+        self._hears = hears and self._options.overlap == "auto"
+        free = not (self._is_delayed or self._submitted or self._adds)
+        self._streams = streams and self._hears and free
+        self.departed.largest = largest
+
+    def _begin_step(self, step: int) -> None:
         self._drop()
         self._is_delayed = self._options.delays(step)
-        overlaps = hears and self._options.overlap == "auto"
-        self._streams = streams and overlaps and not self._is_delayed and not self._submitted
-        self.departed.largest = largest
         for held in self._held.values():
             if held.is_changed():
                 if self._submitted:
@@ -143,7 +174,6 @@ class HostOptimizer:
                 held.follow()
         busy = {slot for _, _, slot in self._submitted}
         self._slot = 1 if 0 in busy else 0
-        self._hears = overlaps
 
     def finish(self) -> None:
         """Let the gradients that are left leave, and publish an update that was delayed until now.
@@ -151,12 +181,32 @@ class HostOptimizer:
         Called when all gradients are final.
         """
         self._hears = False
+        self._continues = not self._is_last
+        if self.leaves_gradients:
+            return
         for parameter in self._held:
             if parameter.grad is not None:
                 self._depart(parameter)
         self._close_bucket()
+        if self._adds:
+            self._sums.settle()
+        if self._continues:
+            return
+        self._adds = False
+        self._take_sums()
         if not self._streams:
             self._publish()
+
+    def _take_sums(self) -> None:
+        """Let the sums of all batches be the gradients of this step."""
+        for held, total in self._sums.take().items():
+            held.total = total
+            self.departed.note(held.parameter, total, held.parameter)
+            self._open.append(held)
+            self._filling += held.nbytes
+            if self._filling >= self._options.bucket_bytes:
+                self._close_bucket()
+        self._close_bucket()
 
     def drop(self) -> None:
         """Forget the gradients of this step.
@@ -238,11 +288,14 @@ class HostOptimizer:
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
             grad = grad.redistribute(placements=parameter.placements)
         local = local_tensor(grad)
-        if held in self._left:
+        if held in self._left and self._adds:
+            self._close_bucket()
+            self._sums.settle()
+        elif held in self._left:
             self._add(held, local, grad)
             return
         self._left.add(held)
-        if not self._streams:
+        if not self._streams and not self._adds:
             self.departed.note(parameter, local, grad)
         if self._options.offload_parameters:
             held.grad = local
@@ -271,6 +324,9 @@ class HostOptimizer:
         if not self._open:
             return
         bucket, self._open, self._filling = self._open, [], 0
+        if self._adds:
+            self._sums.add(self._courier.mark(), bucket, self._slot)
+            return
         self._buckets.append((bucket, self._courier.mark()))
         if self._streams:
             self.early_updates += self._hears
@@ -315,5 +371,8 @@ class HostOptimizer:
         if self._buckets or self._open:
             self._courier.mark().synchronize()
         self._buckets, self._open, self._filling = [], [], 0
+        self._sums.take()
+        for held in self._held.values():
+            held.total = None
         self._left.clear()
         self.departed.clear()

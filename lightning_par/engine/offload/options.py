@@ -37,6 +37,8 @@ class OffloadOptions:
         bucket_size_mb: MiB of gradients that are updated together.
         cpu_kernel: ``"native"``, ``"compile"``, ``"torch"`` or ``"auto"``; see `engine.offload`.
         state_dtype: Of the moments: ``"float32"`` or ``"bfloat16"``.
+        accumulate_on: Where gradients of several batches are added up: ``"device"``, or ``"host"``,
+            to which each batch then sends its own.
 
     Raises:
         ConfigurationError: With every value that does not exist.
@@ -51,6 +53,7 @@ class OffloadOptions:
     bucket_size_mb: float = 32
     cpu_kernel: Literal["native", "compile", "torch", "auto"] = "auto"
     state_dtype: Literal["float32", "bfloat16"] = "float32"
+    accumulate_on: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         problems = [*self._misplaced()]
@@ -59,6 +62,7 @@ class OffloadOptions:
             ("pin_memory", (True, False, "auto")),
             ("cpu_kernel", KERNELS),
             ("state_dtype", tuple(_STATE_DTYPES)),
+            ("accumulate_on", ("device", "host")),
         ):
             value = getattr(self, name)
             if value not in valid:
@@ -89,6 +93,11 @@ class OffloadOptions:
             yield (
                 f"offload_fraction={fraction} with delayed_update={self.delayed_update}: the part "
                 "on the device would be a step ahead. Use one of them."
+            )
+        if fraction != 1 and self.accumulate_on == "host":
+            yield (
+                f"accumulate_on='host' with offload_fraction={fraction}: gradients of the part on "
+                "the device stay there. Use one of them."
             )
         if self.offload_parameters and (fraction != 1 or self.delayed_update is not False):
             yield (

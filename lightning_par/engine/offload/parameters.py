@@ -67,6 +67,7 @@ class HostParameter:
         pages: Where the states are, if that is a file.
         step: How many updates were asked for.
         grad: Of a parameter that is on the host itself.
+        total: Gradient of several batches, in the dtype of the master; None: the slot holds all.
     """
 
     parameter: nn.Parameter
@@ -77,6 +78,7 @@ class HostParameter:
     pages: "Pages | None" = None
     step: int = 0
     grad: Tensor | None = None
+    total: Tensor | None = None
     _seen: tuple[int, int] | None = None
     _has_master: bool = False
     _count: Tensor = field(default_factory=lambda: torch.tensor(0.0, dtype=torch.float32))
@@ -121,7 +123,8 @@ class HostParameter:
         self.step += 1
         self._count.fill_(self.step)
         if self.grad is None:
-            grad = out = self.slots[slot]
+            out = self.slots[slot]
+            grad = out if self.total is None else self.total
         else:
             grad, out = self.grad.contiguous(), self.local
         tensors = AdamTensors(
@@ -131,6 +134,7 @@ class HostParameter:
             grad=grad.view(-1),
             out=out.view(-1),
         )
+        self.total = None
         return Update(rule=rule, tensors=tensors, step=self.step, pages=self.pages)
 
     def states(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The thread that updates buckets of parameters on the host, in the order in which they come."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
@@ -62,6 +62,20 @@ class UpdateWorker:
         """
         self._waiting.append(updates)
         return self._thread.submit(self._run, ready, updates, scale, largest)
+
+    def run(self, ready: Any, job: Callable[[], None]) -> "Future[None]":
+        """Do something else, after what was submitted before.
+
+        Args:
+            ready: Event to wait for.
+            job: What to do.
+        """
+
+        def wait_and_run() -> None:
+            ready.synchronize()
+            job()
+
+        return self._thread.submit(wait_and_run)
 
     def close(self) -> None:
         """Finish what was submitted and end the threads."""

@@ -1,0 +1,166 @@
+"""Gradients of several batches that are added up on the host."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.distributed.tensor import DTensor
+
+from lightning_par.callbacks import MixedPrecision
+from lightning_par.engine.ledger import Ledger
+from lightning_par.errors import ConfigurationError
+from tests.dist.test_offload import assert_as_one_process, HYBRID, IGNORE, PP2, TP2, with_defaults
+from tests.dist.test_offload_precision import Spoil
+from tests.offload import KINDS, run_offloaded, same_weights, train_offloaded
+from tests.ranks import run_ranks
+
+HOST = {"accumulate_on": "host"}
+CLIPPED = {"gradient_clip_val": 0.05}
+TWO: dict[str, Any] = {"accumulate_grad_batches": 2}
+
+CASES: dict[str, tuple[str, dict[str, Any], int, int, dict[str, Any]]] = {
+    "stage 1 on 1 rank, free": ("zero_offload", {"stage": 1, **IGNORE}, 1, 1, TWO),
+    "stage 2 on 2 ranks, clipped": ("zero_offload", {"stage": 2}, 2, 2, {**TWO, **CLIPPED}),
+    "stage 3 on 2 ranks, small buckets": (
+        "zero_offload",
+        {"stage": 3, "bucket_size_mb": 1e-3, "overlap": "off"},
+        2,
+        2,
+        {"accumulate_grad_batches": 3},
+    ),
+    "tp2, by value": (
+        "hybrid3d",
+        {**TP2, **IGNORE},
+        2,
+        1,
+        {**TWO, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    ),
+    "pp2, clipped": ("hybrid3d", PP2, 2, 1, {**TWO, **CLIPPED}),
+    "whole replicas": ("hybrid3d", {**HYBRID, "zero_stage": 0}, 2, 2, TWO),
+}
+
+
+class Watch(Callback):
+    """Whether gradients are on the device between two batches, and the bytes of a step's copies."""
+
+    def __init__(self, seen: dict[str, Any]) -> None:
+        self.seen = seen
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.ledger = Ledger({})
+        self.ledger.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        left = any(p.grad is not None for p in pl_module.parameters())
+        self.seen["on device"] = self.seen.get("on device", False) or left
+        self.seen.setdefault("steps", []).append(trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.ledger.__exit__(None, None, None)
+        own = [p.to_local() if isinstance(p, DTensor) else p for p in pl_module.parameters()]
+        size = sum(p.numel() * p.element_size() for p in own)
+        self.seen["copies"] = self.ledger.total(operation="to_host").payload / size
+
+
+def watched(rank: int, world: int, *job: Any) -> Any:
+    seen: dict[str, Any] = {}
+    result = train_offloaded(rank, world, *job, callbacks=lambda: [Watch(seen)])
+    return {**result, "seen": seen}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sum_on_the_host_equals_one_process(name: str) -> None:
+    strategy, options, world, replicas, trainer = CASES[name]
+    run = with_defaults({"trainer": trainer, "size": 20})
+    part = {**run, "batch_size": run["batch_size"] // replicas}
+    place = {"offload_options": HOST} if "offload_options" in options else HOST
+    results = run_ranks(watched, world, strategy, {**options, **place}, part, timeout=120)
+    assert_as_one_process(results, run, replicas)
+    for result in results:
+        # Master, two moments, a slot and a sum of 8 bytes each; every batch sent its gradients.
+        assert result["host_bytes"] == 40 * result["parameters"]
+        assert result["seen"]["copies"] == len(result["seen"]["steps"]) == 5
+        assert result["seen"]["on device"] is False
+
+
+def test_gradients_stay_on_the_device_otherwise() -> None:
+    """What the test above would see if they did."""
+    run = with_defaults({"trainer": TWO, "size": 20})
+    (result,) = run_ranks(watched, 1, "zero_offload", {}, run, timeout=120)
+    assert result["seen"]["on device"] is True
+    assert result["seen"]["copies"] == 3
+    assert result["host_bytes"] == 32 * result["parameters"]
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_delayed_update_of_a_sum(start: int) -> None:
+    """It leaves while the next step's batches are added up."""
+    run = with_defaults({"trainer": TWO, "size": 24})
+    on_host, on_device = (
+        run_offloaded("zero_offload", {"delayed_update": start, "accumulate_on": place}, 1, run)[0]
+        for place in ("host", "device")
+    )
+    torch.testing.assert_close(on_host["losses"], on_device["losses"], rtol=0, atol=1e-12)
+    for one, two in zip(on_host["steps"][-1], on_device["steps"][-1], strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-10)
+    assert on_host["host_bytes"] == (40 + 2 * 8) * on_host["parameters"]
+
+
+def test_sum_of_short_gradients_is_long() -> None:
+    """Each batch's gradient is rounded to bfloat16 once, and their sum is not."""
+    run = with_defaults({"trainer": {"precision": "bf16-true", **TWO}, "size": 16})
+    (result,) = run_offloaded("zero_offload", HOST, 1, run)
+    # A slot of 2 bytes; master, two moments and a sum of 4.
+    assert result["host_bytes"] == 18 * result["parameters"]
+    (other,) = run_offloaded("zero_offload", {}, 1, run)
+    torch.testing.assert_close(result["losses"], other["losses"], rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("trainer", [TWO, {**TWO, **CLIPPED}])
+def test_parameters_on_the_host_add_up_there(trainer: dict[str, Any]) -> None:
+    run = with_defaults({"trainer": trainer, "size": 20})
+    options = {"stage": 3, "offload_parameters": True, **HOST}
+    results = run_offloaded("zero_offload", options, 2, {**run, "batch_size": 2})
+    assert_as_one_process(results, run, 2)
+
+
+def scaled() -> list[Callback]:
+    return [MixedPrecision("16-mixed", init_scale=2.0**10, growth_interval=2), Spoil()]
+
+
+def test_overflow_in_one_batch_leaves_its_step_out() -> None:
+    """The second batch of the first step, on rank 1."""
+    trainer = {"precision": "32-true", "gradient_clip_val": 0.5, **TWO}
+    run = {"batch_size": 2, "size": 24, "ignored": True, "trainer": trainer}
+    for result in run_offloaded("zero_offload", HOST, 2, run, callbacks=scaled):
+        steps = result["steps"]
+        moved = [not all(map(torch.equal, a, b)) for a, b in zip(steps, steps[1:], strict=False)]
+        assert moved == [False, False, True, False, True]
+
+
+def test_nothing_is_added_up_if_every_batch_is_a_step() -> None:
+    run = with_defaults({"trainer": {"precision": "32-true"}})
+    options = {**IGNORE, "bucket_size_mb": 1e-3}
+    (one,), (two,) = (
+        run_offloaded("zero_offload", {**options, "accumulate_on": place}, 1, run)
+        for place in ("host", "device")
+    )
+    assert same_weights(one, two)
+    assert one["host_bytes"] == two["host_bytes"]
+    assert one["early"] == two["early"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"accumulate_on": "disk"}, r"accumulate_on='disk' must be 'device' or 'host'"),
+        (
+            {"accumulate_on": "host", "offload_fraction": 0.5},
+            r"accumulate_on='host' with offload_fraction=0.5: .* Use one of them",
+        ),
+    ],
+)
+def test_choices_that_do_not_exist(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        KINDS["zero_offload"](**options)
