@@ -68,16 +68,18 @@ def _estimate(
     offload: OffloadOptions | None = None,
 ) -> MemoryEstimate:
     ranks, chunks = strategy.sizes.pipeline, strategy.virtual_pipeline_size
+    stage = strategy.zero_stage if zero_stage is None else zero_stage
     short = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
     return estimate_memory(
         model,
         layout,
         strategy.sizes,
-        zero_stage=strategy.zero_stage if zero_stage is None else zero_stage,
+        zero_stage=stage,
         rank_of_stage=place_stages(strategy.schedule, ranks, chunks),
         stage_blocks=strategy.stage_blocks,
         offload=strategy.offload_options if offload is None else offload,
         dtype=short.get(strategy.precision_plugin.precision),
+        compression=None if stage else strategy.compression_options,
     )
 
 
@@ -149,7 +151,8 @@ def _alternatives(strategy: _Strategy) -> Iterator[tuple[str, dict[str, Any]]]:
     if strategy.sizes.data > 1 and strategy.zero_stage < 3:
         stages.append(3)
     for stage in stages:
-        words = [] if stage == strategy.zero_stage else [f"zero_stage={stage}"]
+        without = "" if strategy.compression_options is None else ", gradient_compression=None"
+        words = [] if stage == strategy.zero_stage else [f"zero_stage={stage}{without}"]
         if words:
             yield words[0], {"zero_stage": stage}
         kinds: list[tuple[str, OffloadOptions]] = []

@@ -15,6 +15,7 @@ from tests.ranks import ranks, run_ranks
 from tests.toy import loader, ToyData, ToyModule
 
 ONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+WHOLE = {**ONE, "zero_stage": 0}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "1 rank": (1, "zero_offload", {}),
     "stage 3, delayed": (2, "zero_offload", {"stage": 3, "delayed_update": 0}),
@@ -22,6 +23,9 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp2": (2, "hybrid3d", {**ONE, "tensor_parallel_size": 2, "offload_options": {}}),
     "pp2": (2, "hybrid3d", {**ONE, "pipeline_parallel_size": 2, "offload_options": {}}),
     "on the device": (2, "hybrid3d", {**ONE, "zero_stage": 2}),
+    "top-k": (2, "hybrid3d", {**WHOLE, "gradient_compression": "topk"}),
+    "int8": (2, "hybrid3d", {**WHOLE, "gradient_compression": "int8"}),
+    "powersgd": (2, "hybrid3d", {**WHOLE, "gradient_compression": "powersgd"}),
 }
 STEPS = 3
 
@@ -50,6 +54,7 @@ class Scale(Callback):
             "parameters": sum(map(_bytes, parameters)),
             "host": 0 if parallelised.host is None else parallelised.host.host_bytes(),
             "states": sum(map(_bytes, states)),
+            "remembered": _remembered(parallelised.compression),
             "to_host": self.ledger.total(axis="host", operation="to_host").sent,
             "to_device": self.ledger.total(axis="host", operation="to_device").sent,
         }
@@ -61,6 +66,13 @@ class Scale(Callback):
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _remembered(compression: Any) -> int:
+    state = {} if compression is None else compression.state()["compressor"]
+    narrow = ("p_memory_dict", "q_memory_dict")  # of the matrices, which are small
+    kept = [part for name, part in state.items() if name not in narrow]
+    return sum(_bytes(tensor) for part in kept for tensor in part.values())
 
 
 def weigh(rank: int, world: int, kind: str, options: dict[str, Any], precision: str) -> Result:
@@ -89,6 +101,10 @@ def test_estimate_is_what_the_fullest_rank_holds(name: str) -> None:
     if "host" in name or options.get("offload_options") is None and kind == "hybrid3d":
         assert rows["optimizer"].device == max(r["states"] for r in results)
         assert all(r["to_host"] == 0 for r in results)
+        kept = rows["compression"].device if "compression" in rows else 0
+        padding = 8 * 256 if name == "int8" else 0
+        assert 0 <= max(r["remembered"] for r in results) - kept <= padding
+        assert ("gradient_compression" in options) == bool(kept)
         return
     for result in results:
         # Each way, each parameter once a step: 4 bytes of a bfloat16 one.

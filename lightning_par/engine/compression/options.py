@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, Literal
 
+import torch
+
 from lightning_par.errors import ConfigurationError, either, raise_problems
 from lightning_par.fields import read_fields
 from lightning_par.sizes import ParallelSizes
@@ -53,6 +55,18 @@ class GradientCompression:
         if not _is_whole(self.start_step, 0):
             problems.append(f"start_step={self.start_step!r} must be a whole number of 0 or more.")
         raise_problems(ConfigurationError, problems)
+
+    def remembered_bytes(self, entries: int, dtype: torch.dtype, replicas: int) -> int:
+        """Return what a rank remembers of a gradient that it did not send.
+
+        Args:
+            entries: Of the gradient.
+            dtype: Of it.
+            replicas: Which share the second rounding of "int8".
+        """
+        wide = max(4, dtype.itemsize)
+        each = {"topk": wide, "int8": wide * (1 + 1 / replicas), "powersgd": dtype.itemsize}
+        return round(entries * each.get(self.method, 0))
 
 
 def _is_whole(value: object, least: int) -> bool:

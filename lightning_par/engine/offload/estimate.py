@@ -8,24 +8,27 @@ kind                 on the device                                 on the host, 
 ===================  ============================================  =============================
 parameters           b p
 gathered             b P' (ZeRO 0 to 2), 2 b u (ZeRO 3)
-gradients            b p; offloaded: a bucket and b u at most      b p, twice if delayed
+gradients            b p; offloaded: a bucket and b u at most      b p, twice if delayed; their
+                                                                   sum, if it is made there
+compression          what it left out of gradients
 optimizer            2 b p                                         master and two moments
 ===================  ============================================  =============================
 
 With a fraction, that part is as if offloaded; parameters that are offloaded are on the host; states
-in a file are not counted. Nothing is gathered where there is one replica. Activations, and what an
-allocator keeps, come on top. Experts count as if they were sharded like other weights.
+in a file are not counted. Nothing is gathered where there is one replica, or where gradients are
+compressed. Activations, and what an allocator keeps, come on top.
 
 **Source**: Rajbhandari et al. 1910.02054, section 3; Ren et al. 2101.06840, section 4.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from lightning_par.engine.compression.options import GradientCompression
 from lightning_par.engine.holdings import find_holdings, Holding
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.layout import ModelLayout
@@ -93,6 +96,11 @@ class _Share:
     def size(self) -> int:
         return self.dtype.itemsize
 
+    @property
+    def wide(self) -> int:
+        """Bytes of an entry of the master."""
+        return max(4, self.size)
+
 
 def estimate_memory(
     module: nn.Module,
@@ -104,6 +112,7 @@ def estimate_memory(
     rank_of_stage: Sequence[int] = (0,),
     stage_blocks: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    compression: GradientCompression | None = None,
 ) -> MemoryEstimate:
     """Return what the rank with the most bytes on its device holds.
 
@@ -116,6 +125,7 @@ def estimate_memory(
         rank_of_stage: The pipeline rank of every stage.
         stage_blocks: Number of blocks of every stage; None balances them.
         dtype: Of the parameters in the run; None: that which they have.
+        compression: Of gradients between replicas.
     """
     holdings = find_holdings(
         module, layout, sizes, rank_of_stage=rank_of_stage, stage_blocks=stage_blocks
@@ -124,7 +134,10 @@ def estimate_memory(
     for rank in range(0, sizes.world_size, sizes.world_size // sizes.pipeline):
         # Of the ranks of a stage, the first one has the larger part of what does not divide.
         shares = _shares(module, layout, sizes, holdings, rank, dtype)
-        found.append(_estimate(shares, sizes, zero_stage, offload))
+        rows = _rows(shares, sizes, zero_stage, offload)
+        if compression is not None and sizes.data > 1:
+            rows = _with_compression(rows, compression, shares, sizes)
+        found.append(MemoryEstimate(tuple(rows)))
     return max(found, key=lambda estimate: (estimate.device, estimate.host))
 
 
@@ -156,9 +169,24 @@ def _shares(
     return found
 
 
-def _estimate(
+def _with_compression(
+    rows: Sequence[MemoryRow],
+    compression: GradientCompression,
+    shares: Sequence[_Share],
+    sizes: ParallelSizes,
+) -> list[MemoryRow]:
+    kept = sum(
+        compression.remembered_bytes(share.entries, share.dtype, sizes.data)
+        for share in shares
+        if share.trains
+    )
+    whole = [replace(row, device=0) if row.kind == "gathered" else row for row in rows]
+    return [*whole[:-1], MemoryRow(kind="compression", device=kept), whole[-1]]
+
+
+def _rows(
     shares: Sequence[_Share], sizes: ParallelSizes, zero_stage: int, offload: OffloadOptions | None
-) -> MemoryEstimate:
+) -> list[MemoryRow]:
     units: dict[str, int] = {}
     for share in shares:
         units[share.unit] = units.get(share.unit, 0) + share.gathered * share.size
@@ -175,7 +203,7 @@ def _estimate(
     if offload is None:
         rows.append(MemoryRow(kind="gradients", device=local))
         rows.append(MemoryRow(kind="optimizer", device=2 * local))
-        return MemoryEstimate(tuple(rows))
+        return rows
     # Where gradients are final after the backward only, they are all on the device until then.
     waits = sizes.pipeline > 1 or sizes.context > 1 or offload.overlap == "off"
     bucket = offload.bucket_bytes + (largest if sizes.data > 1 else 0)
@@ -187,20 +215,22 @@ def _estimate(
     if offload.offload_parameters:
         rows[0] = MemoryRow(kind="parameters", device=0, host=rows[0].device)
         gradients = min(local, 2 * largest)
-    rows.append(MemoryRow(kind="gradients", device=gradients, host=slots * gone))
+    sums = 0
+    if offload.accumulate_on == "host" and not offload.offload_parameters:
+        sums = sum(s.entries * s.wide for s in trained)
+    rows.append(MemoryRow(kind="gradients", device=gradients, host=slots * (gone + sums)))
     # What stays on the device has moments there, and a master of a short weight.
     left = sum(s.entries * (2 * s.size if s.size > 2 else 4 + 2 * 4) for s in trained)
     rows.append(MemoryRow(kind="optimizer", device=int((1 - part) * left), host=states))
-    return MemoryEstimate(tuple(rows))
+    return rows
 
 
 def _states(shares: Sequence[_Share], offload: OffloadOptions) -> int:
     """Return the bytes of masters and moments on the host."""
     total = 0
     for share in shares:
-        wide = 8 if share.dtype is torch.float64 else 4
-        moment = wide if wide == 8 else offload.moments.itemsize
-        total += share.entries * (wide + 2 * moment)
+        moment = share.wide if share.wide == 8 else offload.moments.itemsize
+        total += share.entries * (share.wide + 2 * moment)
     return total
 
 
