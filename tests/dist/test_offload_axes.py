@@ -90,7 +90,7 @@ def test_offloaded_on_every_axis_equals_one_process(
     sizes = [result["host_bytes"] / result["parameters"] for result in results]
     if place == "half":
         # Half of the whole model; what every rank has whole may be in the other half.
-        assert all(15 <= size <= 24 for size in sizes)
+        assert all(12 <= size <= 26 for size in sizes), sizes
     else:
         assert set(sizes) == {24 if place == "parameters" else 32}
     whole = sum(w.numel() for w in results[0]["weights"].values())
