@@ -1,7 +1,8 @@
 """One Adam step on the host, bfloat16 gradient in and bfloat16 parameter out, against the floor.
 
 The floor reads four float32 streams and writes three, 28 bytes an entry, and computes next to
-nothing. All contenders take turns in one process; a round is one step of each. DeepSpeedCPUAdam
+nothing. All contenders take turns in one process; a round is one step of each; each writes the
+parameter over the gradient, and owns all memory that it needs. DeepSpeedCPUAdam
 takes part where it is installed; it compiles for minutes when it is first used. Give several
 threads their own cores: OMP_NUM_THREADS is set here.
 """
@@ -45,12 +46,13 @@ def host_step(name: str, entries: int, threads: int, folder: Path) -> Callable[[
 
     rule = AdamRule(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decoupled=True)
     worker = UpdateWorker(choose_kernel(name, folder), threads)
+    slot = torch.randn(entries).bfloat16()
     tensors = AdamTensors(
         master=torch.randn(entries),
         mean=torch.zeros(entries),
         square=torch.zeros(entries),
-        grad=torch.randn(entries).bfloat16(),
-        out=torch.empty(entries, dtype=torch.bfloat16),
+        grad=slot,
+        out=slot,
     )
     update = Update(rule=rule, tensors=tensors, step=3)
     return lambda: worker.submit(_Now(), [update], 1.0, float("inf")).result()
@@ -62,14 +64,13 @@ def cast_step(make: Callable[[Any], Any], entries: int) -> Callable[[], None]:
 
     parameter = torch.nn.Parameter(torch.randn(entries))
     optimizer, wide = make([parameter]), torch.empty(entries)
-    grad = torch.randn(entries).bfloat16()
-    short = torch.empty(entries, dtype=torch.bfloat16)
+    slot = torch.randn(entries).bfloat16()
 
     def run() -> None:
-        wide.copy_(grad)
+        wide.copy_(slot)
         parameter.grad = wide
         optimizer.step()
-        short.copy_(parameter.data)
+        slot.copy_(parameter.data)
 
     return run
 
