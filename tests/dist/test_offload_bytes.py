@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_par
-from tests.live_bytes import LiveBytes
+from benchmarks._live import LiveBytes
 from tests.offload import KINDS
 from tests.parity import quiet_trainer, Result
 from tests.ranks import run_ranks
@@ -90,7 +90,7 @@ class Watch(Callback):
 
     def on_before_backward(self, *_: Any) -> None:
         if self.live is not None:
-            self.before = self.live.held
+            self.before = self.live.now
             self.live.peak = self.before
 
     def on_before_optimizer_step(self, *_: Any) -> None:

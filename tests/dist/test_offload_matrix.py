@@ -23,7 +23,11 @@ CLIPPING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "by norm": ({}, CLIPPED),
     "by value": (IGNORE, BY_VALUE),
 }
-BATCHES = {"1 batch a step": 1, "2 batches a step": 2}
+BATCHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 batch": (1, {}),
+    "2 batches": (2, {}),
+    "2 batches added on the host": (2, {"accumulate_on": "host"}),
+}
 PLACES: dict[str, dict[str, Any]] = {
     "memory": {},
     "file": {"offload_optimizer": "nvme:"},
@@ -33,7 +37,9 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def is_possible(case: Case) -> bool:
-    stage, ranks, _, _, place = case
+    stage, ranks, _, batches, place = case
+    if place == "half" and "on the host" in batches:
+        return False
     return place != "parameters" or (stage == "stage 3" and ranks == "2 ranks")
 
 
@@ -71,10 +77,11 @@ def test_combination_equals_one_process(case: Case, tmp_path: Path) -> None:
     """Several buckets, an odd last batch, and batches that weigh differently."""
     stage, ranks, clipping, batches, place = case
     world, (judged, trainer) = RANKS[ranks], CLIPPING[clipping]
-    options = {**STAGES[stage], **judged, **PLACES[place], "bucket_size_mb": 1e-2}
+    accumulated, added = BATCHES[batches]
+    options = {**STAGES[stage], **judged, **PLACES[place], **added, "bucket_size_mb": 1e-2}
     if place == "file":
         options["offload_optimizer"] = f"nvme:{tmp_path}"
-    trainer = {**trainer, "accumulate_grad_batches": BATCHES[batches]}
+    trainer = {**trainer, "accumulate_grad_batches": accumulated}
     run = with_defaults({"trainer": trainer, "size": 18})
     results = run_offloaded("zero_offload", options, world, {**run, "batch_size": 4 // world})
     assert_same_numbers(results, run, world)
