@@ -1,8 +1,10 @@
 """One Adam step on the host, bfloat16 gradient in and bfloat16 parameter out, against the floor.
 
 The floor reads four float32 streams and writes three, 28 bytes an entry, and computes next to
-nothing. All contenders take turns in one process; a round is one step of each. DeepSpeedCPUAdam
-takes part where it is installed. Give several threads their own cores: OMP_NUM_THREADS is set here.
+nothing. All contenders take turns in one process; a round is one step of each; each writes the
+parameter over the gradient, and owns all memory that it needs. DeepSpeedCPUAdam
+takes part where it is installed; it compiles for minutes when it is first used. Give several
+threads their own cores: OMP_NUM_THREADS is set here.
 """
 
 import argparse
@@ -44,12 +46,13 @@ def host_step(name: str, entries: int, threads: int, folder: Path) -> Callable[[
 
     rule = AdamRule(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decoupled=True)
     worker = UpdateWorker(choose_kernel(name, folder), threads)
+    slot = torch.randn(entries).bfloat16()
     tensors = AdamTensors(
         master=torch.randn(entries),
         mean=torch.zeros(entries),
         square=torch.zeros(entries),
-        grad=torch.randn(entries).bfloat16(),
-        out=torch.empty(entries, dtype=torch.bfloat16),
+        grad=slot,
+        out=slot,
     )
     update = Update(rule=rule, tensors=tensors, step=3)
     return lambda: worker.submit(_Now(), [update], 1.0, float("inf")).result()
@@ -61,14 +64,13 @@ def cast_step(make: Callable[[Any], Any], entries: int) -> Callable[[], None]:
 
     parameter = torch.nn.Parameter(torch.randn(entries))
     optimizer, wide = make([parameter]), torch.empty(entries)
-    grad = torch.randn(entries).bfloat16()
-    short = torch.empty(entries, dtype=torch.bfloat16)
+    slot = torch.randn(entries).bfloat16()
 
     def run() -> None:
-        wide.copy_(grad)
+        wide.copy_(slot)
         parameter.grad = wide
         optimizer.step()
-        short.copy_(parameter.data)
+        slot.copy_(parameter.data)
 
     return run
 
@@ -105,9 +107,12 @@ def contenders(entries: int, threads: int, folder: Path) -> dict[str, Callable[[
         "casts + torch fused": cast_step(lambda p: torch.optim.AdamW(p, fused=True), entries),
     }
     if find_spec("deepspeed") is not None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        found["casts + DeepSpeedCPUAdam"] = cast_step(DeepSpeedCPUAdam, entries)
+        found["casts + DeepSpeedCPUAdam"] = cast_step(
+            lambda p: DeepSpeedCPUAdam(p, weight_decay=0.01), entries
+        )
     return found
 
 
@@ -131,13 +136,17 @@ def main() -> None:
                     times[name].append(time.perf_counter() - began)
     print(f"{options.entries:,} entries, {options.threads} threads, {options.rounds} rounds")
     for name, row in times.items():
-        ratios = sorted(a / b for a, b in zip(row, times["floor"], strict=True))
-        quarter = len(ratios) // 4
         print(
             f"{name:<26}{statistics.median(row) * 1e3:9.1f} ms   "
-            f"{statistics.median(ratios):.2f} x the floor "
-            f"(quartiles {ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f})"
+            f"{paired(row, times['floor'])} x the floor   {paired(row, times['native'])} x native"
         )
+
+
+def paired(times: list[float], others: list[float]) -> str:
+    """Return the median and the quartiles of the ratios within a round."""
+    ratios = sorted(a / b for a, b in zip(times, others, strict=True))
+    quarter = len(ratios) // 4
+    return f"{statistics.median(ratios):.2f} ({ratios[quarter]:.2f}..{ratios[-1 - quarter]:.2f})"
 
 
 if __name__ == "__main__":

@@ -45,11 +45,17 @@ class SgdMixtral(MixtralModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def make(*, ragged: bool = False, skewed: bool = False, **config: Any) -> Made:
+class AdamMixtral(SgdMixtral):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def make(*, ragged: bool = False, skewed: bool = False, adam: bool = False, **config: Any) -> Made:
     sizes = {"num_layers": 3, "model_dim": DIM, "num_heads": 6, "num_kv_heads": 2, "ff_dim": FF}
     weights = {"auxiliary_weight": 0.5, "z_weight": 0.1, "bias_rate": 0.05, "init_std": 0.3}
     more = {"vocab_size": VOCAB, "max_length": 32, "num_experts": EXPERTS}
-    module = SgdMixtral(overrides={**sizes, **weights, **more, **config})
+    kind = AdamMixtral if adam else SgdMixtral
+    module = kind(overrides={**sizes, **weights, **more, **config})
     module.configure_model()
     if skewed:
         for block in module.model.blocks:

@@ -105,7 +105,7 @@ class ToyLM(nn.Module):
 
 
 class ToyModule(pl.LightningModule):
-    """Built in the constructor; AdamW, SGD or Adam in two groups with a scheduler.
+    """Built in the constructor; AdamW, SGD or Adam in two groups, each with rates of its own.
 
     `masked` writes the mean over valid labels by hand, which is 0/0 where there is none.
     """
@@ -138,8 +138,11 @@ class ToyModule(pl.LightningModule):
             matrices = [p for p in self.parameters() if p.ndim > 1]
             others = [p for p in self.parameters() if p.ndim == 1]
             groups = [{"params": matrices, "weight_decay": 0.2, "betas": (0.7, 0.9)}]
-            made = torch.optim.Adam([*groups, {"params": others, "lr": 3e-2}], lr=1e-2)
-            rates = torch.optim.lr_scheduler.StepLR(made, step_size=1, gamma=0.5)
+            groups += [{"params": others, "lr": 3e-2}]
+            # The gradient of a key's bias is zero but for rounding, which eps has to outweigh.
+            made = torch.optim.Adam(groups, lr=1e-2, eps=1e-6)
+            factors = [lambda step: 0.5**step, lambda step: 1 / (1 + step)]
+            rates = torch.optim.lr_scheduler.LambdaLR(made, factors)
             return [made], [{"scheduler": rates, "interval": "step"}]
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)

@@ -126,7 +126,7 @@ class OffloadedProcesses(CheckpointedProcesses):
             return
         trainer = self._trainer
         clips = trainer.gradient_clip_val
-        by_value = bool(clips) and str(trainer.gradient_clip_algorithm) == "value"
+        by_value = bool(clips) and trainer.gradient_clip_algorithm == "value"
         module = self.parallelised.module
         host.begin(
             trainer.global_step,

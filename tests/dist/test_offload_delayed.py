@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.offload import run_offloaded, same_weights
-from tests.parity import TOLERANCE
+from tests.parity import Result, TOLERANCE
 from tests.toy import loader, ToyData, ToyModule
 
 STEPS = 5
@@ -17,30 +17,45 @@ RUN: dict[str, Any] = {"batch_size": 4, "size": 4 * STEPS, "ignored": True, "mod
 
 
 @cache
-def by_definition(start: int) -> tuple[list[float], list[Tensor]]:
-    """Losses and weights in float64; `after` holds every update, the model all but the last one."""
+def by_definition(start: int, optimizer: str = "adamw") -> tuple[list[float], list[Tensor]]:
+    """Losses and weights in float64; `ahead` holds every update, the model all but the last one."""
     torch.set_default_dtype(torch.float64)
     try:
-        module = ToyModule(blocks=2)
-        after = [torch.nn.Parameter(p.detach().clone()) for p in module.parameters()]
-        optimizer = torch.optim.AdamW(after, lr=1e-2, weight_decay=0.1)
+        module, ahead = (ToyModule(optimizer, blocks=2) for _ in range(2))
+        made = ahead.configure_optimizers()
+        (steps,), schedulers = made if isinstance(made, tuple) else ([made], [])
         losses = []
         for step, batch in enumerate(loader(ToyData(4 * STEPS, True), 4)):
             module.zero_grad()
             loss = module.loss(batch)
             loss.backward()
             losses.append(float(loss.detach()))
-            without_this = [p.detach().clone() for p in after]
-            for mine, theirs in zip(after, module.parameters(), strict=True):
+            without_this = [p.detach().clone() for p in ahead.parameters()]
+            for mine, theirs in zip(ahead.parameters(), module.parameters(), strict=True):
                 mine.grad = theirs.grad
-            optimizer.step()
-            seen_next = without_this if step >= start else after
+            steps.step()
+            for scheduler in schedulers:
+                scheduler["scheduler"].step()
+            seen_next = without_this if step >= start else list(ahead.parameters())
             with torch.no_grad():
                 for parameter, value in zip(module.parameters(), seen_next, strict=True):
                     parameter.copy_(value)
-        return losses, [p.detach() for p in after]
+        return losses, [p.detach() for p in ahead.parameters()]
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def assert_by_definition(result: Result, start: int, optimizer: str = "adamw") -> None:
+    losses, weights = by_definition(start, optimizer)
+    torch.testing.assert_close(result["losses"], losses, rtol=0, atol=TOLERANCE)
+    found = list(result["weights"])
+    found.remove("model.head.weight")  # the embedding again
+    for name, wanted in zip(found, weights, strict=True):
+        torch.testing.assert_close(result["weights"][name], wanted, rtol=0, atol=TOLERANCE)
+    # It is another path than the synchronous one, from the second loss after `start` on.
+    synchronous, _ = by_definition(NEVER, optimizer)
+    differs = [abs(a - b) > 1e-6 for a, b in zip(losses, synchronous, strict=True)]
+    assert differs == [step > start for step in range(STEPS)]
 
 
 @pytest.mark.parametrize("start", [0, 2])
@@ -49,16 +64,25 @@ def by_definition(start: int) -> tuple[list[float], list[Tensor]]:
 )
 def test_delayed_update_is_the_one_of_its_definition(start: int, options: dict[str, Any]) -> None:
     (result,) = run_offloaded("zero_offload", {**options, "delayed_update": start}, 1, RUN)
-    losses, weights = by_definition(start)
-    torch.testing.assert_close(result["losses"], losses, rtol=0, atol=TOLERANCE)
-    found = list(dict.fromkeys(result["weights"]))
-    found.remove("model.head.weight")  # the embedding again
-    for name, wanted in zip(found, weights, strict=True):
-        torch.testing.assert_close(result["weights"][name], wanted, rtol=0, atol=TOLERANCE)
-    # It is another path than the synchronous one, from the second loss after `start` on.
-    synchronous, _ = by_definition(NEVER)
-    differs = [abs(a - b) > 1e-6 for a, b in zip(losses, synchronous, strict=True)]
-    assert differs == [step > start for step in range(STEPS)]
+    assert_by_definition(result, start)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
+def test_delayed_update_is_the_one_of_its_definition_on_every_axis(axis: str) -> None:
+    sizes = {f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "context")}
+    options = {**sizes, f"{axis}_parallel_size": 2, "offload_options": {"delayed_update": 1}}
+    first, second = run_offloaded("hybrid3d", options, 2, RUN)
+    assert_by_definition(first, 1)
+    for result in (first, second):
+        assert result["losses"] == first["losses"]
+        assert result["host_bytes"] == 40 * result["parameters"]  # two slots
+
+
+def test_delayed_update_takes_the_rates_of_its_step() -> None:
+    """Both groups have another rate in every step: the next one would be that of another update."""
+    run = {**RUN, "module": {"blocks": 2, "optimizer": "groups"}}
+    (result,) = run_offloaded("zero_offload", {"delayed_update": 1}, 1, run)
+    assert_by_definition(result, 1, "groups")
 
 
 def test_delayed_on_two_ranks_is_the_one_on_one_rank() -> None:

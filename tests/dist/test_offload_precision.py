@@ -22,27 +22,41 @@ def masters() -> list[Callback]:
     return [MixedPrecision("bf16-true")]
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["MixedPrecision", "Trainer"])
-def test_bfloat16_weights_follow_float32_masters(given: bool) -> None:
+@pytest.mark.parametrize(
+    ("given", "world", "more"),
+    [
+        (True, 1, {}),
+        (False, 1, {}),
+        (True, 2, {}),
+        (False, 2, {"stage": 1}),
+        (True, 2, {"stage": 3, "offload_parameters": True}),
+    ],
+)
+def test_bfloat16_weights_follow_float32_masters(
+    given: bool, world: int, more: dict[str, Any]
+) -> None:
     """The reference keeps its masters on the device. The first gradients are equal; a master then
     differs by a few roundings of 6e-8, and its weight hardly ever, by the last of 8 digits. From
     there Adam makes as much of a gradient that is zero but for rounding as of any other, so that
     later only losses can be compared.
     """
-    more = {"callbacks": masters} if given else {}
-    trainer = {"precision": "32-true" if given else "bf16-true"}
-    run = {**RUN, "trainer": trainer}
-    (result,) = run_offloaded("zero_offload", {}, 1, run, **more)
-    trainer = {"precision": "32-true"}
-    (wanted,) = run_offloaded("hybrid3d", ONE, 1, {**RUN, "trainer": trainer}, callbacks=masters)
-    torch.testing.assert_close(result["losses"], wanted["losses"], rtol=2e-3, atol=0)
-    # bf16: a slot of 2 bytes, a master and two moments of 4.
-    assert result["host_bytes"] == 14 * result["parameters"]
-    pairs = list(zip(result["steps"][0], wanted["steps"][0], strict=True))
-    for weight, same in pairs:
-        assert weight.dtype is torch.bfloat16
-        torch.testing.assert_close(weight, same, rtol=2**-7, atol=1e-8)
-    assert sum(int((a != b).sum()) for a, b in pairs) < 1e-3 * result["parameters"]
+    named = {"callbacks": masters} if given else {}
+    part = {**RUN, "batch_size": 4 // world}
+    run = {**part, "trainer": {"precision": "32-true" if given else "bf16-true"}}
+    results = run_offloaded("zero_offload", more, world, run, **named)
+    run = {**part, "trainer": {"precision": "32-true"}}
+    options = {**ONE, "zero_stage": more.get("stage", 2)}
+    references = run_offloaded("hybrid3d", options, world, run, callbacks=masters)
+    for result, wanted in zip(results, references, strict=True):
+        torch.testing.assert_close(result["losses"], wanted["losses"], rtol=2e-3, atol=0)
+        # bf16: a slot of 2 bytes, a master and two moments of 4.
+        slot = 0 if "offload_parameters" in more else 2
+        assert result["host_bytes"] == (12 + slot) * result["parameters"]
+        pairs = list(zip(result["steps"][0], wanted["steps"][0], strict=True))
+        for weight, same in pairs:
+            assert weight.dtype is torch.bfloat16
+            torch.testing.assert_close(weight, same, rtol=2**-7, atol=1e-8)
+        assert sum(int((a != b).sum()) for a, b in pairs) < 1e-3 * result["parameters"]
 
 
 def test_moments_in_bfloat16_take_10_bytes() -> None:
@@ -77,18 +91,35 @@ def spoiled() -> list[Callback]:
     return [Spoil()]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+SCALED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "1 rank": ("zero_offload", 1, {}),
+    "2 ranks": ("zero_offload", 2, {}),
+    "tp2": ("hybrid3d", 2, {**ONE, "tensor_parallel_size": 2}),
+    "pp2": ("hybrid3d", 2, {**ONE, "pipeline_parallel_size": 2}),
+    "cp2": ("hybrid3d", 2, {**ONE, "context_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("delayed", [False, 0])
-def test_overflow_leaves_the_step_out_on_every_rank(world: int, delayed: Any) -> None:
-    run = {**RUN, "batch_size": 4 // world, "trainer": {"precision": "32-true"}}
+def test_overflow_leaves_the_step_out_on_every_rank(name: str, delayed: Any) -> None:
+    strategy, world, options = SCALED[name]
+    replicas = world if strategy == "zero_offload" else 1
+    run = {**RUN, "batch_size": 4 // replicas, "trainer": {"precision": "32-true"}}
     run["trainer"]["gradient_clip_val"] = 0.5
-    options = {"delayed_update": delayed}
-    for result in run_offloaded("zero_offload", options, world, run, callbacks=scaled):
+    offload = {"delayed_update": delayed}
+    options = {**options, **(offload if replicas == world else {"offload_options": offload})}
+    results = run_offloaded(strategy, options, world, run, callbacks=scaled)
+    for result in results:
         steps = result["steps"]
         moved = [not all(map(torch.equal, a, b)) for a, b in zip(steps, steps[1:], strict=False)]
         # Delayed, the weights after step s lack its update: that of step 0 comes with the
         # backward of step 1, whose own never comes.
         assert moved == ([False, True, True, True] if delayed is False else [True, False, True, True])
+        assert result["losses"] == results[0]["losses"]
+    if replicas < world:
+        (alone,) = run_offloaded("zero_offload", offload, 1, run, callbacks=scaled)
+        torch.testing.assert_close(results[0]["losses"], alone["losses"], rtol=5e-3, atol=0)
 
 
 def test_scaled_run_is_as_close_as_float16_to_one_in_float32() -> None:
