@@ -79,10 +79,11 @@ class Count(Callback):
         self.live = LiveBytes()
         self.held = 0
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         """Begin to count."""
-        local = (getattr(p, "to_local", lambda p=p: p)() for p in pl_module.parameters())
+        local = [getattr(p, "to_local", lambda p=p: p)() for p in pl_module.parameters()]
         self.held = 12 * sum(p.numel() for p in local)
+        self.live = LiveBytes(besides=[local, *pl_module.buffers(), batch])
         self.live.__enter__()
 
     def on_before_optimizer_step(self, *_: Any) -> None:

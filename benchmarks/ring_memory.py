@@ -28,7 +28,7 @@ def count(attend: Callable[..., Tensor], tokens: int) -> tuple[float, float, flo
     """Return peak and what is kept, of the rank with most, and the mean of what is sent, in M."""
     leaves = [torch.randn(1, HEADS, tokens, DIM, requires_grad=True) for _ in range(3)]
     grad = torch.randn(1, HEADS, tokens, DIM)
-    with LiveBytes() as live, Ledger() as ledger:
+    with LiveBytes(besides=[leaves, grad]) as live, Ledger() as ledger:
         out = attend(*leaves)
         kept = live.now
         out.backward(grad)

@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DistributedSampler
 
+from benchmarks._live import LiveBytes
 from lightning_par import cli, Hybrid3DStrategy
 from lightning_par.engine.double import DoublePrecision
 from tests.hf_models import auto_class, HFModule, MODELS, PaddedText
-from tests.live_bytes import LiveBytes
 from tests.parity import quiet_trainer
 from tests.ranks import run_ranks
 from tests.toy import loader

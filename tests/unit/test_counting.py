@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks._live import LiveBytes
 from lightning_par.engine.flops import FlopCounter
 from lightning_par.engine.memory import bytes_held, SavedActivations
 
@@ -91,3 +92,31 @@ def test_memory_of_a_parameter_that_was_freed_counts_once_something_else_is_ther
 def test_memory_that_is_shared_counts_once():
     x = torch.zeros(6, 5)
     assert bytes_held({"a": x, "b": [x[1:], torch.zeros(7)], "c": 3, "d": None}) == 4 * 37
+
+
+def test_live_bytes_count_a_storage_once_and_until_it_is_gone():
+    outside = torch.zeros(7)
+    with LiveBytes(besides={"a": [outside]}) as live:
+        x = torch.zeros(3, 5)
+        view = x.t()[1:]
+        x.add_(1)
+        outside[2:].mul_(2)
+        assert live.now == 4 * 15
+        del x
+        assert live.now == 4 * 15
+        y = view + 1
+        del view
+        assert (live.now, live.peak) == (4 * 10 + 4 * 2, 4 * 15 + 4 * 12)
+    del y
+    assert live.now == 0
+
+
+def test_live_bytes_count_what_no_operation_allocated_and_what_grows():
+    with LiveBytes() as live:
+        file = torch.frombuffer(bytearray(44), dtype=torch.float32)
+        part = file[3:5]
+        assert live.now == 44
+        del file, part
+        grown = torch.zeros(0)
+        torch.add(torch.ones(6), 1, out=grown)
+        assert live.now == 4 * 6
