@@ -107,14 +107,24 @@ class ToyLM(nn.Module):
 class ToyModule(pl.LightningModule):
     """Built in the constructor; AdamW, SGD or Adam in two groups, each with rates of its own.
 
-    `masked` writes the mean over valid labels by hand, which is 0/0 where there is none.
+    `masked` writes the mean over valid labels by hand, which is 0/0 where there is none; `trains`
+    names the only part that is not frozen, which the optimizer alone is given.
     """
 
-    def __init__(self, optimizer: str = "adamw", masked: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        optimizer: str = "adamw",
+        masked: bool = False,
+        trains: str | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.model = ToyLM(**options)
         self.optimizer, self.masked = optimizer, masked
+        if trains is not None:
+            self.model.requires_grad_(False)
+            self.model.get_submodule(trains).requires_grad_(True)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self.model(batch["ids"])
@@ -146,7 +156,8 @@ class ToyModule(pl.LightningModule):
             return [made], [{"scheduler": rates, "interval": "step"}]
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+        trained = (p for p in self.parameters() if p.requires_grad)
+        return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
 
 
 class ToyData(Dataset[dict[str, Tensor]]):

@@ -44,6 +44,7 @@ from lightning_par.strategies.checks import (
 from lightning_par.strategies.finite import check_nonfinite_choice, GradientGuard
 from lightning_par.strategies.joining import join_ranks, samples_differ
 from lightning_par.strategies.offloading import OffloadedProcesses
+from lightning_par.strategies.optimizers import check_optimizers, optimizers_of_a_stage
 from lightning_par.strategies.parallelise import parallelise
 from lightning_par.strategies.parallelised import Parallelised
 from lightning_par.strategies.precision import share_overflows
@@ -229,7 +230,12 @@ class MeshStrategy(OffloadedProcesses):
             self._guard = GradientGuard(self._parallelised, plugin, self.on_nonfinite)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
+            if self.sizes.pipeline > 1:
+                with optimizers_of_a_stage():
+                    self.setup_optimizers(trainer)
+                check_optimizers(self.optimizers, self.mesh.group("pp"), self.root_device)
+            else:
+                self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
