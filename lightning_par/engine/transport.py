@@ -171,6 +171,12 @@ class Channel:
 def _difference(known: _Header, header: _Header) -> str:
     """Say what changed between two messages that should have been alike."""
     advice = "Hand on what changes as a tensor, of one shape for every batch shape."
+    kinds = [[(spec.shape, spec.dtype) for spec in each.tensors] for each in (known, header)]
+    if known.tensors != header.tensors and kinds[0] == kinds[1]:
+        return (
+            "whether what a stage hands on needs a gradient changed: parameters were frozen or "
+            "unfrozen after the first step. Under a pipeline, do that before the fit."
+        )
     if known.tensors != header.tensors:
         return (
             "what a stage hands on changed its shape for a batch of the same shape: "

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 import lightning_par
 from tests.parity import compare_with_one_process, quiet_trainer, TOLERANCE
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.toy import loader, ToyData, ToyModule
 
 PP2: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
@@ -70,6 +71,25 @@ def test_its_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
         found = run_ranks(go_on, second, path, None, 3)[0]
         for name, weight in found.items():
             torch.testing.assert_close(weight, whole[name], rtol=0, atol=TOLERANCE)
+
+
+class Unfreeze(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        pl_module.model.requires_grad_(index > 0)
+        pl_module.model.head.requires_grad_(True)
+
+
+def unfreeze(rank: int, world: int) -> None:
+    strategy = lightning_par.Hybrid3DStrategy(tensor_parallel_size=1, pipeline_parallel_size=world)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=world, max_epochs=1, callbacks=[Unfreeze()], limit_val_batches=0
+    )
+    trainer.fit(ToyModule(trains="head", tied=False), loader(ToyData(12), 4))
+
+
+def test_unfreezing_during_a_fit_is_refused() -> None:
+    with pytest.raises(RankError, match="parameters were frozen or unfrozen after the first step"):
+        run_ranks(unfreeze, 2)
 
 
 class Nothing(ToyModule):
