@@ -8,13 +8,14 @@ step is left out and the scale is halved; after many good steps it is doubled.
 which decides for the gradients of one process.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.checkpoint.pieces import local_part
 from lightning_par.engine.gradients import is_counted_here, local_gradients
 from lightning_par.engine.offload.departed import DepartedGradients
 
@@ -93,6 +94,7 @@ def underflow_share(
     smallest: float,
     device: torch.device,
     counted_elsewhere: frozenset[int] = frozenset(),
+    departed: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> float:
     """Return the share of the gradients' entries that are smaller than `smallest`, zeros included.
 
@@ -101,16 +103,19 @@ def underflow_share(
         smallest: The smallest number that is not rounded to fewer digits.
         device: On which ranks meet.
         counted_elsewhere: Ids of parameters that another pipeline stage counts.
+        departed: This rank's parts of gradients that are not on their parameters.
 
     **Communicates**: one all-reduce of two numbers over all ranks, if there are several.
     """
     counts = torch.zeros(2, dtype=torch.float64, device=device)
+    elsewhere = departed or {}
     for parameter in parameters:
-        grad = parameter.grad
+        gone = parameter in elsewhere
+        grad = parameter if gone else parameter.grad
         if grad is None or id(parameter) in counted_elsewhere or not is_counted_here(grad):
             continue
-        (local,) = local_gradients([parameter])
-        counts[0] += (local.abs() < smallest).sum()
+        local = elsewhere[parameter] if gone else local_part(grad)
+        counts[0] += (local.abs() < smallest).sum().to(device)
         counts[1] += local.numel()
     if dist.is_initialized():
         dist.all_reduce(counts)

@@ -155,3 +155,16 @@ def test_nonfinite_gradient_that_has_left_is_named_on_every_rank() -> None:
     assert one == two
     assert "step 1: the norm of loss and gradients is" in one
     assert "a gradient of model." in one
+
+
+@pytest.mark.parametrize("more", [{}, {"offload_fraction": 0.5}, {"accumulate_on": "host"}])
+def test_gradients_that_have_left_are_counted_where_they_underflow(more: dict[str, Any]) -> None:
+    """As many as on the device: only the first rounding of the loss may differ."""
+    trainer = {"precision": "32-true", "log_every_n_steps": 1, "accumulate_grad_batches": 2}
+    run = {**RUN, "batch_size": 2, "trainer": trainer}
+    away = run_offloaded("zero_offload", more, 2, run, callbacks=unspoiled)
+    here = run_offloaded("hybrid3d", {**ONE, "zero_stage": 2}, 2, run, callbacks=unspoiled)
+    for one, two in zip(away, here, strict=True):
+        share = one["logged"]["precision/underflow"]
+        assert 0 < share < 1
+        assert abs(share - two["logged"]["precision/underflow"]) < 0.02

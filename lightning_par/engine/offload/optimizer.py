@@ -223,6 +223,17 @@ class HostOptimizer:
         self._publish()
         self.show_states()
 
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return this rank's parts of the gradients that wait for their update, on the host, times
+        `departed.factor`; none where updates stream.
+        """
+        found = {}
+        for bucket, ready in self._buckets:
+            ready.synchronize()
+            for held in bucket:
+                found[held.parameter] = held.arrived(self._slot) * float(self.departed.factor)
+        return found
+
     def show_states(self) -> None:
         """Put the states of all parameters that have stepped into the optimizer."""
         for parameter, held in self._held.items():

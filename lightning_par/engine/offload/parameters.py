@@ -113,6 +113,16 @@ class HostParameter:
         self._has_master = True
         self.published()
 
+    def arrived(self, slot: int) -> Tensor:
+        """Return this rank's part of the gradient, on the host.
+
+        Args:
+            slot: Which one holds it, if one does.
+        """
+        if self.grad is not None:
+            return self.grad
+        return self.slots[slot] if self.total is None else self.total
+
     def update(self, rule: AdamRule, slot: int) -> Update:
         """Return the next step of this parameter.
 
@@ -122,11 +132,8 @@ class HostParameter:
         """
         self.step += 1
         self._count.fill_(self.step)
-        if self.grad is None:
-            out = self.slots[slot]
-            grad = out if self.total is None else self.total
-        else:
-            grad, out = self.grad.contiguous(), self.local
+        out = self.slots[slot] if self.grad is None else self.local
+        grad = self.arrived(slot).contiguous()
         tensors = AdamTensors(
             master=self.master.view(-1),
             mean=self.mean.view(-1),
