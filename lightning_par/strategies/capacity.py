@@ -68,12 +68,14 @@ def _estimate(
     offload: OffloadOptions | None = None,
 ) -> MemoryEstimate:
     ranks, chunks = strategy.sizes.pipeline, strategy.virtual_pipeline_size
-    stage = strategy.zero_stage if zero_stage is None else zero_stage
+    stage, sizes = strategy.zero_stage if zero_stage is None else zero_stage, strategy.sizes
+    if stage and not strategy.zero_stage:  # whole replicas would share
+        sizes = replace(sizes, data_replicate=1, data_shard=sizes.data)
     short = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
     return estimate_memory(
         model,
         layout,
-        strategy.sizes,
+        sizes,
         zero_stage=stage,
         rank_of_stage=place_stages(strategy.schedule, ranks, chunks),
         stage_blocks=strategy.stage_blocks,

@@ -1,5 +1,6 @@
 """The estimate of memory: what does not fit is refused with what would."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,20 @@ def test_bytes_of_the_formulas() -> None:
     pipeline = {"pipeline_parallel_size": 4, "tensor_parallel_size": 1, "offload_options": {}}
     stages = lightning_par.memory_estimate(Large(), strategy(4, "hybrid3d", **pipeline))
     assert [row.device / GIB for row in stages.rows] == [4, 0, 4, 0]
+
+
+def test_whole_replicas_are_told_to_share() -> None:
+    made = strategy(4, "hybrid3d", **ONES, zero_stage=0, gradient_compression="int8")
+    rows = {row.kind: row.device / GIB for row in lightning_par.memory_estimate(Large(), made).rows}
+    assert rows == {
+        "parameters": 16,
+        "gathered": 0,
+        "gradients": 16,
+        "compression": 8 * 4 * 1.25,
+        "optimizer": 32,
+    }
+    says = "needs 104.00 GiB .* Use zero_stage=3, gradient_compression=None."
+    assert re.search(says, explain(made, 32, None) or "")
 
 
 def test_table_is_printed() -> None:
