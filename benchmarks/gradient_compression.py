@@ -70,7 +70,8 @@ class _Alone(Turn):
 def curves(steps: int, arguments: Arguments) -> None:
     """Run on one rank."""
     warm = {"method": "powersgd", "rank": 4, "start_step": steps // 10}
-    methods = {**METHODS, f"powersgd from step {steps // 10}": warm}
+    dense = {"method": "topk", "density": 0.1}
+    methods = {**METHODS, "topk, 10 %": dense, f"powersgd from step {steps // 10}": warm}
     contenders = {name: partial(strategy, chosen) for name, chosen in methods.items()}
     print_curves(contenders, steps, batch_size=4, devices=RANKS)
 

@@ -76,9 +76,8 @@ class CompressedGradients:
             else:
                 dist.all_reduce(bucket.buffer(), group=self._group)
                 bucket.buffer().div_(self._group.size())
-            for parameter, mean in zip(parameters, bucket.gradients(), strict=True):
-                if parameter in used:
-                    _put(parameter, mean)
+            pairs = zip(parameters, bucket.gradients(), strict=True)
+            _put([(parameter, mean) for parameter, mean in pairs if parameter in used])
 
     def state(self) -> dict[str, Any]:
         """Return what this rank has to remember to go on bit for bit; tensors, not copied."""
@@ -120,10 +119,12 @@ class CompressedGradients:
         gradients of the world are finite.
         """
         wanted = [p for bucket in self._buckets for p in bucket]
-        counts = torch.zeros(len(wanted), device=local_part(self.parameters[0]).device)
-        for index, parameter in enumerate(wanted):
-            for grad in local_gradients([parameter]):
-                counts[index] = torch.linalg.vector_norm(grad, torch.inf) * 0 + 1
+        device = local_part(self.parameters[0]).device
+        counts = torch.zeros(len(wanted), dtype=torch.float32, device=device)
+        places = [index for index, parameter in enumerate(wanted) if parameter.grad is not None]
+        if places:
+            norms: Any = torch._foreach_norm(local_gradients(wanted), torch.inf)
+            counts[places] = torch.stack([norm.float() for norm in norms]) * 0 + 1
         dist.all_reduce(counts, group=self._group)
         finite = counts.isfinite().all().float()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
@@ -144,8 +145,11 @@ def _entries(buckets: Sequence[Sequence[nn.Parameter]]) -> list[int]:
     return [sum(local_part(p).numel() for p in bucket) for bucket in buckets]
 
 
-def _put(parameter: nn.Parameter, mean: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    local = local_part(parameter.grad)
-    local.copy_(mean.view_as(local))
+def _put(means: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, _ in means:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if means:
+        held = local_gradients(parameter for parameter, _ in means)
+        values = [mean.view_as(part) for part, (_, mean) in zip(held, means, strict=True)]
+        torch._foreach_copy_(held, values)
