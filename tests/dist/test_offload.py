@@ -2,11 +2,16 @@
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn, Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.offload import run_offloaded, same_weights
-from tests.parity import _one_process, Result, TOLERANCE
+from lightning_par import ParallelPlan
+from tests.offload import KINDS, run_offloaded, same_weights
+from tests.parity import _one_process, quiet_trainer, Result, TOLERANCE
+from tests.ranks import run_ranks
 
 HYBRID: dict[str, Any] = {
     "tensor_parallel_size": 1,
@@ -104,6 +109,49 @@ def test_offloaded_equals_one_process(name: str) -> None:
 def tied(results: list[Result]) -> int:
     """The head is the embedding, which the state dict names twice."""
     return results[0]["weights"]["model.head.weight"].numel()
+
+
+class Narrow(pl.LightningModule):
+    """Has weights of one row, of which all but the first replica hold nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 1)
+
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan()
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        return self.last(self.first(batch[0]).tanh()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def train_narrow(rank: int, world: int, options: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Every epoch is one step on all four samples."""
+    torch.set_default_dtype(torch.float64)
+    module = Narrow()
+    generator = torch.Generator().manual_seed(1)
+    samples = TensorDataset(torch.randn(4, 5, generator=generator))
+    trainer = quiet_trainer(
+        strategy="auto" if options is None else KINDS["zero_offload"](**options),
+        devices=world,
+        max_epochs=4,
+        precision="64-true",
+        gradient_clip_val=0.05,
+    )
+    trainer.fit(module, DataLoader(samples, batch_size=4 // world))
+    whole = getattr(trainer.strategy, "gather_state_dict", module.state_dict)()
+    return {name: weight.detach().clone() for name, weight in whole.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_replica_that_holds_nothing_of_a_weight_takes_part(stage: int) -> None:
+    (wanted,) = run_ranks(train_narrow, 1, None, timeout=120)
+    found = run_ranks(train_narrow, 2, {"stage": stage}, timeout=120)[0]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
 
 
 SMALL = {"bucket_size_mb": 1e-3}
