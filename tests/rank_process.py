@@ -41,6 +41,8 @@ _PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
     "lightning.pytorch",
+    "tests.parity",
+    "lightning_par.cli",
 )
 
 

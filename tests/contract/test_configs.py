@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_ranks
+from tests.scripts import run_command
+
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = [
     "--trainer.max_steps=2",
@@ -35,13 +38,27 @@ def command_line(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]
     )
 
 
+def assert_ran(said: str, folder: Path) -> None:
+    assert re.search(r"`max_steps=2` reached", said)
+    assert len(list(folder.rglob("config.yaml"))) == 1
+    assert len(list(folder.rglob("*.ckpt"))) == 1
+
+
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_config_runs_two_steps_and_writes_a_checkpoint(config: Path, tmp_path: Path):
+    """On as many ranks as its Trainer has devices."""
+    (devices,) = re.findall(r"^  devices: (\d+)$", config.read_text(), re.MULTILINE)
+    command = ["fit", f"--config={config}", *SHORT]
+    said = run_ranks(run_command, int(devices), tmp_path, *command, timeout=150)
+    assert_ran("\n".join(said[0]), tmp_path)
+
+
+def test_command_line_starts_the_processes_of_a_config(tmp_path: Path):
+    """Of one; all are started alike."""
+    config = ROOT / "configs" / "gpt_pipeline.yaml"
     done = command_line(tmp_path, "fit", f"--config={config}", *SHORT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert re.search(r"`max_steps=2` reached", done.stdout + done.stderr)
-    assert len(list(tmp_path.rglob("config.yaml"))) == 1
-    assert len(list(tmp_path.rglob("*.ckpt"))) == 1
+    assert_ran(done.stdout + done.stderr, tmp_path)
 
 
 def test_sizes_that_do_not_fit_end_with_one_error_and_status_1(tmp_path: Path):

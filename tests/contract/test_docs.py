@@ -15,6 +15,7 @@ import pytest
 
 from lightning_par.cli import main
 from tests.ranks import run_ranks
+from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -106,13 +107,16 @@ SCRIPTS = sorted((ROOT / "docs").glob("draw*.py"))
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_pictures_are_what_the_script_draws(script: Path, tmp_path: Path) -> None:
     """The same bytes where matplotlib is the one that drew them, else the same kinds of shapes."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    subprocess.run(
-        [sys.executable, str(script), "--out", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
-        check=True,
-        timeout=150,
-    )
+    if script.stem == "draw":  # it counts on a process group of its own
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        subprocess.run(
+            [sys.executable, str(script), "--out", str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": path},
+            check=True,
+            timeout=150,
+        )
+    else:
+        run_ranks(run_script, 1, script, ROOT, "--out", str(tmp_path), timeout=150, fresh=True)
     drawn = sorted(tmp_path.iterdir())
     assert drawn
     for picture in drawn:

@@ -1,9 +1,6 @@
 """The scripts in examples/ run as they stand."""
 
-import contextlib
-import io
 import re
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,23 +11,13 @@ import transformers
 
 from lightning_par import cli
 from tests.ranks import run_ranks
+from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 FINE_TUNE = ROOT / "examples" / "finetune_huggingface.py"
 END_TO_END = ROOT / "examples" / "huggingface_end_to_end.py"
 
 pytestmark = pytest.mark.contract
-
-
-def run_script(rank: int, world: int, script: Path, folder: Path, *words: str) -> str:
-    """Run a script in `folder`; return what it printed."""
-    before, sys.argv = sys.argv, [str(script), *words]
-    try:
-        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(str(script), run_name="__main__")
-    finally:
-        sys.argv = before
-    return printed.getvalue()
 
 
 def test_fine_tuned_folder_is_read_by_transformers(

@@ -1,0 +1,55 @@
+"""Scripts and command lines on ranks that have torch and Lightning in memory already.
+
+A process of its own takes five seconds of a core before it does anything. What starts processes is
+tested with processes; what a script or a configuration does, on the ranks of `ranks.py`, where a
+`Trainer` finds itself started as by torchrun.
+"""
+
+import contextlib
+import io
+import logging
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+__all__ = ["run_command", "run_script"]
+
+
+def run_script(rank: int, world: int, script: Path, folder: Path, *words: str) -> str:
+    """Run a script in `folder`; return what it printed."""
+    sys.path.insert(0, str(script.parent))  # as Python does; the next job begins without it
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        patch.object(sys, "argv", [str(script), *words]),
+    ):
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+def run_command(rank: int, world: int, folder: Path, *words: str) -> list[str]:
+    """Run ``lightning-par`` with these words in `folder`; return what Lightning logged."""
+    from lightning_par.cli import main
+
+    with (
+        contextlib.chdir(folder),
+        patch.object(sys, "argv", ["lightning-par", *words]),
+        _messages("lightning.pytorch") as said,
+    ):
+        main()
+    return said
+
+
+@contextlib.contextmanager
+def _messages(name: str) -> Iterator[list[str]]:
+    """Keep what a logger and those below it are told."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
