@@ -14,7 +14,7 @@ __all__ = ["CONFIG", "TOKENS", "BenchModule", "loader", "make_optimizer"]
 CONFIG = GPTConfig(
     vocab_size=2048, num_layers=4, model_dim=256, num_heads=8, num_kv_heads=4, tied_head=False
 )
-"""4.6 million parameters."""
+"""4.0 million parameters."""
 TOKENS = 128
 """T."""
 

@@ -41,7 +41,7 @@ DEEPSPEED: dict[str, Any] = {
 
 
 class Recorded(BenchModule):
-    """Keeps its losses.
+    """The same network for every contender, drawn in float32; keeps its losses.
 
     Args:
         config: Of the network.
@@ -50,12 +50,9 @@ class Recorded(BenchModule):
 
     def __init__(self, config: GPTConfig, losses: list[Tensor]) -> None:
         super().__init__(config)
-        self.losses = losses
-
-    def configure_model(self) -> None:
-        """Build the same network for every contender."""
         torch.manual_seed(7)
-        super().configure_model()
+        self.configure_model()
+        self.losses = losses
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss per token."""
@@ -104,7 +101,6 @@ def train_deepspeed(turn: Turn, arguments: Arguments, module: Recorded) -> None:
     """
     import deepspeed
 
-    module.configure_model()
     engine, *_ = deepspeed.initialize(
         model=module.model,
         model_parameters=module.model.parameters(),
