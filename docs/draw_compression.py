@@ -35,7 +35,7 @@ def arrived(options: dict[str, Any], steps: int) -> Tensor:
     compressor = choose_compressor(GradientCompression(**options), dist.group.WORLD)
     total = torch.zeros(SIZE, SIZE)
     for _ in range(steps):
-        bucket = GradientBucket(0, [gradient()], is_last=True)
+        bucket = GradientBucket(0, [gradient()])
         compressor.reduce(bucket)
         total += bucket.gradients()[0]
     return total / steps

@@ -26,13 +26,14 @@ class Layers(pl.LightningModule):
         torch.manual_seed(3)
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.spare = nn.Parameter(torch.ones(3))  # nobody uses it
+        self.more = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).tanh())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return F.mse_loss(self(x), y)
+        return F.mse_loss(self(x), y) + self.more
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=RATE)
@@ -81,8 +82,11 @@ def of_torch(rank: int, world: int, method: str, start: int) -> dict[str, Tensor
             dist.group.WORLD,
             matrix_approximation_rank=4,
             start_powerSGD_iter=start,
-            orthogonalization_epsilon=1e-8,
         )
+        # The bases that ours begins with; what torch draws, it draws for each step.
+        state.p_memory_dict[0] = torch.empty(2 * 4 * WIDTH, dtype=torch.float64)
+        drawn = [torch.randn(WIDTH, 4, dtype=torch.float64, generator=_seeded(i)) for i in (0, 1)]
+        state.q_memory_dict[0] = torch.cat([q.flatten() for q in drawn])
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -96,6 +100,10 @@ def of_torch(rank: int, world: int, method: str, start: int) -> dict[str, Tensor
         F.mse_loss(wrapped(x), y).backward()
         optimizer.step()
     return weights(module)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def by_definition(world: int, method: str, density: float) -> dict[str, Tensor]:

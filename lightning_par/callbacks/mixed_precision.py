@@ -38,7 +38,8 @@ class MixedPrecision(pl.Callback):
     ``precision/skipped_steps``    steps     left out since the start, under ``"16-mixed"``
     ``precision/underflow``        fraction  entries of the gradients that are below the smallest
                                              normal number of the dtype that computed them, zeros
-                                             included; 0 where offloaded updates stream
+                                             included; where offloaded updates stream, of what
+                                             stays on the device
     =============================  ========  =====================================================
 
     Args:
@@ -131,15 +132,16 @@ class MixedPrecision(pl.Callback):
         scaler, strategy = self._scaler(trainer), trainer.strategy
         scale = 1.0 if scaler is None else scaler.get_scale()
         elsewhere: frozenset[int] = frozenset()
-        departed = None
+        departed, factor = None, 1.0
         if isinstance(strategy, MeshStrategy):
             elsewhere = strategy.parallelised.counted_elsewhere
             host = strategy.parallelised.host
-            departed = None if host is None else host.gradients()
+            if host is not None:
+                departed, factor = host.gradients(), float(host.departed.factor)
         smallest = torch.finfo(_COMPUTES[self.precision]).tiny / scale
         device = strategy.root_device
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._underflow = underflow_share(held, smallest, device, elsewhere, departed)
+        self._underflow = underflow_share(held, smallest, device, elsewhere, departed, factor)
 
     @override
     def on_train_batch_end(

@@ -95,6 +95,7 @@ def underflow_share(
     device: torch.device,
     counted_elsewhere: frozenset[int] = frozenset(),
     departed: Mapping[nn.Parameter, Tensor] | None = None,
+    factor: float = 1.0,
 ) -> float:
     """Return the share of the gradients' entries that are smaller than `smallest`, zeros included.
 
@@ -104,6 +105,7 @@ def underflow_share(
         device: On which ranks meet.
         counted_elsewhere: Ids of parameters that another pipeline stage counts.
         departed: This rank's parts of gradients that are not on their parameters.
+        factor: By which those are still to be multiplied.
 
     **Communicates**: one all-reduce of two numbers over all ranks, if there are several.
     """
@@ -115,7 +117,8 @@ def underflow_share(
         if grad is None or id(parameter) in counted_elsewhere or not is_counted_here(grad):
             continue
         local = elsewhere[parameter] if gone else local_part(grad)
-        counts[0] += (local.abs() < smallest).sum().to(device)
+        bound = smallest / factor if gone else smallest
+        counts[0] += (local.abs() < bound).sum().to(device)
         counts[1] += local.numel()
     if dist.is_initialized():
         dist.all_reduce(counts)

@@ -342,7 +342,7 @@ class MeshStrategy(OffloadedProcesses):
         with steps.backward_of_step():
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
         steps.sequence.close()
-        self.parallelised.finish_gradients()
+        self.parallelised.finish_gradients(None if self._guard is None else self._guard.loss)
         self.activity.begin("optimizer step")
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)

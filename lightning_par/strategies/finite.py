@@ -61,6 +61,11 @@ class GradientGuard:
         plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
         plugin._clip_gradients = self._judge_and_clip  # type: ignore[method-assign]
 
+    @property
+    def loss(self) -> Tensor | None:
+        """The sum of the losses seen for the next step; None if it does not matter."""
+        return self._loss
+
     def see(self, loss: Tensor, counts: Tensor | None = None) -> None:
         """Take note of the loss of one backward; those of accumulated batches add up.
 

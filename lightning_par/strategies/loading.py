@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_par.checkpoint.index import is_checkpoint_folder
@@ -105,11 +106,11 @@ class CheckpointedProcesses(SavingProcesses):
             self._random_states = ours["random"]
             steps.seed, steps.evaluations = ours["seed"], ours["evaluations"]
             compression, kept = self.parallelised.compression, ours.get("compression")
-            if compression is not None and is_same_mesh and kept is not None:
+            if compression is not None and kept is not None and is_same_mesh:
                 compression.load(kept)
-            elif compression is not None:
-                _log.warning(
-                    "%s: what compression left out of gradients is not known for this mesh.", path
+            elif compression is not None and kept is not None:
+                rank_zero_warn(
+                    f"{path}: what compression left out of gradients on another mesh is lost."
                 )
         return found
 

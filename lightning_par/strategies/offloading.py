@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,8 @@ class OffloadedProcesses(CheckpointedProcesses):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._close_host()
         super().setup_optimizers(trainer)
+        if self.parallelised.compression is not None:
+            self.parallelised.compression.reset()
         if self.offload_options is None:
             return
         module = self.parallelised.module
@@ -118,6 +120,19 @@ class OffloadedProcesses(CheckpointedProcesses):
         else:
             with host.accumulating():
                 yield
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **options: Any
+    ) -> Any:
+        def complete() -> Any:
+            result = closure()
+            if self._is_offloaded and self.parallelised.host.waits:  # type: ignore[union-attr]
+                self.begin_offload()
+                self.parallelised.finish_gradients()
+            return result
+
+        return super().optimizer_step(optimizer, complete, model, **options)
 
     def begin_offload(self) -> None:
         """Prepare for a backward whose gradients leave for the host."""

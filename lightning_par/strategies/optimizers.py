@@ -48,7 +48,9 @@ def check_optimizers(
 
     **Communicates**: one all-reduce of a number for each optimizer.
     """
-    counts = [sum(len(group["params"]) for group in o.param_groups) for o in optimizers]
+    groups = [optimizer.param_groups for optimizer in optimizers]
+    # Lightning's stand-in for no optimizer at all has no groups.
+    counts = [sum(len(group["params"]) for group in found) if found else 1 for found in groups]
     held = torch.tensor(counts, device=device)
     dist.all_reduce(held, group=group)
     if 0 in held.tolist():

@@ -94,7 +94,7 @@ def parallelise(
     shared, elsewhere = find_copies(
         module, layout, mesh, bounds, owners, parts.tensor, parts.experts
     )
-    compression = _compress(module, mesh, options)
+    compression = _compress(module, layout, mesh, options)
     steps = StepRunner(
         module=module,
         mesh=mesh,
@@ -191,12 +191,18 @@ def _fill(
 
 
 def _compress(
-    module: nn.Module, mesh: ParallelMesh, options: _Options
+    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
 ) -> CompressedGradients | None:
-    chosen, parameters = options.compression_options, list(module.parameters())
-    if chosen is None or mesh.sizes.data == 1 or not parameters:
+    chosen = options.compression_options
+    if chosen is None or mesh.sizes.data == 1:
         return None
-    return CompressedGradients(parameters, mesh.data_group, chosen, options.reduce_dtype)
+    return CompressedGradients(
+        {layout.canonical[name]: p for name, p in module.named_parameters()},
+        mesh.data_group,
+        chosen,
+        options.root_device,
+        options.reduce_dtype,
+    )
 
 
 def _of_other_replicas(

@@ -66,9 +66,12 @@ class Parallelised:
         late = (*self.shared, *([] if self.compression is None else [self.compression]))
         return frozenset(id(p) for reduced in late for p in reduced.parameters)
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self, loss: Tensor | None = None) -> None:
         """Sum the gradients of which several ranks computed a part, unless batches are being
         accumulated; then they are final, and leave for the host if the optimizer is there.
+
+        Args:
+            loss: Of this rank, if a step is left out where it is not finite.
 
         **Communicates**: one all-reduce for every group that shares parameters; compressed
         gradients, over the replicas.
@@ -79,7 +82,9 @@ class Parallelised:
             if self.compression is not None:
                 # First, as the sums below give all their ranks the same bits.
                 scaler = self.steps.scaler
-                self.compression.reduce(1.0 if scaler is None else scaler.get_scale())
+                scale = 1.0 if scaler is None else scaler.get_scale()
+                is_last = self.host is None or self.host.is_last
+                self.compression.reduce(scale, loss=loss, is_last=is_last)
             for shared in self.shared:
                 shared.reduce()
             if self.host is not None:

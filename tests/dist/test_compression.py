@@ -6,9 +6,11 @@ Top-k that sends everything loses nothing, hence with it every mesh has to equal
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import nn, Tensor
 from torch.utils.data import ConcatDataset, DataLoader
@@ -73,12 +75,12 @@ def test_everything_arrives_in_the_end(rank: int, world: int, method: str) -> No
     applied = torch.zeros_like(computed)
     for step in range(5):
         grads = [torch.randn(WIDTH, WIDTH).double(), torch.randn(7).double() * 10**step]
-        bucket = GradientBucket(0, grads, is_last=True)
+        bucket = GradientBucket(0, grads)
         computed += bucket.buffer()
         compressor.reduce(bucket)
         applied += world * bucket.buffer()
     held = compressor.state()
-    left = held["error_dict" if method == "powersgd" else "owed"][0].clone()
+    left = held["owed"][0].clone()
     if method == "int8":  # each rank makes a part of the mean
         parts = [torch.zeros_like(held["made"][0]) for _ in range(world)]
         dist.all_gather(parts, held["made"][0])
@@ -87,6 +89,15 @@ def test_everything_arrives_in_the_end(rank: int, world: int, method: str) -> No
     dist.all_reduce(left)
     assert float(left.abs().max()) > 1e-3
     torch.testing.assert_close(applied + left, computed, rtol=1e-12, atol=1e-9)
+
+
+def compress(
+    parameters: dict[str, nn.Parameter],
+    options: GradientCompression,
+    dtype: torch.dtype | None = None,
+) -> CompressedGradients:
+    device = torch.device("cpu")
+    return CompressedGradients(parameters, dist.group.WORLD, options, device, dtype)
 
 
 SENT = {"fp16": 1 / 4, "bf16": 1 / 4, "int8": 0.133, "topk": 0.03, "powersgd": 0.15}
@@ -165,11 +176,56 @@ def test_offloaded_optimizer_takes_compressed_gradients() -> None:
         )
         for chosen in (None, LOSSLESS, "int8")
     ]
+    run = {**run, "size": 20, "trainer": {"accumulate_grad_batches": 2}}
+    for place in ("device", "host"):
+        offload = {"offload_options": {"accumulate_on": place}}
+        pair = [
+            run_offloaded(
+                "hybrid3d", {**options, **offload, "gradient_compression": chosen}, 2, run
+            )
+            for chosen in (None, LOSSLESS)
+        ]
+        for whole, same in zip(*pair, strict=True):
+            torch.testing.assert_close(same["losses"], whole["losses"], rtol=0, atol=TOLERANCE)
     for whole, same, short in zip(*found, strict=True):
         assert whole["host_bytes"] == same["host_bytes"] > 0
         torch.testing.assert_close(same["losses"], whole["losses"], rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(short["losses"], whole["losses"], rtol=0.02, atol=0)
         assert short["losses"] != whole["losses"]
+
+
+class Bare(pl.LightningModule):
+    """Its last blocks have no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linear = (nn.Linear(WIDTH, WIDTH) for _ in "ab")
+        self.blocks = nn.ModuleList([*linear, nn.Tanh(), nn.Tanh()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def parallel_plan(self) -> lightning_par.ParallelPlan:
+        return lightning_par.ParallelPlan(blocks="blocks")
+
+
+@ranks(4)
+def test_stage_without_parameters_takes_part(rank: int, world: int) -> None:
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "stage_blocks": [2, 2]}
+    strategy = lightning_par.Hybrid3DStrategy(**sizes, zero_stage=0, gradient_compression="int8")
+    trainer = quiet_trainer(
+        strategy=strategy, devices=4, precision="64-true", max_epochs=1, limit_val_batches=0
+    )
+    trainer.fit(Bare(), batches(0, 1))
+    assert strategy.parallelised.compression is not None
+    assert bool(list(trainer.lightning_module.parameters())) == (strategy.mesh.place["pp"] == 0)
 
 
 def train_copies(rank: int, world: int, chosen: Any) -> dict[str, Any]:
@@ -203,31 +259,39 @@ def test_every_copy_on_a_3d_mesh_stays_the_same(method: str) -> None:
 
 
 class Spoil(Callback):
-    """One replica's gradient is infinite in one step."""
+    """One replica's gradient, its norm, or only its loss is infinite in one step."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, what: str) -> None:
+        self.step, self.what = step, what
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
-        if index == self.step and trainer.global_rank == 1:
-            hook = pl_module.second.weight.register_hook(lambda g: g * torch.inf)
-            trainer.spoilt = hook
+        if index != self.step or trainer.global_rank != 1:
+            return
+        if self.what == "loss":
+            pl_module.more = torch.inf
+            return
+        factor = torch.inf if self.what == "gradient" else 1e200
+        self.hook = pl_module.second.weight.register_hook(lambda grad: grad * factor)
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if hasattr(trainer, "spoilt"):
-            trainer.spoilt.remove()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.more = 0.0
+        if hasattr(self, "hook"):
+            self.hook.remove()
 
 
 @ranks(2)
 @pytest.mark.parametrize("method", ["int8", "topk", "powersgd"])
-def test_step_that_is_left_out_leaves_no_trace(rank: int, world: int, method: str) -> None:
+@pytest.mark.parametrize("what", ["gradient", "norm", "loss"])
+def test_step_that_is_left_out_leaves_no_trace(
+    rank: int, world: int, method: str, what: str
+) -> None:
     whole = samples(rank, world)
     skipped = 3
     kept = [i for i in range(len(whole)) if i // EACH != skipped]
     without = DataLoader(torch.utils.data.Subset(whole, kept), EACH)
     chosen = {"method": method, "rank": 1}
     skip = {"strategy": {"on_nonfinite": "skip"}}
-    spoilt = fit(rank, world, chosen, callbacks=[Spoil(skipped)], **skip)
+    spoilt = fit(rank, world, chosen, callbacks=[Spoil(skipped, what)], **skip)
     clean = fit(rank, world, chosen, data=without, **skip)
     one, two = (weights(t.lightning_module) for t in (spoilt, clean))
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -255,10 +319,21 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert resumed.global_step == STEPS
     one, two = (weights(t.lightning_module) for t in (whole, resumed))
     assert all(torch.equal(one[name], two[name]) for name in one)
-    # Without what it remembers, it would not be.
-    other = {**chosen, "rank": 2, "density": 0.5, "method": "int8" if method == "topk" else "topk"}
-    changed = weights(fit(rank, world, other, data=data, ckpt_path=path).lightning_module)
-    assert any(not torch.equal(one[name], changed[name]) for name in one)
+    # Without what it remembers, it would not be; what does not fit is not loaded.
+    for other in ({**chosen, "rank": 2}, {**chosen, "method": "bf16"}):
+        changed = weights(fit(rank, world, other, data=data, ckpt_path=path).lightning_module)
+        assert any(not torch.equal(one[name], changed[name]) for name in one)
+
+
+@ranks(2)
+def test_next_fit_begins_anew(rank: int, world: int) -> None:
+    chosen = {"method": "topk", "start_step": 2}
+    trainer = fit(rank, world, chosen)
+    compression = trainer.strategy.parallelised.compression
+    assert compression.state()["steps"] == STEPS
+    trainer.fit(trainer.lightning_module, batches(rank, world))
+    assert compression.state()["steps"] == 0
+    assert compression.state()["compressor"]["owed"] == {}
 
 
 @ranks(2)
@@ -269,7 +344,7 @@ def test_scale_of_the_loss_changes_no_bit(rank: int, world: int, method: str) ->
     found = []
     for scales in ([1.0] * 4, [2.0**16, 2.0**16, 2.0**15, 2.0**17]):
         parameter = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-        compressed = CompressedGradients([parameter], dist.group.WORLD, options)
+        compressed = compress({"a": parameter}, options)
         torch.manual_seed(rank)
         grads = []
         for scale in scales:
@@ -277,7 +352,7 @@ def test_scale_of_the_loss_changes_no_bit(rank: int, world: int, method: str) ->
             compressed.reduce(scale)
             grads.append(parameter.grad / scale)
         found.append(grads)
-    if method == "powersgd":  # torch makes columns orthogonal, which rounds
+    if method == "powersgd":  # matrices are made orthonormal, which rounds
         for one, two in zip(*found, strict=True):
             torch.testing.assert_close(one, two)
     else:
@@ -285,11 +360,54 @@ def test_scale_of_the_loss_changes_no_bit(rank: int, world: int, method: str) ->
 
 
 @ranks(2)
+@pytest.mark.parametrize("method", ["int8", "topk", "powersgd"])
+def test_what_is_owed_waits_while_nobody_uses_a_parameter(
+    rank: int, world: int, method: str
+) -> None:
+    torch.manual_seed(rank)
+    pair = [nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in "ab"]
+    options = GradientCompression(method=method, rank=1, density=0.05)
+    compressed = compress(dict(zip("ab", pair, strict=True)), options)
+    computed, applied = ([torch.zeros(WIDTH, WIDTH) for _ in pair] for _ in "ca")
+    for step in range(12):
+        pair[0].grad = pair[1].grad = None
+        now = step % 2
+        pair[now].grad = torch.randn(WIDTH, WIDTH)
+        computed[now] += pair[now].grad
+        compressed.reduce()
+        assert pair[1 - now].grad is None
+        applied[now] += world * pair[now].grad
+    held = compressed.state()["compressor"]
+    left = held["owed"][0].clone()
+    if method == "int8":
+        parts = [torch.zeros_like(held["made"][0]) for _ in range(world)]
+        dist.all_gather(parts, held["made"][0])
+        left += torch.cat(parts, 1).flatten()[: len(left)]
+    whole = torch.cat([c.flatten() for c in reversed(computed)])
+    dist.all_reduce(left)
+    dist.all_reduce(whole)
+    arrived = torch.cat([a.flatten() for a in reversed(applied)])
+    assert float(left.norm()) > 1e-3 * float(whole.norm())
+    torch.testing.assert_close(arrived + left, whole, rtol=1e-4, atol=1e-3)
+
+
+@ranks(2)
+def test_matrix_that_was_zero_is_sent_later(rank: int, world: int) -> None:
+    parameter = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    compressed = compress({"a": parameter}, GradientCompression(method="powersgd", rank=2))
+    wanted = torch.outer(torch.arange(1.0, WIDTH + 1), torch.linspace(-1, 1, WIDTH))
+    for found in (torch.zeros(WIDTH, WIDTH), wanted, wanted):
+        parameter.grad = found.clone()
+        compressed.reduce()
+        torch.testing.assert_close(parameter.grad, found, rtol=1e-4, atol=1e-3)
+
+
+@ranks(2)
 def test_parameters_without_a_gradient(rank: int, world: int) -> None:
     """What one replica has counts half; what nobody has stays away."""
     parameters = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
     options = GradientCompression(method="topk", density=1.0)
-    compressed = CompressedGradients(parameters, dist.group.WORLD, options)
+    compressed = compress(dict(zip("abc", parameters, strict=True)), options)
     parameters[rank].grad = torch.full((4,), 2.0)
     compressed.reduce()
     assert parameters[2].grad is None
@@ -302,7 +420,7 @@ def test_parameters_without_a_gradient(rank: int, world: int) -> None:
 def test_short_gradients_may_be_added_in_a_longer_type(rank: int, world: int) -> None:
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     options = GradientCompression(method="int8", start_step=1)
-    compressed = CompressedGradients([parameter], dist.group.WORLD, options, torch.float32)
+    compressed = compress({"a": parameter}, options, torch.float32)
     with Ledger({"data": dist.group.WORLD}) as ledger:
         parameter.grad = torch.tensor([1.0, 256.0 * (1 - rank)], dtype=torch.bfloat16)
         compressed.reduce()

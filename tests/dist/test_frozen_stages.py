@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_par
 from tests.parity import compare_with_one_process, quiet_trainer, TOLERANCE
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, ranks, run_ranks
 from tests.toy import loader, ToyData, ToyModule
 
 PP2: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
@@ -109,3 +109,16 @@ def test_nothing_to_train_at_all_is_refused_on_every_rank() -> None:
     assert "empty parameter list" in run_ranks(train_nothing, 1)[0]
     for said in run_ranks(train_nothing, 2):
         assert "an optimizer without parameters: no pipeline stage holds one" in said
+
+
+class NoOptimizer(ToyModule):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@ranks(2)
+def test_no_optimizer_at_all_is_allowed(rank: int, world: int) -> None:
+    strategy = lightning_par.Hybrid3DStrategy(tensor_parallel_size=1, pipeline_parallel_size=world)
+    trainer = quiet_trainer(strategy=strategy, devices=world, max_epochs=1, limit_val_batches=0)
+    trainer.fit(NoOptimizer(), loader(ToyData(4), 4))
+    assert trainer.fit_loop.epoch_loop.batch_progress.current.completed == 1

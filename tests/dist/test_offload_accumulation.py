@@ -7,13 +7,16 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.tensor import DTensor
 
+import lightning_par
 from lightning_par.callbacks import MixedPrecision
 from lightning_par.engine.ledger import Ledger
 from lightning_par.errors import ConfigurationError
 from tests.dist.test_offload import assert_as_one_process, HYBRID, IGNORE, PP2, TP2, with_defaults
 from tests.dist.test_offload_precision import Spoil
 from tests.offload import KINDS, run_offloaded, same_weights, train_offloaded
+from tests.parity import quiet_trainer
 from tests.ranks import run_ranks
+from tests.toy import loader, ToyData, ToyModule
 
 HOST = {"accumulate_on": "host"}
 CLIPPED = {"gradient_clip_val": 0.05}
@@ -164,3 +167,56 @@ def test_nothing_is_added_up_if_every_batch_is_a_step() -> None:
 def test_choices_that_do_not_exist(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         KINDS["zero_offload"](**options)
+
+
+class Halve(Callback):
+    """Halves every weight between two batches of a step."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index == 2:
+            with torch.no_grad():
+                for parameter in pl_module.parameters():
+                    parameter.mul_(0.5)
+
+
+def halving() -> list[Callback]:
+    return [Halve()]
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_weights_changed_between_two_batches_of_a_step_count(place: str) -> None:
+    run = {"batch_size": 4, "size": 20, "trainer": TWO}
+    (found,) = run_offloaded("zero_offload", {"accumulate_on": place}, 1, run, callbacks=halving)
+    (wanted,) = run_offloaded("hybrid3d", HYBRID | {"offload_options": None}, 1, run, callbacks=halving)
+    for name, weight in found["weights"].items():
+        torch.testing.assert_close(weight, wanted["weights"][name], rtol=0, atol=1e-10)
+
+
+class NoLoss(ToyModule):
+    """The last batch of the first step has none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+def train_without(rank: int, world: int, options: dict[str, Any] | None) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    strategy = lightning_par.Hybrid3DStrategy(**sizes, offload_options=options)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=1, max_epochs=1, precision="64-true", **TWO, limit_val_batches=0
+    )
+    trainer.fit(NoLoss(), loader(ToyData(16), 4))
+    return {k: v.clone() for k, v in strategy.gather_state_dict().items()}
+
+
+@pytest.mark.parametrize("options", [{}, HOST, {**HOST, "delayed_update": 5}])
+def test_last_batch_without_a_loss_ends_its_step(options: dict[str, Any]) -> None:
+    """The Trainer then steps with the gradients of the batches before."""
+    (wanted,) = run_ranks(train_without, 1, None)
+    (found,) = run_ranks(train_without, 1, options)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-10)

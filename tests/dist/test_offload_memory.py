@@ -70,8 +70,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _remembered(compression: Any) -> int:
     state = {} if compression is None else compression.state()["compressor"]
-    narrow = ("p_memory_dict", "q_memory_dict")  # of the matrices, which are small
-    kept = [part for name, part in state.items() if name not in narrow]
+    kept = [part for name, part in state.items() if name != "bases"]  # which are small
     return sum(_bytes(tensor) for part in kept for tensor in part.values())
 
 

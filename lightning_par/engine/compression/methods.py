@@ -9,23 +9,26 @@ topk       the k largest entries and their places   8 k (N - 1)
 powersgd   P [rows, r] and Q [columns, r]           an all-reduce of r (rows + columns)
 =========  =======================================  ===================================
 
-N replicas; an all-reduce sends 2 (N - 1)/N of what it reduces. Rounding to 16 bits and PowerSGD are
+N replicas; an all-reduce sends 2 (N - 1)/N of what it reduces. Rounding to 16 bits is done by
 torch's communication hooks of `DistributedDataParallel`.
 
 Note [Error feedback]: what a rank did not send of a gradient, it adds to the next one, so that over
 the steps everything arrives. Under "int8" the mean is rounded a second time, by the rank that made
-this part of it, which remembers that error as well.
+this part of it, which remembers that error as well. What is owed of a gradient that no rank has in
+a step waits, because its parameter takes nothing in that step. (The hook of torch for PowerSGD
+knows of no such gradient, and stays at 0 once a matrix was 0.)
 
 Note [Equal bits]: every rank computes the mean from the same bytes in the same order, so that
 replicas stay equal bit for bit.
 
-**Source**: Vogels et al. 1905.13727 (PowerSGD); Stich et al. 1809.07599 (top-k with memory);
-Karimireddy et al. 1901.09847 (error feedback); Tang et al. 2102.02888, section 3 (errors of both
-roundings).
+**Source**: Vogels et al. 1905.13727, algorithms 1 and 2 (PowerSGD); Stich et al. 1809.07599 (top-k
+with memory); Karimireddy et al. 1901.09847 (error feedback); Tang et al. 2102.02888, section 3
+(errors of both roundings).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +36,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook, PowerSGDState
 
 from lightning_par.engine.collectives import all_gather
 from lightning_par.engine.compression.options import GradientCompression
@@ -46,24 +48,24 @@ _LARGEST = 127
 
 
 class GradientBucket:
-    """Gradients side by side; what torch's communication hooks see of a `dist.GradBucket`.
+    """Gradients side by side; torch's communication hooks take it for a `dist.GradBucket`.
 
     Args:
         number: From 0; the same one in every step.
         gradients: In one dtype.
-        is_last: Whether no other one follows in this step.
+        absent: Places of those that no replica has in this step; they are 0.
     """
 
-    def __init__(self, number: int, gradients: Sequence[Tensor], *, is_last: bool) -> None:
-        self._number, self._is_last = number, is_last
+    def __init__(
+        self, number: int, gradients: Sequence[Tensor], absent: Collection[int] = ()
+    ) -> None:
+        self.number = number
         self._buffer = torch.cat([g.reshape(-1) for g in gradients])
         parts = self._buffer.split([g.numel() for g in gradients])
         pairs = zip(parts, gradients, strict=True)
         self._gradients = [part.view(g.shape if g.ndim else (1,)) for part, g in pairs]
-
-    def index(self) -> int:
-        """Return the number."""
-        return self._number
+        ends = list(accumulate(part.numel() for part in parts))
+        self.absent = [slice(ends[i] - parts[i].numel(), ends[i]) for i in sorted(absent)]
 
     def buffer(self) -> Tensor:
         """Return all entries, [n]."""
@@ -72,10 +74,6 @@ class GradientBucket:
     def gradients(self) -> list[Tensor]:
         """Return the gradients as views of the buffer; a scalar has one row."""
         return self._gradients
-
-    def is_last(self) -> bool:
-        """Return whether no other bucket follows in this step."""
-        return self._is_last
 
 
 class Compressor(Protocol):
@@ -130,37 +128,6 @@ class _Rounded:
         """Nothing is remembered."""
 
 
-class _LowRank:
-    """Sends matrices as products of narrow ones; torch's hook remembers what that leaves out."""
-
-    _PARTS = ("error_dict", "p_memory_dict", "q_memory_dict")
-
-    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self._state = PowerSGDState(
-            group,
-            matrix_approximation_rank=rank,
-            start_powerSGD_iter=2,
-            orthogonalization_epsilon=1e-8,
-        )
-        # The hook leaves the first two steps to `DistributedDataParallel`, which then moves its
-        # buckets. Ours stay.
-        self._state.iter = 2
-
-    def reduce(self, bucket: GradientBucket) -> None:
-        powerSGD_hook(self._state, bucket).wait()
-
-    def rescale(self, factor: float) -> None:
-        for error in self._state.error_dict.values():
-            error.mul_(factor)
-
-    def state(self) -> dict[str, Any]:
-        return {name: dict(getattr(self._state, name)) for name in self._PARTS}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        for name in self._PARTS:
-            setattr(self._state, name, dict(state[name]))
-
-
 class _Remembering:
     """Adds to every gradient what was left out of the ones before; see Note [Error feedback]."""
 
@@ -170,15 +137,21 @@ class _Remembering:
 
     @torch.no_grad()
     def reduce(self, bucket: GradientBucket) -> None:
-        flat, number = bucket.buffer(), bucket.index()
+        flat, owed = bucket.buffer(), self._owed.get(bucket.number)
         wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
-        owed = self._owed.get(number)
         total = flat.to(wide, copy=True) if owed is None else owed.add_(flat)
-        flat.copy_(self._exchange(number, total))
-        self._owed[number] = total
+        kept = _set_aside(total, bucket.absent)
+        flat.copy_(self._exchange(bucket, total))
+        _put_back(total, kept)
+        self._owed[bucket.number] = total
 
-    def _exchange(self, number: int, total: Tensor) -> Tensor:
-        """Return the mean, [n]; leave in `total`, [n], what was not sent."""
+    def _exchange(self, bucket: GradientBucket, total: Tensor) -> Tensor:
+        """Return the mean, [n]; leave in `total`, [n], what was not sent.
+
+        Args:
+            bucket: Says which entries are whose.
+            total: Gradients, and what is owed of earlier ones.
+        """
         raise NotImplementedError
 
     def rescale(self, factor: float) -> None:
@@ -192,6 +165,83 @@ class _Remembering:
         self._owed = dict(state["owed"])
 
 
+def _set_aside(values: Tensor, places: Sequence[slice]) -> list[tuple[slice, Tensor]]:
+    kept = [(place, values[place].clone()) for place in places]
+    for place in places:
+        values[place] = 0
+    return kept
+
+
+def _put_back(values: Tensor, kept: Sequence[tuple[slice, Tensor]]) -> None:
+    for place, part in kept:
+        values[place] += part
+
+
+class _LowRank(_Remembering):
+    """Sends matrices as products of narrow ones.
+
+    M [rows, columns] is projected on r orthonormal columns, P = orthonormal(sum of M Q), and what
+    arrives is P R^T with R = the mean of M^T P. Q is the R of the step before, made orthonormal. A
+    matrix that would not become half as small travels whole.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        super().__init__(group)
+        self._rank = rank
+        self._bases: dict[int, list[Tensor]] = {}
+
+    def _exchange(self, bucket: GradientBucket, total: Tensor) -> Tensor:
+        mean = torch.empty_like(total)
+        sizes = [g.numel() for g in bucket.gradients()]
+        split = [tensor.split(sizes) for tensor in (total, mean)]
+        narrowed: list[tuple[Tensor, Tensor]] = []
+        whole: list[tuple[Tensor, Tensor]] = []
+        for left, arrives, gradient in zip(*split, bucket.gradients(), strict=True):
+            matrix, target = (part.view(len(gradient), -1) for part in (left, arrives))
+            narrow = 2 * self._rank * sum(matrix.shape) < matrix.numel()
+            (narrowed if narrow else whole).append((matrix, target))
+        bases = self._bases.get(bucket.number)
+        if bases is None:
+            bases = [self._start(matrix, i) for i, (matrix, _) in enumerate(narrowed)]
+        lefts = [matrix @ basis for (matrix, _), basis in zip(narrowed, bases, strict=True)]
+        sums = self._sum([*lefts, *(matrix for matrix, _ in whole)])
+        lefts = [torch.linalg.qr(left).Q for left in sums[: len(lefts)]]
+        pairs = zip(narrowed, lefts, strict=True)
+        rights = self._sum([matrix.T @ left / self._group.size() for (matrix, _), left in pairs])
+        for (matrix, target), left, right in zip(narrowed, lefts, rights, strict=True):
+            torch.matmul(left, right.T, out=target)
+            matrix -= target
+        for (matrix, target), found in zip(whole, sums[len(lefts) :], strict=True):
+            torch.div(found, self._group.size(), out=target)
+            matrix.zero_()
+        self._bases[bucket.number] = [torch.linalg.qr(right).Q for right in rights]
+        return mean
+
+    def _start(self, matrix: Tensor, place: int) -> Tensor:
+        """Return a first basis, the same on every rank."""
+        generator = torch.Generator().manual_seed(place)
+        shape = matrix.shape[1], self._rank
+        drawn = torch.randn(shape, generator=generator, dtype=matrix.dtype)
+        basis: Tensor = torch.linalg.qr(drawn.to(matrix.device)).Q
+        return basis
+
+    def _sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums over the group, in one message."""
+        if not tensors:
+            return []
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat, group=self._group)
+        parts = flat.split([t.numel() for t in tensors])
+        return [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "bases": dict(self._bases)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        self._bases = dict(state["bases"])
+
+
 class _Largest(_Remembering):
     """Sends the entries with the largest absolute values."""
 
@@ -199,7 +249,7 @@ class _Largest(_Remembering):
         super().__init__(group)
         self._density = density
 
-    def _exchange(self, number: int, total: Tensor) -> Tensor:
+    def _exchange(self, bucket: GradientBucket, total: Tensor) -> Tensor:
         count = math.ceil(self._density * total.numel())
         places = total.abs().topk(count, sorted=False).indices
         message = _as_bytes(total[places], places.int())
@@ -219,7 +269,7 @@ class _EightBits(_Remembering):
         super().__init__(group)
         self._made: dict[int, Tensor] = {}
 
-    def _exchange(self, number: int, total: Tensor) -> Tensor:
+    def _exchange(self, bucket: GradientBucket, total: Tensor) -> Tensor:
         ranks, entries = self._group.size(), total.numel()
         size = -(-entries // (ranks * _BLOCK)) * _BLOCK
         padded = F.pad(total, (0, ranks * size - entries)).view(ranks, size)
@@ -228,10 +278,14 @@ class _EightBits(_Remembering):
         parts = torch.empty_like(message)
         dist.all_to_all_single(parts, message, group=self._group)
         mean = _from_eight_bits(parts, total.dtype).sum(0, keepdim=True).div_(ranks)
-        if number in self._made:
-            mean += self._made[number]
+        if bucket.number in self._made:
+            mean += self._made[bucket.number]
+        first = self._group.rank() * size
+        kept = _set_aside(mean[0], _within(bucket.absent, first, first + size))
         message = _to_eight_bits(mean)
-        self._made[number] = mean - _from_eight_bits(message, total.dtype)
+        mean -= _from_eight_bits(message, total.dtype)
+        _put_back(mean[0], kept)
+        self._made[bucket.number] = mean
         means = all_gather(message, 0, self._group)
         return _from_eight_bits(means, total.dtype).flatten()[:entries]
 
@@ -248,8 +302,14 @@ class _EightBits(_Remembering):
         self._made = dict(state["made"])
 
 
+def _within(places: Sequence[slice], low: int, high: int) -> list[slice]:
+    """Return the parts of the places that are from `low` to `high`, counted from there."""
+    cut = [(max(place.start, low) - low, min(place.stop, high) - low) for place in places]
+    return [slice(start, stop) for start, stop in cut if start < stop]
+
+
 def _to_eight_bits(rows: Tensor) -> Tensor:
-    """Return [r, n] entries as [r, n + n/64] bytes: whole numbers, then their scales."""
+    """Return [r, n] entries as [r, n + 4 n/256] bytes: whole numbers, then their scales."""
     blocks = rows.view(-1, _BLOCK)
     scales = (blocks.abs().amax(1, keepdim=True) / _LARGEST).float()
     scales.clamp_(min=torch.finfo(torch.float32).tiny)
@@ -260,8 +320,9 @@ def _to_eight_bits(rows: Tensor) -> Tensor:
 
 def _from_eight_bits(message: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `_to_eight_bits` wrote, as [r, n] entries."""
-    entries = message.shape[1] * _BLOCK // (_BLOCK + 4)
-    numbers, scales = (part.contiguous() for part in message.split([entries, entries // 64], 1))
+    count = message.shape[1] // (_BLOCK + torch.float32.itemsize)
+    sizes = [count * _BLOCK, count * torch.float32.itemsize]
+    numbers, scales = (part.contiguous() for part in message.split(sizes, 1))
     blocks = numbers.view(torch.int8).view(-1, _BLOCK).to(dtype)
     blocks *= scales.view(torch.float32).view(-1, 1)
     rows: Tensor = blocks.view(len(message), -1)

@@ -65,7 +65,7 @@ class GradientCompression:
             replicas: Which share the second rounding of "int8".
         """
         wide = max(4, dtype.itemsize)
-        each = {"topk": wide, "int8": wide * (1 + 1 / replicas), "powersgd": dtype.itemsize}
+        each = {"topk": wide, "int8": wide * (1 + 1 / replicas), "powersgd": wide}
         return round(entries * each.get(self.method, 0))
 
 

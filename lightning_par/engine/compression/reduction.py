@@ -1,8 +1,9 @@
 """The mean of gradients over the replicas, compressed.
 
 Note [Not finite]: a gradient that is not finite is not compressed, because what is remembered of it
-would spoil every later step. If one is anywhere in the world, this step sends whole gradients and
-remembers what it did, as the step will be refused or left out.
+would spoil every later step. If there is one anywhere in the world, or a loss or a norm that is not
+finite, this step sends whole gradients, and nothing of it is remembered: it will be refused or left
+out.
 """
 
 import logging
@@ -29,48 +30,59 @@ class CompressedGradients:
     """Parameters of which every replica holds a copy; after the backward, gradients are averaged.
 
     Args:
-        parameters: In the same order on every rank of the group.
+        parameters: By canonical name, in the same order on every rank of the group.
         group: The replicas.
         options: How.
-        dtype: In which gradients are added; None: in their own.
+        device: Of the gradients.
+        dtype: In which they are added; None: in their own.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup,
         options: GradientCompression,
+        device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
+        self._names = {parameter: name for name, parameter in parameters.items()}
         # The last ones have their gradients first, as in the buckets of torch.
-        self.parameters = tuple(reversed(parameters))
-        self._group, self._options, self._dtype = group, options, dtype
+        self.parameters = tuple(parameters.values())[::-1]
+        self._group, self._options, self._device, self._dtype = group, options, device, dtype
         self._buckets: list[list[nn.Parameter]] = []
-        self._compressor = choose_compressor(options, group)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: nothing is remembered, and no step was made."""
+        self._compressor = choose_compressor(self._options, self._group)
         self._steps, self._scale = 0, 1.0
 
     @torch.no_grad()
-    def reduce(self, scale: float = 1.0) -> None:
+    def reduce(
+        self, scale: float = 1.0, *, loss: Tensor | None = None, is_last: bool = True
+    ) -> None:
         """Average the gradients over the group.
 
         One that no rank has stays away; one that only some ranks have counts as 0 on the others.
 
         Args:
             scale: By which the loss was multiplied; what is remembered follows it.
+            loss: Of this rank, if a step is left out where it is not finite.
+            is_last: Whether these are the last gradients of the step.
 
         **Communicates**: one all-reduce of a number for each parameter over the group, one of a
         number over all ranks, then the gradients in buckets, see `engine.compression.methods`.
         """
         self._arrange()
-        used, finite = self._used()
+        used, finite = self._used(loss)
         compresses = finite and self._steps >= self._options.start_step
-        self._steps += 1
+        self._steps += is_last
         if compresses and scale != self._scale:
             self._compressor.rescale(scale / self._scale)
             self._scale = scale
         for number, parameters in enumerate(self._buckets):
-            gradients = [self._gradient(p) for p in parameters]
-            bucket = GradientBucket(number, gradients, is_last=number == len(self._buckets) - 1)
+            absent = {i for i, parameter in enumerate(parameters) if parameter not in used}
+            bucket = GradientBucket(number, [self._gradient(p) for p in parameters], absent)
             if compresses:
                 self._compressor.reduce(bucket)
             else:
@@ -82,8 +94,7 @@ class CompressedGradients:
     def state(self) -> dict[str, Any]:
         """Return what this rank has to remember to go on bit for bit; tensors, not copied."""
         return {
-            "method": self._options.method,
-            "entries": _entries(self._buckets),
+            "kind": self._kind(),
             "steps": self._steps,
             "scale": self._scale,
             "compressor": self._compressor.state(),
@@ -93,17 +104,25 @@ class CompressedGradients:
         """Go on from what `state` returned on this rank, if it fits; otherwise begin anew.
 
         Args:
-            state: From a run with the same mesh and parameters.
+            state: From a run on the same mesh.
         """
+        self.reset()
         self._arrange()
-        kept = state["method"], state["entries"]
-        if kept != (self._options.method, _entries(self._buckets)):
-            _log.warning("Gradients were compressed in another way before; their errors are lost.")
+        if state["kind"] != self._kind():
+            _warn("gradients were compressed in another way before; what that left out is lost.")
             return
         self._steps, self._scale = state["steps"], state["scale"]
-        device = local_part(self.parameters[0]).device
-        held = tree_map_only(Tensor, lambda t: t.to(device), state["compressor"])
+        held = tree_map_only(Tensor, lambda t: t.to(self._device), state["compressor"])
         self._compressor.load(held)
+
+    def _kind(self) -> list[Any]:
+        """Return, as plain values, what has to be the same where a state is loaded."""
+        options = self._options
+        entries = [
+            [[self._names[p], str(p.dtype), *local_part(p).shape] for p in bucket]
+            for bucket in self._buckets
+        ]
+        return [options.method, options.rank, str(self._dtype), entries]
 
     def _arrange(self) -> None:
         """Divide the parameters into buckets, the same in every step unless others train."""
@@ -111,25 +130,32 @@ class CompressedGradients:
         if set(wanted) == {p for bucket in self._buckets for p in bucket}:
             return
         if self._buckets:
+            _warn("other parameters train now; what compression left out before is lost.")
             self._compressor = choose_compressor(self._options, self._group)
         self._buckets = fill_buckets(wanted)
 
-    def _used(self) -> tuple[set[nn.Parameter], bool]:
-        """Return the parameters that have a gradient on any rank of the group, and whether all
-        gradients of the world are finite.
+    def _used(self, loss: Tensor | None) -> tuple[set[nn.Parameter], bool]:
+        """Return the parameters that have a gradient on any rank of the group, and whether loss
+        and norms are finite everywhere.
         """
         wanted = [p for bucket in self._buckets for p in bucket]
-        device = local_part(self.parameters[0]).device
-        counts = torch.zeros(len(wanted), dtype=torch.float32, device=device)
+        counts = torch.zeros(len(wanted), dtype=torch.float32, device=self._device)
         places = [index for index, parameter in enumerate(wanted) if parameter.grad is not None]
         if places:
-            norms: Any = torch._foreach_norm(local_gradients(wanted), torch.inf)
-            counts[places] = torch.stack([norm.float() for norm in norms]) * 0 + 1
+            # Norms, as a step is also left out where they overflow.
+            gradients = local_gradients(wanted)
+            double = any(grad.dtype is torch.float64 for grad in gradients)
+            dtype = torch.float64 if double else torch.float32
+            norms: Any = torch._foreach_norm(gradients, 2, dtype=dtype)
+            counts[places] = (torch.stack(norms) * 0 + 1).float()
         dist.all_reduce(counts, group=self._group)
-        finite = counts.isfinite().all().float()
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        finite = counts.isfinite().all()
+        if loss is not None:
+            finite &= loss.isfinite().all().to(self._device)
+        everywhere = finite.float()
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         used = {p for p, count in zip(wanted, counts.tolist(), strict=True) if count}
-        return used, bool(finite)
+        return used, bool(everywhere)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return what this rank computed, 0 if that is nothing; divided as the parameter is."""
@@ -141,8 +167,9 @@ class CompressedGradients:
         return local_part(grad).to(self._dtype or grad.dtype)
 
 
-def _entries(buckets: Sequence[Sequence[nn.Parameter]]) -> list[int]:
-    return [sum(local_part(p).numel() for p in bucket) for bucket in buckets]
+def _warn(text: str) -> None:
+    if dist.get_rank() == 0:
+        _log.warning("gradient_compression: %s", text)
 
 
 def _put(means: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

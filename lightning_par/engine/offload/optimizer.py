@@ -134,6 +134,18 @@ class HostOptimizer:
             self._is_last = True
 
     @property
+    def is_last(self) -> bool:
+        """Whether this batch is the last one of its step."""
+        return self._is_last
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients of this step for which no update is ready, as after a last
+        batch without a backward.
+        """
+        return self._continues or any(p.grad is not None for p in self._held)
+
+    @property
     def leaves_gradients(self) -> bool:
         """Whether gradients stay where they are after this backward, as they are here already."""
         return self._options.offload_parameters and not self._is_last
@@ -152,7 +164,11 @@ class HostOptimizer:
         """
         self._left.clear()
         if not self._continues:
-            self._begin_step(step)
+            self._drop()
+            self._is_delayed = self._options.delays(step)
+            busy = {slot for _, _, slot in self._submitted}
+            self._slot = 1 if 0 in busy else 0
+        self._follow_changes()
         several = self._continues or not self._is_last
         self._adds = several and not self._options.offload_parameters
         self._hears = hears and self._options.overlap == "auto"
@@ -160,9 +176,8 @@ class HostOptimizer:
         self._streams = streams and self._hears and free
         self.departed.largest = largest
 
-    def _begin_step(self, step: int) -> None:
-        self._drop()
-        self._is_delayed = self._options.delays(step)
+    def _follow_changes(self) -> None:
+        """Let masters follow parameters that somebody changed since the last batch."""
         for held in self._held.values():
             if held.is_changed():
                 if self._submitted:
@@ -172,8 +187,6 @@ class HostOptimizer:
                         "complete, as in on_validation_start, or use delayed_update=False."
                     )
                 held.follow()
-        busy = {slot for _, _, slot in self._submitted}
-        self._slot = 1 if 0 in busy else 0
 
     def finish(self) -> None:
         """Let the gradients that are left leave, and publish an update that was delayed until now.
@@ -182,8 +195,6 @@ class HostOptimizer:
         """
         self._hears = False
         self._continues = not self._is_last
-        if self.leaves_gradients:
-            return
         for parameter in self._held:
             if parameter.grad is not None:
                 self._depart(parameter)
@@ -224,15 +235,13 @@ class HostOptimizer:
         self.show_states()
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return this rank's parts of the gradients that wait for their update, on the host, times
-        `departed.factor`; none where updates stream.
+        """Return this rank's parts of the gradients that wait for their update, on the host, before
+        they are multiplied by `departed.factor`; none where updates stream.
         """
-        found = {}
-        for bucket, ready in self._buckets:
+        for _, ready in self._buckets:
             ready.synchronize()
-            for held in bucket:
-                found[held.parameter] = held.arrived(self._slot) * float(self.departed.factor)
-        return found
+        waiting = (held for bucket, _ in self._buckets for held in bucket)
+        return {held.parameter: held.arrived(self._slot) for held in waiting}
 
     def show_states(self) -> None:
         """Put the states of all parameters that have stepped into the optimizer."""
