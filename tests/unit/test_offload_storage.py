@@ -52,11 +52,11 @@ def test_host_takes_what_is_promised_per_parameter(
 
 
 @pytest.mark.parametrize("delayed", [False, 0])
-@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize("ranks", [8, 64])
 def test_page_locked_memory_is_what_is_needed_to_less_than_a_hundredth(
     ranks: int, delayed: bool | int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of GPT-2 in bfloat16 on a rank; what is not written takes no memory."""
+    """Of GPT-2 in bfloat16 on one of several ranks."""
     locked: list[int] = []
     where = "lightning_par.engine.offload.storage.pin"
     monkeypatch.setattr(where, lambda memory: locked.append(memory.untyped_storage().nbytes()))
