@@ -135,8 +135,9 @@ def test_file_is_mapped_has_no_name_and_gives_its_pages_back(tmp_path: Path) -> 
             tensor.fill_(value)
         assert one.pages is not None
         assert one.pages.start % os.sysconf("SC_PAGE_SIZE") == 0
+        one.pages.flush()
         one.pages.leave()
-        one.pages.expect()
+        one.pages.announce()
     for value, one in enumerate(held.values(), 1):  # and nothing was lost or shared
         for tensor in (one.master, one.mean, one.square):
             assert tensor.unique().tolist() == [value]

@@ -281,6 +281,7 @@ class HostOptimizer:
         for name, target in held.targets(states).items():
             if name in states:
                 read(states[name], target)
+        held.flush()
         step = states["step"]
         held.resume(step.read() if hasattr(step, "read") else step)
         return True
@@ -386,6 +387,7 @@ class HostOptimizer:
                 held.grad = None
                 held.published()
         self._courier.settle()
+        self._storage.settle()
 
     def _drop(self) -> None:
         if self._buckets or self._open:

@@ -10,7 +10,7 @@ slot of the parameter's size serves both ways.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn, Tensor
@@ -19,10 +19,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_par.engine.masters import MASTER
 from lightning_par.engine.offload.adam import AdamRule, AdamTensors
+from lightning_par.engine.offload.pages import Pages
 from lightning_par.engine.offload.worker import Update
-
-if TYPE_CHECKING:
-    from lightning_par.engine.offload.storage import Pages
 
 __all__ = ["HostParameter", "like_parameter", "local_tensor", "wide_dtype"]
 
@@ -75,7 +73,7 @@ class HostParameter:
     mean: Tensor
     square: Tensor
     slots: Sequence[Tensor]
-    pages: "Pages | None" = None
+    pages: Pages | None = None
     step: int = 0
     grad: Tensor | None = None
     total: Tensor | None = None
@@ -111,7 +109,13 @@ class HostParameter:
         else:
             self.master.copy_(value)
         self._has_master = True
+        self.flush()
         self.published()
+
+    def flush(self) -> None:
+        """Let the file have what was written into the states here."""
+        if self.pages is not None:
+            self.pages.flush()
 
     def arrived(self, slot: int) -> Tensor:
         """Return this rank's part of the gradient, on the host.

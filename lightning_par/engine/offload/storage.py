@@ -1,21 +1,16 @@
-"""Where optimizer states are on the host: in memory, or in a file that memory maps.
+"""Where optimizer states are on the host: in memory, or in a file.
 
 Note [File]: it has no name, so that it ends with the process, however that ends, and no other run
-can take it for its own. Its blocks are reserved before anything is computed. The system reads and
-writes its pages beside the computation; it is asked for the pages of a bucket while the one before
-is updated, and told that they are not needed after that.
-
-**Source**: Rajbhandari et al. 2104.07857 (ZeRO-Infinity), section 6.3.
+can take it for its own. Its blocks are reserved before anything is computed. How updates reach it
+is in `engine.offload.pages`.
 """
 
 import errno
-import math
 import mmap
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,38 +18,21 @@ from torch import nn, Tensor
 
 from lightning_par.engine.offload.courier import pin, unpin
 from lightning_par.engine.offload.options import OffloadOptions
+from lightning_par.engine.offload.pages import (
+    DirectFile,
+    DirectPages,
+    open_direct,
+    padded,
+    PAGE,
+    Pages,
+    TILE,
+)
 from lightning_par.engine.offload.parameters import HostParameter, local_tensor, wide_dtype
 from lightning_par.errors import OffloadError
 
-__all__ = ["HostStorage", "Pages", "allocate", "offloaded_parameters"]
+__all__ = ["HostStorage", "allocate", "offloaded_parameters"]
 
-_PAGE = mmap.PAGESIZE
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True, eq=False)
-class Pages:
-    """A range of a mapped file, on whole pages.
-
-    Attributes:
-        mapped: The file.
-        start: First byte.
-        size: Bytes.
-    """
-
-    mapped: mmap.mmap
-    start: int
-    size: int
-
-    def expect(self) -> None:
-        """Ask the system to read the range, without waiting for it."""
-        if self.size:
-            self.mapped.madvise(mmap.MADV_WILLNEED, self.start, self.size)
-
-    def leave(self) -> None:
-        """Give the memory of the range back; what was changed is written."""
-        if self.size:
-            self.mapped.madvise(mmap.MADV_DONTNEED, self.start, self.size)
 
 
 class HostStorage:
@@ -63,16 +41,18 @@ class HostStorage:
     Args:
         folder: Of a file for the tensors; None: they are in memory.
         size: Bytes of the file.
+        tile_bytes: States of the largest tile.
 
     Raises:
         OffloadError: The folder is missing, cannot be written, or has not enough room.
     """
 
-    def __init__(self, folder: Path | None, size: int) -> None:
-        self._mapped = None if folder is None or not size else _map_file(folder, size)
-        self._bytes: Tensor | None = None
-        if self._mapped is not None:
+    def __init__(self, folder: Path | None, size: int, tile_bytes: int = PAGE) -> None:
+        self._mapped, self._bytes, self._direct = None, None, None
+        if folder is not None and size:
+            self._mapped, direct = _map_file(folder, size)
             self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
+            self._direct = None if direct is None else DirectFile(direct, tile_bytes)
         self._used = 0
         self._pinned: list[Tensor] = []
 
@@ -81,19 +61,31 @@ class HostStorage:
         if self._bytes is None:
             return torch.zeros(shape, dtype=dtype)
         size = shape.numel() * dtype.itemsize
-        start, self._used = self._used, self._used + _padded(size, _ALIGNMENT)
+        start, self._used = self._used, self._used + padded(size, _ALIGNMENT)
         return self._bytes[start : start + size].view(dtype).view(shape)
 
     def start_page(self) -> int:
         """Let the next tensor begin on a page of its own; return its first byte."""
-        self._used = _padded(self._used, _PAGE)
+        self._used = padded(self._used, PAGE)
         return self._used
 
     def pages(self, start: int) -> Pages | None:
         """Return the pages from a `start_page` on; None in memory."""
         if self._mapped is None:
             return None
-        return Pages(self._mapped, start, min(self.start_page(), len(self._mapped)) - start)
+        size = min(self.start_page(), len(self._mapped)) - start
+        if self._direct is None:
+            return Pages(self._mapped, start, size)
+        return DirectPages(self._mapped, start, size, self._direct)
+
+    def settle(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            OffloadError: Something could not be written.
+        """
+        if self._direct is not None:
+            self._direct.settle()
 
     def slab(self, size: int, *, pins: bool) -> Tensor:
         """Return bytes for slots, page-locked if `pins`."""
@@ -104,24 +96,25 @@ class HostStorage:
         return slab
 
     def close(self) -> None:
-        """Unlock what was page-locked."""
+        """Unlock what was page-locked, and end the threads of the file."""
         for slab in self._pinned:
             unpin(slab)
         self._pinned = []
+        if self._direct is not None:
+            self._direct.close()
+            self._direct = None
 
 
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _map_file(folder: Path, size: int) -> mmap.mmap:
+def _map_file(folder: Path, size: int) -> tuple[mmap.mmap, int | None]:
+    """Return a file as memory, and a descriptor with O_DIRECT where that works."""
     asked = f'offload_optimizer="nvme:{folder}"'
     if not folder.is_dir():
         raise OffloadError(f"{asked}: there is no such folder. Make it, on a fast disk.")
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, size)
-            return mmap.mmap(file.fileno(), size)
+            mapped = mmap.mmap(file.fileno(), size)
+            return mapped, open_direct(file.fileno(), mapped)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             free = shutil.disk_usage(folder).free
@@ -161,9 +154,10 @@ def allocate(
         OffloadError: See `HostStorage`.
     """
     size = sum(_file_size(p, options) for p in parameters) if options.folder else 0
-    storage = HostStorage(options.folder, size)
+    tile = max((_file_size(p, options, TILE) for p in parameters), default=PAGE)
+    storage = HostStorage(options.folder, size, max(PAGE, tile))
     direct = options.offload_parameters
-    sizes = [0 if direct else _padded(_bytes(p), _ALIGNMENT) for p in parameters]
+    sizes = [0 if direct else padded(_bytes(p), _ALIGNMENT) for p in parameters]
     count = 1 if options.delayed_update is False else 2
     pins = options.pins(device)
     slabs = [storage.slab(sum(sizes), pins=pins) for _ in range(0 if direct else count)]
@@ -173,7 +167,11 @@ def allocate(
         wide, moments = _dtypes(local.dtype, options)
         views = (s[offset : offset + _bytes(parameter)] for s in slabs)
         start = storage.start_page()
-        master, mean, square = (storage.zeros(local.shape, d) for d in (wide, moments, moments))
+        states = []
+        for dtype in (wide, moments, moments):
+            storage.start_page()
+            states.append(storage.zeros(local.shape, dtype))
+        master, mean, square = states
         held[parameter] = HostParameter(
             parameter,
             master,
@@ -196,8 +194,9 @@ def _bytes(parameter: nn.Parameter) -> int:
     return local.numel() * local.element_size()
 
 
-def _file_size(parameter: nn.Parameter, options: OffloadOptions) -> int:
+def _file_size(parameter: nn.Parameter, options: OffloadOptions, most: int | None = None) -> int:
+    """Return the bytes of states in the file, of all entries or of at most so many."""
     local = local_tensor(parameter)
+    entries = local.numel() if most is None else min(local.numel(), most)
     wide, moments = _dtypes(local.dtype, options)
-    each = (math.prod(local.shape) * dtype.itemsize for dtype in (wide, moments, moments))
-    return _padded(sum(_padded(size, _ALIGNMENT) for size in each), _PAGE)
+    return sum(padded(entries * dtype.itemsize, PAGE) for dtype in (wide, moments, moments))

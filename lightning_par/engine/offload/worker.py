@@ -4,12 +4,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from itertools import zip_longest
+from typing import Any
 
 from lightning_par.engine.offload.adam import AdamKernel, AdamRule, AdamTensors
-
-if TYPE_CHECKING:
-    from lightning_par.engine.offload.storage import Pages
+from lightning_par.engine.offload.pages import Pages
 
 __all__ = ["Update", "UpdateWorker"]
 
@@ -31,7 +30,7 @@ class Update:
     rule: AdamRule
     tensors: AdamTensors
     step: int
-    pages: "Pages | None" = None
+    pages: Pages | None = None
 
 
 class UpdateWorker:
@@ -87,26 +86,33 @@ class UpdateWorker:
         self._waiting.popleft()
         ready.synchronize()
         following = self._waiting[0] if self._waiting else ()
-        for pages in (update.pages for update in following):
-            if pages is not None:
-                pages.expect()
-        for update in updates:
-            self._update(update, scale, largest)
+        for update in following:
             if update.pages is not None:
-                update.pages.leave()
+                update.pages.announce()
+        for update, after in zip_longest(updates, [*updates[1:], *following[:1]]):
+            if after is not None and after.pages is not None:
+                after.pages.fetch(after.tensors)
+            self._visit(update, scale, largest)
 
-    def _update(self, update: Update, scale: float, largest: float) -> None:
+    def _visit(self, update: Update, scale: float, largest: float) -> None:
+        if update.pages is None:
+            self._update(update, update.tensors, scale, largest)
+            return
+        for tensors in update.pages.visit(update.tensors):
+            self._update(update, tensors, scale, largest)
+
+    def _update(self, update: Update, tensors: AdamTensors, scale: float, largest: float) -> None:
         def part(tensors: AdamTensors) -> None:
             self.kernel(update.rule, tensors, step=update.step, scale=scale, largest=largest)
 
-        entries = update.tensors.master.numel()
+        entries = tensors.master.numel()
         if self._more is None or entries < 2 * _GRAIN:
-            part(update.tensors)
+            part(tensors)
             return
         # Whole vectors, so that no two threads write the same cache line.
         size = -(-entries // (self._parts * 64)) * 64
         first, *others = [
-            update.tensors.part(low, min(low + size, entries)) for low in range(0, entries, size)
+            tensors.part(low, min(low + size, entries)) for low in range(0, entries, size)
         ]
         running = [self._more.submit(part, tensors) for tensors in others]
         part(first)
