@@ -158,6 +158,27 @@ def test_disk_that_fails_is_reported(
     host.close()
 
 
+def test_update_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """Each bucket fails in its second tile, and gives its buffers back."""
+    model = network(torch.float32)
+    host, optimizer = make_host(model, f"nvme:{tmp_path}", bucket_size_mb=1e-3)
+    kernel = host._worker.kernel
+
+    class Broken:
+        name, is_parallel = kernel.name, False
+
+        def __call__(self, rule: Any, tensors: Any, **more: Any) -> None:
+            if tensors.first:
+                raise ValueError("broken")
+            kernel(rule, tensors, **more)
+
+    host._worker.kernel = Broken()
+    for step in range(3):
+        with pytest.raises(ValueError, match="broken"):
+            take_step(host, optimizer, model, step)
+    host.close()
+
+
 def test_direct_access_that_shows_something_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

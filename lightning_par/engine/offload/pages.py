@@ -13,7 +13,7 @@ writes beside the computation).
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -63,7 +63,7 @@ class Pages:
     def fetch(self, tensors: AdamTensors) -> None:
         """Begin to read the states of a parameter that is updated next."""
 
-    def visit(self, tensors: AdamTensors) -> Iterator[AdamTensors]:
+    def visit(self, tensors: AdamTensors) -> Generator[AdamTensors]:
         """Give the states in parts that are in memory; each is stored when the next is asked for.
 
         Args:
@@ -125,6 +125,15 @@ class DirectFile:
 
         self._writing.append(self._writer.submit(job))
 
+    def discard(self, reading: "Future[mmap.mmap]") -> None:
+        """Give up what `read` gives, whenever it does."""
+
+        def free(done: "Future[mmap.mmap]") -> None:
+            if done.exception() is None:
+                self._free.put(done.result())
+
+        reading.add_done_callback(free)
+
     def settle(self) -> None:
         """Wait until everything is written.
 
@@ -183,7 +192,7 @@ class DirectPages(Pages):
         if self._coming is None and tensors.master.numel():
             self._coming = self.direct.read(self._places(tensors, 0, TILE))
 
-    def visit(self, tensors: AdamTensors) -> Iterator[AdamTensors]:
+    def visit(self, tensors: AdamTensors) -> Generator[AdamTensors]:
         """Give the states tile by tile."""
         entries = tensors.master.numel()
         self.fetch(tensors)
@@ -191,11 +200,16 @@ class DirectPages(Pages):
         for low in range(0, entries, TILE):
             high = min(low + TILE, entries)
             assert coming is not None
-            buffer = coming.result()
+            here, buffer = coming, coming.result()
             if high < entries:
                 coming = self.direct.read(self._places(tensors, high, high + TILE))
             places = self._places(tensors, low, high)
-            yield _in_buffer(tensors.part(low, high), buffer, places)
+            try:
+                yield _in_buffer(tensors.part(low, high), buffer, places)
+            except GeneratorExit:  # an update failed; others may follow, and need buffers
+                for reading in {here, coming}:
+                    self.direct.discard(reading)
+                raise
             self.direct.write(buffer, places)
 
     def _places(self, tensors: AdamTensors, low: int, high: int) -> list[_Place]:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -98,8 +99,9 @@ class UpdateWorker:
         if update.pages is None:
             self._update(update, update.tensors, scale, largest)
             return
-        for tensors in update.pages.visit(update.tensors):
-            self._update(update, tensors, scale, largest)
+        with closing(update.pages.visit(update.tensors)) as parts:
+            for tensors in parts:
+                self._update(update, tensors, scale, largest)
 
     def _update(self, update: Update, tensors: AdamTensors, scale: float, largest: float) -> None:
         def part(tensors: AdamTensors) -> None:
