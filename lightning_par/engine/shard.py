@@ -13,7 +13,7 @@ Note [Overlap on the CPU]: FSDP2 overlaps through CUDA streams; elsewhere its co
 on the CPU a unit's all-gather is started, without waiting, before the unit ahead of it computes.
 
 A step has several backwards where a pipeline runs micro-batches. While gradients accumulate over
-batches, no stage communicates gradients.
+batches, no stage communicates gradients, unless they are added up on the host.
 
 **Source**: Rajbhandari et al. 1910.02054 (ZeRO); Zhao et al. 2304.11277 (FSDP).
 """

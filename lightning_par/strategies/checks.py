@@ -22,6 +22,7 @@ from lightning_par.engine.builders import place_stages, SCHEDULES
 from lightning_par.engine.compression.options import check_compression, GradientCompression
 from lightning_par.engine.context import check_context
 from lightning_par.engine.experts import check_experts
+from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.sequence import ContextOptions
 from lightning_par.engine.stages import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
@@ -53,6 +54,7 @@ class _Options(Protocol):
     compile_blocks: bool | dict[str, Any]
     context_options: ContextOptions
     compression_options: GradientCompression | None
+    offload_options: OffloadOptions | None
 
     @property
     def sizes(self) -> ParallelSizes: ...
@@ -255,7 +257,9 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
         stages_per_rank=len(owners) // sizes.pipeline,
     )
     check_experts(module, layout, sizes)
-    check_compression(options.compression_options, sizes)
+    offload = options.offload_options
+    place = "device" if offload is None else offload.accumulate_on
+    check_compression(options.compression_options, sizes, accumulates_on=place)
     return layout
 
 

@@ -83,8 +83,7 @@ class Parallelised:
                 # First, as the sums below give all their ranks the same bits.
                 scaler = self.steps.scaler
                 scale = 1.0 if scaler is None else scaler.get_scale()
-                is_last = self.host is None or self.host.is_last
-                self.compression.reduce(scale, loss=loss, is_last=is_last)
+                self.compression.reduce(scale, loss=loss)
             for shared in self.shared:
                 shared.reduce()
             if self.host is not None:

@@ -112,7 +112,11 @@ class ZeROOffloadStrategy(MeshStrategy):
         cpu_kernel: ``"native"``, ``"compile"``, ``"torch"`` or ``"auto"``.
         state_dtype: Of the moments: ``"float32"`` or ``"bfloat16"``.
         accumulate_on: Where gradients of several batches are added up: ``"device"`` or ``"host"``.
-        options: Those of `MeshStrategy`.
+        options: Those of `MeshStrategy`, but for `zero_stage` and `offload_options`.
+
+    Raises:
+        ConfigurationError: An option has no such value.
+        TypeError: There is no such option.
     """
 
     strategy_name: ClassVar[str] = "zero_offload"
@@ -146,6 +150,12 @@ class ZeROOffloadStrategy(MeshStrategy):
             state_dtype=state_dtype,
             accumulate_on=accumulate_on,
         )
+        for name in ("zero_stage", "offload_options"):
+            if name in options:
+                raise TypeError(
+                    f"ZeROOffloadStrategy has no option {name!r}: give stage= and the options of "
+                    f"offloading by name, or use Hybrid3DStrategy({name}=...)."
+                )
         if stage not in (1, 2, 3):
             raise ConfigurationError(f"stage={stage!r} must be 1, 2 or 3.")
         chosen = None if offload_optimizer is False else offload

@@ -50,6 +50,21 @@ def test_divided_experts(rank: int, world: int) -> None:
         trainer.fit(make()[0], DataLoader(make()[1], 2))
 
 
+@ranks(1)
+def test_sums_on_the_host(rank: int, world: int) -> None:
+    strategy = replicas("int8", offload_options={"accumulate_on": "host"})
+    trainer = quiet_trainer(strategy=strategy, devices=1, max_steps=1)
+    says = r"gradient_compression='int8' with accumulate_on='host': .* Use accumulate_on='device'"
+    with pytest.raises(ConfigurationError, match=says):
+        trainer.fit(make()[0], DataLoader(make()[1], 2))
+
+
+@pytest.mark.parametrize("option", ["zero_stage", "offload_options"])
+def test_names_that_zero_offload_gives_itself(option: str) -> None:
+    with pytest.raises(TypeError, match=rf"ZeROOffloadStrategy has no option '{option}': .*stage="):
+        lightning_par.ZeROOffloadStrategy(**{option: 0})
+
+
 def test_all_at_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
         lightning_par.GradientCompression(method="zip", rank=0, density=-1)  # type: ignore[arg-type]

@@ -9,7 +9,11 @@ from tests.parity import assert_parity
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp2": (2, 1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}),
     "pp2": (2, 1, {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}),
-    "pp2 in halves": (2, 1, {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "schedule": "zbv"}),
+    "pp2 in halves": (
+        2,
+        1,
+        {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "schedule": "zbv"},
+    ),
     "dp2": (2, 2, {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": 3}),
 }
 

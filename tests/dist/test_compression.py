@@ -16,9 +16,6 @@ from torch import nn, Tensor
 from torch.utils.data import ConcatDataset, DataLoader
 
 import lightning_par
-from lightning_par.engine.compression.methods import choose_compressor, GradientBucket
-from lightning_par.engine.compression.options import GradientCompression
-from lightning_par.engine.compression.reduction import CompressedGradients
 from lightning_par.engine.ledger import Ledger
 from tests.compression import (
     batches,
@@ -140,17 +137,6 @@ def test_offloaded_optimizer_takes_compressed_gradients() -> None:
         )
         for chosen in (None, LOSSLESS, "int8")
     ]
-    run = {**run, "size": 20, "trainer": {"accumulate_grad_batches": 2}}
-    for place in ("device", "host"):
-        offload = {"offload_options": {"accumulate_on": place}}
-        pair = [
-            run_offloaded(
-                "hybrid3d", {**options, **offload, "gradient_compression": chosen}, 2, run
-            )
-            for chosen in (None, LOSSLESS)
-        ]
-        for whole, same in zip(*pair, strict=True):
-            torch.testing.assert_close(same["losses"], whole["losses"], rtol=0, atol=TOLERANCE)
     for whole, same, short in zip(*found, strict=True):
         assert whole["host_bytes"] == same["host_bytes"] > 0
         torch.testing.assert_close(same["losses"], whole["losses"], rtol=0, atol=TOLERANCE)

@@ -1,11 +1,9 @@
 """What is remembered of compressed gradients, without a Trainer."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
+from torch import nn
 
 from lightning_par.engine.compression.methods import choose_compressor, GradientBucket
 from lightning_par.engine.compression.options import GradientCompression
@@ -142,5 +140,3 @@ def test_short_gradients_may_be_added_in_a_longer_type(rank: int, world: int) ->
     # Whether there is a gradient, whether it is finite, and two entries of 4 bytes.
     assert ledger.total(operation="all_reduce").payload == 4 + 4 + 2 * 4
     assert parameter.grad.tolist() == [1.0, 128.0]
-
-

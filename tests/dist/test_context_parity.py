@@ -61,7 +61,14 @@ def test_divided_sequences_equal_one_process(name: str) -> None:
     world, replicas = sizes_of(name)
     sizes = {"batch_size": max(4, 2 * replicas), "size": max(10, 5 * replicas)}
     assert_parity(
-        "hybrid3d", LAYOUTS[name], world, replicas, **sizes, ignored=True, module=SGD, trainer=CLIPPED
+        "hybrid3d",
+        LAYOUTS[name],
+        world,
+        replicas,
+        **sizes,
+        ignored=True,
+        module=SGD,
+        trainer=CLIPPED,
     )
 
 
@@ -121,7 +128,9 @@ def test_blocks_see_their_tokens_and_rings_send_the_formula() -> None:
     found = run_ranks(watch, 2, {}, timeout=120)
     M = 2 * 4 * 2 * 4 * 6 * 4
     assert [tokens for tokens, _ in found] == [{6}, {6}]
-    sent = [total for _, kinds in found for axis, kind, total in kinds if (axis, kind) == ("cp", "send")]
+    sent = [
+        total for _, kinds in found for axis, kind, total in kinds if (axis, kind) == ("cp", "send")
+    ]
     assert sum(sent) == 2.25 * M * 2 * 4
     found = run_ranks(watch, 2, {"method": "ulysses"}, timeout=120)
     assert [[k for _, k, _ in kinds] for _, kinds in found] == [["all_to_all"]] * 2

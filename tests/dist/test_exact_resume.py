@@ -14,7 +14,15 @@ RANDOM = {"dropout": 0.3}
 
 @pytest.mark.parametrize(
     ("layout", "workers"),
-    [("dp2 zero 1", 2), ("tp2", 1), ("pp2", 0), ("zbv", 0), ("tp2 dp2", 0), ("one", 1), ("dp2 offload", 0)],
+    [
+        ("dp2 zero 1", 2),
+        ("tp2", 1),
+        ("pp2", 0),
+        ("zbv", 0),
+        ("tp2 dp2", 0),
+        ("one", 1),
+        ("dp2 offload", 0),
+    ],
 )
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     layout: str, workers: int, tmp_path: Path

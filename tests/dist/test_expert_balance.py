@@ -85,7 +85,9 @@ def test_every_rank_reports_what_one_process_does(tmp_path: Path) -> None:
 
 
 def test_a_model_without_experts_is_refused() -> None:
-    trainer = quiet_trainer(devices=1, max_epochs=1, limit_val_batches=0, callbacks=[ExpertBalance()])
+    trainer = quiet_trainer(
+        devices=1, max_epochs=1, limit_val_batches=0, callbacks=[ExpertBalance()]
+    )
     with pytest.raises(ConfigurationError, match=r"ToyModule has no Router of lightning_par\.mod"):
         trainer.fit(ToyModule(), loader(ToyData(4), 4), loader(ToyData(4), 4))
 

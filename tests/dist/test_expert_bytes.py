@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_par
 from tests.dist.test_bytes import _Counter
 from tests.mixture import DIM, EXPERTS, layout, make, VOCAB
 from tests.parity import quiet_trainer
 from tests.ranks import run_ranks
-from torch.utils.data import DataLoader, DistributedSampler
 
 FLOAT, NUMBER, LAYERS, RANKS = 4, 8, 3, 2
 

@@ -15,9 +15,9 @@ from torch.utils.data import DistributedSampler
 
 from lightning_par import check_plan, Hybrid3DStrategy, ParallelSizes
 from lightning_par.engine.double import DoublePrecision
+from lightning_par.engine.holdings import find_holdings
 from lightning_par.plan import find_plan
 from lightning_par.strategies import MeshStrategy
-from lightning_par.engine.holdings import find_holdings
 from tests.hf_models import ADAPTED, FAMILIES, HFModule, MODELS, PaddedText
 from tests.parity import _local_shapes, quiet_trainer, Recorder, Result, TOLERANCE
 from tests.ranks import run_ranks
@@ -108,9 +108,7 @@ def train_rank(rank: int, world: int, options: dict[str, Any], run: Any) -> Resu
 
 
 @cache
-def one_process(
-    family: str, on_meta: bool, size: int, shuffled: bool, explicit: bool
-) -> Result:
+def one_process(family: str, on_meta: bool, size: int, shuffled: bool, explicit: bool) -> Result:
     # Weights made on meta are drawn by name, which a plain Trainer does not do.
     strategy = "hybrid3d" if on_meta else "auto"
     try:
@@ -194,7 +192,11 @@ def assert_parallel(results: list[Result], wanted: Result, options: dict[str, An
     blocks = [{re.search(r"\.\d+\.", n)[0] for n in r["shapes"] if n in whole} for r in results]
     assert len({frozenset(b) for b in blocks}) == options["pipeline_parallel_size"]
     degree = options["tensor_parallel_size"] * options.get("data_parallel_size", 1)
-    key = next(n for n in whole if re.search(r"(\.q_proj|\.query|mlp\.c_proj|\.q)(\.base_layer)?\.weight$", n))
+    key = next(
+        n
+        for n in whole
+        if re.search(r"(\.q_proj|\.query|mlp\.c_proj|\.q)(\.base_layer)?\.weight$", n)
+    )
     rows, *rest = whole[key]
     for result in results:
         held = result["shapes"].get(key)

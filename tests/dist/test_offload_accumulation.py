@@ -1,5 +1,6 @@
 """Gradients of several batches that are added up on the host."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -138,7 +139,7 @@ def test_overflow_in_one_batch_leaves_its_step_out() -> None:
     run = {"batch_size": 2, "size": 24, "ignored": True, "trainer": trainer}
     for result in run_offloaded("zero_offload", HOST, 2, run, callbacks=scaled):
         steps = result["steps"]
-        moved = [not all(map(torch.equal, a, b)) for a, b in zip(steps, steps[1:], strict=False)]
+        moved = [not all(map(torch.equal, a, b)) for a, b in itertools.pairwise(steps)]
         assert moved == [False, False, True, False, True]
 
 
@@ -189,7 +190,9 @@ def halving() -> list[Callback]:
 def test_weights_changed_between_two_batches_of_a_step_count(place: str) -> None:
     run = {"batch_size": 4, "size": 20, "trainer": TWO}
     (found,) = run_offloaded("zero_offload", {"accumulate_on": place}, 1, run, callbacks=halving)
-    (wanted,) = run_offloaded("hybrid3d", HYBRID | {"offload_options": None}, 1, run, callbacks=halving)
+    (wanted,) = run_offloaded(
+        "hybrid3d", HYBRID | {"offload_options": None}, 1, run, callbacks=halving
+    )
     for name, weight in found["weights"].items():
         torch.testing.assert_close(weight, wanted["weights"][name], rtol=0, atol=1e-10)
 

@@ -45,7 +45,12 @@ STAYING: dict[str, tuple[int, str, dict[str, Any], tuple[float, float]]] = {
     "not offloaded": (1, "hybrid3d", ONE, (16, 16)),
     "stage 2, not offloaded": (2, "hybrid3d", {**ONE, "zero_stage": 2}, (9, 13)),
     # Gradients are final after the whole schedule only.
-    "pp2": (2, "hybrid3d", {**ONE, "pipeline_parallel_size": 2, "offload_options": OFFLOAD}, (8, 9)),
+    "pp2": (
+        2,
+        "hybrid3d",
+        {**ONE, "pipeline_parallel_size": 2, "offload_options": OFFLOAD},
+        (8, 9),
+    ),
 }
 
 

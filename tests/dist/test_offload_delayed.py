@@ -109,7 +109,7 @@ def test_delay_that_never_starts_is_synchronous_bit_for_bit(world: int) -> None:
 
 
 def test_clipped_delayed_update_takes_the_clipped_gradient() -> None:
-    """With norms cut to 0.05 or 5e-3 Adam's direction stays; with a large eps its length shrinks."""
+    """With norms cut to 0.05 or 5e-3 Adam's direction stays; a large eps shrinks its length."""
     clipped = {**RUN, "trainer": {"gradient_clip_val": 5e-3}}
     (free,) = run_offloaded("zero_offload", {"delayed_update": 0}, 1, RUN)
     (cut,) = run_offloaded("zero_offload", {"delayed_update": 0}, 1, clipped)

@@ -97,7 +97,7 @@ def test_estimate_is_what_the_fullest_rank_holds(name: str) -> None:
     rows = {row.kind: row for row in results[0]["estimate"].rows}
     assert rows["parameters"].device == max(r["parameters"] for r in results)
     assert results[0]["estimate"].host == max(r["host"] for r in results)
-    if "host" in name or options.get("offload_options") is None and kind == "hybrid3d":
+    if "host" in name or (options.get("offload_options") is None and kind == "hybrid3d"):
         assert rows["optimizer"].device == max(r["states"] for r in results)
         assert all(r["to_host"] == 0 for r in results)
         kept = rows["compression"].device if "compression" in rows else 0

@@ -128,7 +128,7 @@ def test_file_is_mapped_has_no_name_and_gives_its_pages_back(tmp_path: Path) -> 
         mapped = [line for line in maps.read_text().splitlines() if str(tmp_path) in line]
         assert mapped
         assert all(line.endswith("(deleted)") for line in mapped)
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
     for value, one in enumerate(held.values(), 1):
         for tensor in (one.master, one.mean, one.square):
             assert not tensor.any()

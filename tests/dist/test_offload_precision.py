@@ -1,5 +1,6 @@
-"""Offloaded optimizers in 16 bits: masters on the host, overflows, gradients that are not finite."""
+"""Offloaded optimizers in 16 bits: masters on the host, overflows, gradients not finite."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ def test_moments_in_bfloat16_take_10_bytes() -> None:
 
 
 class Spoil(Callback):
-    """Makes the gradient of one weight infinite in the second step, on rank 1 or on the only one."""
+    """Makes the gradient of a weight infinite in the second step, on rank 1 or the only one."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         def spoil(grad: Tensor) -> Tensor:
@@ -112,10 +113,12 @@ def test_overflow_leaves_the_step_out_on_every_rank(name: str, delayed: Any) -> 
     results = run_offloaded(strategy, options, world, run, callbacks=scaled)
     for result in results:
         steps = result["steps"]
-        moved = [not all(map(torch.equal, a, b)) for a, b in zip(steps, steps[1:], strict=False)]
+        moved = [not all(map(torch.equal, a, b)) for a, b in itertools.pairwise(steps)]
         # Delayed, the weights after step s lack its update: that of step 0 comes with the
         # backward of step 1, whose own never comes.
-        assert moved == ([False, True, True, True] if delayed is False else [True, False, True, True])
+        assert moved == (
+            [False, True, True, True] if delayed is False else [True, False, True, True]
+        )
         assert result["losses"] == results[0]["losses"]
     if replicas < world:
         (alone,) = run_offloaded("zero_offload", offload, 1, run, callbacks=scaled)
@@ -138,7 +141,7 @@ def test_nonfinite_gradient_leaves_the_step_out_if_that_is_asked() -> None:
     options = {"on_nonfinite": "skip"}
     for result in run_offloaded("zero_offload", options, 2, run, callbacks=spoiled):
         steps = result["steps"]
-        moved = [not all(map(torch.equal, a, b)) for a, b in zip(steps, steps[1:], strict=False)]
+        moved = [not all(map(torch.equal, a, b)) for a, b in itertools.pairwise(steps)]
         assert moved == [False, True, True, True]
 
 

@@ -154,7 +154,7 @@ def test_rank_without_a_valid_label_equals_one_process(name: str) -> None:
 # Losses are 14, gradients up to 2.4. One rounding (2^-24 in fp32, 2^-9 in bf16) moves them by 8e-7
 # and 1e-7, or 3e-2 and 5e-3; sums in another order add a few. Seen: 2e-6 and 3e-7 in fp32, 9e-3
 # and 5e-3 in bf16-mixed (its loss is fp32), 1.5e-1 and 2.3e-2 in bf16-true. Allowed: 2 to 10 times
-# of that, chosen after seeing it; weights moved by 4e-3 at most, so these bounds say little of them.
+# of that, chosen after seeing it; weights moved by 4e-3 at most: these bounds say little of them.
 ROUNDING = {
     "32-true": {"atol": 2e-6, "rtol": 5e-7},
     "bf16-mixed": {"atol": 2e-2, "rtol": 2e-3},

@@ -42,7 +42,9 @@ def check(
     sizes = {"batch_size": 8 * dp, "size": 19 * dp, "trainer": CLIP, **run}
     world = tp * ranks * dp
     results = assert_parity("hybrid3d", options, world, dp, ignored=True, module=module, **sizes)
-    held = {frozenset(int(n.split(".")[2]) for n in r["shapes"] if ".blocks." in n) for r in results}
+    held = {
+        frozenset(int(n.split(".")[2]) for n in r["shapes"] if ".blocks." in n) for r in results
+    }
     assert sum(map(len, held)) == 8
     runs = 2 if schedule in ("interleaved", "zbv") else 1
     for blocks in held:  # contiguous for every stage of a rank, unless two stages meet

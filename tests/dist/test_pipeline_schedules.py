@@ -1,5 +1,6 @@
 """Laws of the executor under schedules beyond 1F1B: chunks on a rank, backwards in halves."""
 
+import itertools
 import time
 
 import pytest
@@ -37,7 +38,7 @@ class TiedNet(Net):
 def bounds_of(name, world, blocks):
     stages = world * (2 if name in CHUNKED else 1)
     cuts = [round(i * blocks / stages) for i in range(stages + 1)]
-    return tuple(zip(cuts, cuts[1:], strict=False))
+    return tuple(itertools.pairwise(cuts))
 
 
 def whole_gradients(batch):
@@ -118,7 +119,9 @@ def test_the_input_gradient_leaves_before_the_weights_are_done(rank, world):
     CountingBlock.log = None
     kinds = {e.action.kind for e in run.events}
     assert kinds == {
-        ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT,
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD_INPUT,
+        ActionKind.BACKWARD_WEIGHT,
     }
     if rank == 1:
         assert " ".join(log) == "send send W send W send W W"

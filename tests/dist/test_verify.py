@@ -27,7 +27,9 @@ ONE = ParallelSizes()
 def make_llama() -> Subject:
     batches = list(loader(PaddedText(8, "llama tied"), 4))
     return Subject(
-        module=HFModule("llama tied"), batches=batches, strategy=Hybrid3DStrategy(num_microbatches=2)
+        module=HFModule("llama tied"),
+        batches=batches,
+        strategy=Hybrid3DStrategy(num_microbatches=2),
     )
 
 

@@ -83,6 +83,10 @@ def test_whole_replicas_are_told_to_share() -> None:
         "compression": 8 * 4 * 1.25,
         "optimizer": 32,
     }
+    offload = {"zero_stage": 0, "gradient_compression": "bf16", "offload_options": {}}
+    away = lightning_par.memory_estimate(Large(), strategy(4, "hybrid3d", **ONES, **offload))
+    # All gradients are there until they are compressed, after the backward.
+    assert {row.kind: row.device / GIB for row in away.rows}["gradients"] == 16
     says = "needs 104.00 GiB .* Use zero_stage=3, gradient_compression=None."
     assert re.search(says, explain(made, 32, None) or "")
 

@@ -70,8 +70,10 @@ def tree_files() -> list[Path]:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         names = [ROOT / n for n in listed.stdout.split("\0") if n]
     except (OSError, subprocess.CalledProcessError):
-        hidden = {".git", ".venv", "__pycache__", "build", "dist"}
-        names = [p for p in ROOT.rglob("*") if not hidden & set(p.relative_to(ROOT).parts)]
+        hidden = {".git", ".venv", "__pycache__"}
+        made = {"build", "dist"}  # at the root; tests/dist is ours
+        places = [(p, p.relative_to(ROOT).parts) for p in ROOT.rglob("*")]
+        names = [p for p, parts in places if not hidden & {*parts} and parts[0] not in made]
     return sorted(p for p in names if p.is_file() and p.suffix in TEXT)
 
 

@@ -196,8 +196,8 @@ class _LowRank(_Remembering):
         split = [tensor.split(sizes) for tensor in (total, mean)]
         narrowed: list[tuple[Tensor, Tensor]] = []
         whole: list[tuple[Tensor, Tensor]] = []
-        for left, arrives, gradient in zip(*split, bucket.gradients(), strict=True):
-            matrix, target = (part.view(len(gradient), -1) for part in (left, arrives))
+        for part, arrives, gradient in zip(*split, bucket.gradients(), strict=True):
+            matrix, target = (each.view(len(gradient), -1) for each in (part, arrives))
             narrow = 2 * self._rank * sum(matrix.shape) < matrix.numel()
             (narrowed if narrow else whole).append((matrix, target))
         bases = self._bases.get(bucket.number)

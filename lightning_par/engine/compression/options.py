@@ -95,17 +95,31 @@ def read_compression(
         raise ConfigurationError(
             f"gradient_compression={chosen.method!r} with zero_stage={zero_stage}: what is "
             "compressed is the sum of whole gradients over the replicas, and stages 1 to 3 shard "
-            "them. Use zero_stage=0."
+            "them. Use zero_stage=0, with an optimizer on the host "
+            "Hybrid3DStrategy(zero_stage=0, offload_options={})."
         )
     return chosen
 
 
-def check_compression(chosen: GradientCompression | None, sizes: ParallelSizes) -> None:
-    """Refuse a mesh whose gradients are not all summed over the same replicas.
+def check_compression(
+    chosen: GradientCompression | None, sizes: ParallelSizes, *, accumulates_on: str = "device"
+) -> None:
+    """Refuse what does not sum all gradients over the same replicas once a step.
+
+    Args:
+        chosen: How gradients are compressed, if they are.
+        sizes: Of the mesh.
+        accumulates_on: See `OffloadOptions`.
 
     Raises:
-        ConfigurationError: Experts are divided.
+        ConfigurationError: Experts are divided, or gradients of several batches leave one by one.
     """
+    if chosen is not None and accumulates_on == "host":
+        raise ConfigurationError(
+            f"gradient_compression={chosen.method!r} with accumulate_on='host': every batch would "
+            "be compressed, and what it left out could not be taken back with its step. Use "
+            "accumulate_on='device', or leave gradient_compression out."
+        )
     if chosen is not None and sizes.expert > 1:
         raise ConfigurationError(
             f"gradient_compression={chosen.method!r} with expert_parallel_size={sizes.expert}: the "

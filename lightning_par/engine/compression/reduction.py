@@ -58,9 +58,7 @@ class CompressedGradients:
         self._steps, self._scale = 0, 1.0
 
     @torch.no_grad()
-    def reduce(
-        self, scale: float = 1.0, *, loss: Tensor | None = None, is_last: bool = True
-    ) -> None:
+    def reduce(self, scale: float = 1.0, *, loss: Tensor | None = None) -> None:
         """Average the gradients over the group.
 
         One that no rank has stays away; one that only some ranks have counts as 0 on the others.
@@ -68,7 +66,6 @@ class CompressedGradients:
         Args:
             scale: By which the loss was multiplied; what is remembered follows it.
             loss: Of this rank, if a step is left out where it is not finite.
-            is_last: Whether these are the last gradients of the step.
 
         **Communicates**: one all-reduce of a number for each parameter over the group, one of a
         number over all ranks, then the gradients in buckets, see `engine.compression.methods`.
@@ -76,7 +73,7 @@ class CompressedGradients:
         self._arrange()
         used, finite = self._used(loss)
         compresses = finite and self._steps >= self._options.start_step
-        self._steps += is_last
+        self._steps += 1
         if compresses and scale != self._scale:
             self._compressor.rescale(scale / self._scale)
             self._scale = scale
@@ -93,6 +90,7 @@ class CompressedGradients:
 
     def state(self) -> dict[str, Any]:
         """Return what this rank has to remember to go on bit for bit; tensors, not copied."""
+        self._arrange()
         return {
             "kind": self._kind(),
             "steps": self._steps,
@@ -116,7 +114,7 @@ class CompressedGradients:
         self._compressor.load(held)
 
     def _kind(self) -> list[Any]:
-        """Return, as plain values, what has to be the same where a state is loaded."""
+        """Return, as plain values, what the shapes and the meaning of a state depend on."""
         options = self._options
         entries = [
             [[self._names[p], str(p.dtype), *local_part(p).shape] for p in bucket]

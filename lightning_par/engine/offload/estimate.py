@@ -134,8 +134,9 @@ def estimate_memory(
     for rank in range(0, sizes.world_size, sizes.world_size // sizes.pipeline):
         # Of the ranks of a stage, the first one has the larger part of what does not divide.
         shares = _shares(module, layout, sizes, holdings, rank, dtype)
-        rows = _rows(shares, sizes, zero_stage, offload)
-        if compression is not None and sizes.data > 1:
+        compresses = compression is not None and sizes.data > 1
+        rows = _rows(shares, sizes, zero_stage, offload, waits=compresses)
+        if compression is not None and compresses:
             rows = _with_compression(rows, compression, shares, sizes)
         found.append(MemoryEstimate(tuple(rows)))
     return max(found, key=lambda estimate: (estimate.device, estimate.host))
@@ -185,8 +186,22 @@ def _with_compression(
 
 
 def _rows(
-    shares: Sequence[_Share], sizes: ParallelSizes, zero_stage: int, offload: OffloadOptions | None
+    shares: Sequence[_Share],
+    sizes: ParallelSizes,
+    zero_stage: int,
+    offload: OffloadOptions | None,
+    *,
+    waits: bool,
 ) -> list[MemoryRow]:
+    """Return the rows without compression.
+
+    Args:
+        shares: Of a rank.
+        sizes: Of the mesh.
+        zero_stage: 0 to 3.
+        offload: How, if at all.
+        waits: Whether gradients are final after the backward only.
+    """
     units: dict[str, int] = {}
     for share in shares:
         units[share.unit] = units.get(share.unit, 0) + share.gathered * share.size
@@ -205,7 +220,7 @@ def _rows(
         rows.append(MemoryRow(kind="optimizer", device=2 * local))
         return rows
     # Where gradients are final after the backward only, they are all on the device until then.
-    waits = sizes.pipeline > 1 or sizes.context > 1 or offload.overlap == "off"
+    waits = waits or sizes.pipeline > 1 or sizes.context > 1 or offload.overlap == "off"
     # FSDP2 holds 3.5 blocks while it sums theirs; counted in tests/dist/test_offload_bytes.py.
     bucket = offload.bucket_bytes + (7 * largest // 2 if sizes.data > 1 else 0)
     slots = 1 if offload.delayed_update is False else 2

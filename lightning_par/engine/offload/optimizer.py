@@ -105,7 +105,7 @@ class HostOptimizer:
         self._buckets: list[tuple[_Bucket, Any]] = []
         self._open: _Bucket = []
         self._submitted: list[tuple[_Bucket, Future[None], int]] = []
-        self._left: set[HostParameter] = set()
+        self._gone: set[HostParameter] = set()
         self._sums = HostSums(worker)
         self._is_last, self._continues, self._adds = True, False, False
 
@@ -134,11 +134,6 @@ class HostOptimizer:
             self._is_last = True
 
     @property
-    def is_last(self) -> bool:
-        """Whether this batch is the last one of its step."""
-        return self._is_last
-
-    @property
     def waits(self) -> bool:
         """Whether there are gradients of this step for which no update is ready, as after a last
         batch without a backward.
@@ -162,7 +157,7 @@ class HostOptimizer:
         Raises:
             OffloadError: A parameter was changed while its update was under way.
         """
-        self._left.clear()
+        self._gone.clear()
         if not self._continues:
             self._drop()
             self._is_delayed = self._options.delays(step)
@@ -309,13 +304,13 @@ class HostOptimizer:
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
             grad = grad.redistribute(placements=parameter.placements)
         local = local_tensor(grad)
-        if held in self._left and self._adds:
+        if held in self._gone and self._adds:
             self._close_bucket()
             self._sums.settle()
-        elif held in self._left:
+        elif held in self._gone:
             self._add(held, local, grad)
             return
-        self._left.add(held)
+        self._gone.add(held)
         if not self._streams and not self._adds:
             self.departed.note(parameter, local, grad)
         if self._options.offload_parameters:
@@ -396,5 +391,5 @@ class HostOptimizer:
         self._sums.take()
         for held in self._held.values():
             held.total = None
-        self._left.clear()
+        self._gone.clear()
         self.departed.clear()

@@ -35,7 +35,8 @@ class OffloadOptions:
         pin_memory: Page-lock the memory through which gradients and parameters go; "auto": if the
             device is not the CPU.
         bucket_size_mb: MiB of gradients that are updated together.
-        cpu_kernel: ``"native"``, ``"compile"``, ``"torch"`` or ``"auto"``; see `engine.offload`.
+        cpu_kernel: ``"native"``, ``"compile"``, ``"torch"`` or ``"auto"``; see
+            `engine.offload.adam`.
         state_dtype: Of the moments: ``"float32"`` or ``"bfloat16"``.
         accumulate_on: Where gradients of several batches are added up: ``"device"``, or ``"host"``,
             to which each batch then sends its own.
@@ -67,6 +68,11 @@ class OffloadOptions:
             value = getattr(self, name)
             if value not in valid:
                 problems.append(f"{name}={value!r} must be {either([repr(v) for v in valid])}.")
+        if self.cpu_kernel == "compile" and self.state_dtype == "bfloat16":
+            problems.append(
+                "cpu_kernel='compile' keeps moments in the dtype of the master: "
+                "state_dtype='bfloat16' needs 'native' or 'torch'."
+            )
         start = self.delayed_update
         if start is True or not isinstance(start, int) or start < 0:
             problems.append(
