@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -101,6 +102,7 @@ class OffloadedProcesses(CheckpointedProcesses):
         check_optimizer(optimizer)
         parallelised = self.parallelised
         kernel = choose_kernel(options.cpu_kernel, cache_folder())
+        rank_zero_info(f"The optimizer steps on the host, with the kernel {kernel.name!r}.")
         return HostOptimizer(
             optimizer,
             device=self.root_device,

@@ -1,7 +1,7 @@
 """The one order in which parallelism is applied to a model.
 
 cut stages -> experts -> tensor -> context -> defer -> recompute -> compile -> materialise and
-shard, unit by unit -> optimizer
+shard, unit by unit (whole replicas that compress gradients: materialise) -> optimizer
 """
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,6 @@
 """States in a file, a part of them on the device, parameters on the host: the same numbers."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,20 @@ def test_disk_that_is_full_is_refused_before_the_first_step(tmp_path: Path) -> N
 def test_folder_that_cannot_be_written_is_named() -> None:
     with pytest.raises(OffloadError, match=r'"nvme:/proc/self" cannot be written: '):
         HostStorage(Path("/proc/self"), 4096)
+
+
+@ranks(1)
+def test_kernel_that_runs_is_named(rank: int, world: int) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        trainer = quiet_trainer(
+            strategy=KINDS["zero_offload"](cpu_kernel="torch"), devices=1, max_steps=1
+        )
+        trainer.fit(ToyModule(blocks=1), loader(ToyData(4), 2), loader(ToyData(4), 2))
+    finally:
+        logger.removeHandler(handler)
+    assert "The optimizer steps on the host, with the kernel 'torch'." in said

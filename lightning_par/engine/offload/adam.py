@@ -179,7 +179,6 @@ def choose_kernel(name: str, cache: Path) -> AdamKernel:
             _log.warning(
                 "cpu_kernel='auto' falls back to the slower 'torch', as 'native' failed: %s", error
             )
-    _log.info("The optimizer steps on the host with the kernel %r.", kernel.name)
     return kernel
 
 
