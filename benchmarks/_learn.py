@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_par.models import GPTModule, TextDataModule
 
-__all__ = ["print_curves"]
+__all__ = ["make_trainer", "print_curves", "quiet"]
 
 
 class _Losses(Callback):
@@ -26,6 +26,35 @@ class _Losses(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.values.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def quiet() -> None:
+    """Say nothing but what is measured, and compute with one thread."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+
+
+def make_trainer(steps: int, **options: Any) -> pl.Trainer:
+    """Return one that trains on the CPU, validates at the end, and does nothing else.
+
+    Args:
+        steps: Of the optimizer.
+        **options: More for `Trainer`.
+    """
+    return pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        val_check_interval=steps,
+        limit_val_batches=16,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
 
 
 def print_curves(
@@ -39,9 +68,7 @@ def print_curves(
         batch_size: Of a replica.
         devices: Ranks; each has to call.
     """
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    quiet()
     half = steps // 2
     _print(f"{'mean loss of 20 steps ending at':<32}{half:>8}{steps:>8}     val")
     for name, make in contenders.items():
@@ -59,21 +86,7 @@ def _learn(strategy: Any, steps: int, batch_size: int, devices: int) -> tuple[li
     """Return the loss of every step and that of held-out batches at the end."""
     pl.seed_everything(0, verbose=False)
     losses = _Losses()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_steps=steps,
-        val_check_interval=steps,
-        limit_val_batches=16,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[losses],
-    )
+    trainer = make_trainer(steps, devices=devices, strategy=strategy, callbacks=[losses])
     trainer.fit(
         GPTModule("tiny", max_steps=steps, warmup_steps=20),
         TextDataModule(length=128, batch_size=batch_size),

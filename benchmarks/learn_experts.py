@@ -5,14 +5,12 @@ token passes as many weights, but for the routers' (8 x 64 per layer).
 """
 
 import argparse
-import logging
 import statistics
 import time
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
+from _learn import make_trainer, quiet
 from lightning.pytorch.callbacks import Callback
 
 from lightning_par.callbacks import ExpertBalance
@@ -60,21 +58,8 @@ class _NotDrawn(ExpertBalance):
 def learn(module: pl.LightningModule, data: Any, steps: int, balance: Callback | None) -> str:
     """Train, and return the row of the table."""
     losses = _Losses()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        val_check_interval=steps,
-        limit_val_batches=16,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        log_every_n_steps=20,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[losses, *([balance] if balance else [])],
-    )
+    callbacks = [losses, *([balance] if balance else [])]
+    trainer = make_trainer(steps, devices=1, log_every_n_steps=20, callbacks=callbacks)
     began = time.perf_counter()
     trainer.fit(module, data)
     spent = 1000 * (time.perf_counter() - began) / steps
@@ -96,9 +81,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*CONTENDERS, "bert"])
     parser.add_argument("--picture", help="where the load of the experts is drawn (top-2, loss)")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    quiet()
     print("then, in the first and the last 20 steps: least entropy of a layer, largest load over")
     print("mean load, share of dropped tokens")
     print(f"{'':24}  params  active   first    last     val  ms/step")

@@ -22,6 +22,7 @@ __all__ = [
     "fill_buckets",
     "is_counted_here",
     "local_gradients",
+    "sum_together",
     "total_norm",
 ]
 
@@ -51,10 +52,8 @@ class SharedGradients:
         for grad in local_gradients(self.parameters):
             by_dtype.setdefault(grad.dtype, []).append(grad)
         for grads in by_dtype.values():
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            dist.all_reduce(flat, group=self.group)
-            for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(total.view_as(grad))
+            for grad, total in zip(grads, sum_together(grads, self.group), strict=True):
+                grad.copy_(total)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,11 +90,21 @@ class ReplicatedGradients:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in fill_buckets(used):
             grads = local_gradients(bucket)
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            dist.all_reduce(flat, group=self.group)
-            flat /= self.group.size()
-            for grad, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(mean.view_as(grad))
+            for grad, total in zip(grads, sum_together(grads, self.group), strict=True):
+                torch.div(total, self.group.size(), out=grad)
+
+
+def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the sums of tensors of one dtype over a group, in new memory.
+
+    **Communicates**: one all-reduce of all of them; none if there are none.
+    """
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 _BUCKET = 2**25  # bytes

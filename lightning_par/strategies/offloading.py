@@ -128,7 +128,8 @@ class OffloadedProcesses(CheckpointedProcesses):
     ) -> Any:
         def complete() -> Any:
             result = closure()
-            if self._is_offloaded and self.parallelised.host.waits:  # type: ignore[union-attr]
+            host = self.parallelised.host
+            if host is not None and host.waits:
                 self.begin_offload()
                 self.parallelised.finish_gradients()
             return result

@@ -39,6 +39,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_par.engine.collectives import all_gather
 from lightning_par.engine.compression.options import GradientCompression
+from lightning_par.engine.gradients import sum_together
 
 __all__ = ["Compressor", "GradientBucket", "choose_compressor"]
 
@@ -204,10 +205,11 @@ class _LowRank(_Remembering):
         if bases is None:
             bases = [self._start(matrix, i) for i, (matrix, _) in enumerate(narrowed)]
         lefts = [matrix @ basis for (matrix, _), basis in zip(narrowed, bases, strict=True)]
-        sums = self._sum([*lefts, *(matrix for matrix, _ in whole)])
+        sums = sum_together([*lefts, *(matrix for matrix, _ in whole)], self._group)
         lefts = [torch.linalg.qr(left).Q for left in sums[: len(lefts)]]
         pairs = zip(narrowed, lefts, strict=True)
-        rights = self._sum([matrix.T @ left / self._group.size() for (matrix, _), left in pairs])
+        parts = [matrix.T @ left / self._group.size() for (matrix, _), left in pairs]
+        rights = sum_together(parts, self._group)
         for (matrix, target), left, right in zip(narrowed, lefts, rights, strict=True):
             torch.matmul(left, right.T, out=target)
             matrix -= target
@@ -224,15 +226,6 @@ class _LowRank(_Remembering):
         drawn = torch.randn(shape, generator=generator, dtype=matrix.dtype)
         basis: Tensor = torch.linalg.qr(drawn.to(matrix.device)).Q
         return basis
-
-    def _sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over the group, in one message."""
-        if not tensors:
-            return []
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        dist.all_reduce(flat, group=self._group)
-        parts = flat.split([t.numel() for t in tensors])
-        return [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "bases": dict(self._bases)}

@@ -56,27 +56,29 @@ class HostStorage:
         self._used = 0
         self._pinned: list[Tensor] = []
 
-    def zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a tensor that holds zeros."""
-        if self._bytes is None:
-            return torch.zeros(shape, dtype=dtype)
-        size = shape.numel() * dtype.itemsize
-        start, self._used = self._used, self._used + padded(size, _ALIGNMENT)
-        return self._bytes[start : start + size].view(dtype).view(shape)
+    def states(
+        self, shape: torch.Size, dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[Tensor], Pages | None]:
+        """Return zeroed tensors of one parameter, and their pages.
 
-    def start_page(self) -> int:
-        """Let the next tensor begin on a page of its own; return its first byte."""
-        self._used = padded(self._used, PAGE)
-        return self._used
+        Args:
+            shape: Of each.
+            dtypes: Of each; in a file, each begins on a page of its own.
 
-    def pages(self, start: int) -> Pages | None:
-        """Return the pages from a `start_page` on; None in memory."""
-        if self._mapped is None:
-            return None
-        size = min(self.start_page(), len(self._mapped)) - start
+        Returns:
+            The tensors; None for the pages if they are in memory.
+        """
+        if self._mapped is None or self._bytes is None:
+            return [torch.zeros(shape, dtype=dtype) for dtype in dtypes], None
+        start, found = self._used, []
+        for dtype in dtypes:
+            size = shape.numel() * dtype.itemsize
+            found.append(self._bytes[self._used : self._used + size].view(dtype).view(shape))
+            self._used += padded(size, PAGE)
+        size = self._used - start
         if self._direct is None:
-            return Pages(self._mapped, start, size)
-        return DirectPages(self._mapped, start, size, self._direct)
+            return found, Pages(self._mapped, start, size)
+        return found, DirectPages(self._mapped, start, size, self._direct)
 
     def settle(self) -> None:
         """Wait until everything is written.
@@ -166,19 +168,14 @@ def allocate(
         local = local_tensor(parameter)
         wide, moments = _dtypes(local.dtype, options)
         views = (s[offset : offset + _bytes(parameter)] for s in slabs)
-        start = storage.start_page()
-        states = []
-        for dtype in (wide, moments, moments):
-            storage.start_page()
-            states.append(storage.zeros(local.shape, dtype))
-        master, mean, square = states
+        (master, mean, square), pages = storage.states(local.shape, (wide, moments, moments))
         held[parameter] = HostParameter(
             parameter,
             master,
             mean,
             square,
             [view.view(local.dtype).view(local.shape) for view in views],
-            storage.pages(start),
+            pages,
         )
         offset += size
     return held, storage
