@@ -202,10 +202,8 @@ def _rows(
         offload: How, if at all.
         waits: Whether gradients are final after the backward only.
     """
-    units: dict[str, int] = {}
-    for share in shares:
-        units[share.unit] = units.get(share.unit, 0) + share.gathered * share.size
-    largest, whole = max(units.values(), default=0), sum(units.values())
+    units = _units(shares)
+    largest, whole = max(units, default=0), sum(units)
     trained = [share for share in shares if share.trains]
     local = sum(share.entries * share.size for share in trained)
     gathered = 0
@@ -221,7 +219,7 @@ def _rows(
         return rows
     # Where gradients are final after the backward only, they are all on the device until then.
     waits = waits or sizes.pipeline > 1 or sizes.context > 1 or offload.overlap == "off"
-    # FSDP2 holds 3.5 blocks while it sums theirs; counted in tests/dist/test_offload_bytes.py.
+    # FSDP2 was counted to hold 3.5 blocks while it sums theirs.
     bucket = offload.bucket_bytes + (7 * largest // 2 if sizes.data > 1 else 0)
     slots = 1 if offload.delayed_update is False else 2
     part = offload.offload_fraction
@@ -239,6 +237,14 @@ def _rows(
     left = sum(s.entries * (2 * s.size if s.size > 2 else 4 + 2 * 4) for s in trained)
     rows.append(MemoryRow(kind="optimizer", device=int((1 - part) * left), host=states))
     return rows
+
+
+def _units(shares: Sequence[_Share]) -> list[int]:
+    """Return the bytes of every unit while it is gathered."""
+    units: dict[str, int] = {}
+    for share in shares:
+        units[share.unit] = units.get(share.unit, 0) + share.gathered * share.size
+    return list(units.values())
 
 
 def _states(shares: Sequence[_Share], offload: OffloadOptions) -> int:
