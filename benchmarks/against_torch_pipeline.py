@@ -18,10 +18,10 @@ from torch import nn, Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lightning_par.engine.batch import signature, split_batch
-from lightning_par.engine.boundary import connect, group_name
-from lightning_par.engine.builders import build_schedule
-from lightning_par.engine.cutting import cut_stages
-from lightning_par.engine.pipeline import PipelineExecutor
+from lightning_par.engine.pipeline.executor import PipelineExecutor
+from lightning_par.engine.pipeline.module_split import cut_stages
+from lightning_par.engine.pipeline.schedules import build_schedule
+from lightning_par.engine.pipeline.stage_links import connect, group_name
 from lightning_par.layout import resolve_plan
 from lightning_par.models.gpt import GPT
 from lightning_par.strategies import Pipeline1F1BStrategy

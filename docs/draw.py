@@ -26,10 +26,10 @@ from canvas import (
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_par.engine.builders import build_schedule
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.draw import draw_timeline
-from lightning_par.engine.simulate import simulate
+from lightning_par.engine.pipeline.schedules import build_schedule
+from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.layout import balance_blocks
 from lightning_par.sizes import ParallelSizes
 

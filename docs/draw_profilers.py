@@ -4,9 +4,9 @@ from canvas import BLUE, canvas, GREY, ORANGE, PALE, save, SOFT, write
 from draw_schedules import draw_grid, draw_keys, percent, WIDE
 from matplotlib.figure import Figure
 
-from lightning_par.engine.builders import build_schedule
+from lightning_par.engine.pipeline.schedules import build_schedule
+from lightning_par.engine.pipeline.simulator import simulate, Simulation
 from lightning_par.engine.record import StepRecord
-from lightning_par.engine.simulate import simulate, Simulation
 from lightning_par.engine.summary import PipelineSummary, summarise_pipeline
 from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.plan import ParallelPlan

@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as MplPath
 
-from lightning_par.engine.builders import build_schedule
-from lightning_par.engine.schedule import ActionKind, TimedAction
-from lightning_par.engine.simulate import simulate, Simulation
+from lightning_par.engine.pipeline.actions import ActionKind, TimedAction
+from lightning_par.engine.pipeline.schedules import build_schedule
+from lightning_par.engine.pipeline.simulator import simulate, Simulation
 
 STAGES, MICRO_BATCHES = 4, 8
 COLOURS = {

@@ -7,17 +7,17 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_par.engine.batch import signature, split_batch
-from lightning_par.engine.boundary import connect, group_name
-from lightning_par.engine.builders import (
+from lightning_par.engine.pipeline.executor import PipelineExecutor
+from lightning_par.engine.pipeline.module_split import cut_stages
+from lightning_par.engine.pipeline.p2p import Channel
+from lightning_par.engine.pipeline.schedules import (
     build_schedule,
     forward_only,
     place_stages,
     splits_backward,
 )
-from lightning_par.engine.cutting import cut_stages
-from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
-from lightning_par.engine.pipeline import PipelineExecutor
-from lightning_par.engine.transport import Channel
+from lightning_par.engine.pipeline.split_backward import defer_weight_gradients, WeightGradients
+from lightning_par.engine.pipeline.stage_links import connect, group_name
 from lightning_par.layout import resolve_plan
 from lightning_par.plan import ParallelPlan
 

@@ -15,10 +15,10 @@ from lightning_par.engine.clock import clock_for, measure_offset
 from lightning_par.engine.forecast import Forecast, Parts
 from lightning_par.engine.gradients import SharedGradients
 from lightning_par.engine.ledger import Ledger, LedgerEntry
+from lightning_par.engine.pipeline.actions import TimedAction
+from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.record import RankRecord, StepRecorder
 from lightning_par.engine.report import Report, Table, write_report
-from lightning_par.engine.schedule import TimedAction
-from lightning_par.engine.stages import StageStub
 from lightning_par.engine.trace import write_trace
 from lightning_par.errors import ConfigurationError
 from lightning_par.sizes import AXES

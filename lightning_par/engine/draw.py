@@ -6,8 +6,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import Literal, TYPE_CHECKING
 
-from lightning_par.engine.schedule import ActionKind, TimedAction
-from lightning_par.engine.simulate import bubble_fraction
+from lightning_par.engine.pipeline.actions import ActionKind, TimedAction
+from lightning_par.engine.pipeline.simulator import bubble_fraction
 from lightning_par.errors import ConfigurationError, ScheduleError
 
 if TYPE_CHECKING:

@@ -37,12 +37,12 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
-from lightning_par.engine.boundary import group_name
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.gradients import SharedGradients
 from lightning_par.engine.ledger import Ledger, LedgerEntry, ring_bytes
-from lightning_par.engine.schedule import Action, ActionKind
-from lightning_par.engine.stages import StageStub
+from lightning_par.engine.pipeline.actions import Action, ActionKind
+from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.pipeline.stage_links import group_name
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
 

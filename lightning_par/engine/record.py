@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_par.engine.clock import Clock
 from lightning_par.engine.ledger import Ledger, LedgerEntry, Transfer
-from lightning_par.engine.pipeline import PipelineRun
-from lightning_par.engine.schedule import TimedAction
+from lightning_par.engine.pipeline.actions import TimedAction
+from lightning_par.engine.pipeline.executor import PipelineRun
 
 __all__ = ["RankRecord", "StepRecord", "StepRecorder", "TimedTransfer"]
 

@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.record import RankRecord
-from lightning_par.engine.schedule import TimedAction
 
 __all__ = ["Report", "Table", "write_report"]
 

@@ -33,8 +33,8 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_par.engine.experts import ExpertParallel
+from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.silence import Silence
-from lightning_par.engine.stages import StageStub
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
 

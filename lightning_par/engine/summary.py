@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
+from lightning_par.engine.pipeline.actions import ActionKind, Schedule, TimedAction
+from lightning_par.engine.pipeline.simulator import bubble_fraction, simulate, Simulation
 from lightning_par.engine.record import StepRecord
-from lightning_par.engine.schedule import ActionKind, Schedule, TimedAction
-from lightning_par.engine.simulate import bubble_fraction, simulate, Simulation
 from lightning_par.layout import balance_blocks, ModelLayout
 
 __all__ = ["PipelineSummary", "RankTimes", "Split", "summarise_pipeline"]

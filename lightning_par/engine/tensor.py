@@ -37,8 +37,8 @@ from lightning_par.engine.foreign_layers import (
     whole_inside,
 )
 from lightning_par.engine.initialise import seed_generators
+from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.regions import Region, Regions, SEQUENCE_DIM
-from lightning_par.engine.stages import StageStub
 from lightning_par.engine.vocabulary import VocabShardedLogits
 from lightning_par.errors import PlanError
 from lightning_par.layout import ModelLayout

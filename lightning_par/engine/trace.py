@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_par.engine.pipeline.actions import ActionKind, TimedAction
 from lightning_par.engine.record import RankRecord, StepRecord, TimedTransfer
-from lightning_par.engine.schedule import ActionKind, TimedAction
 
 __all__ = ["trace_events", "write_trace"]
 

@@ -13,10 +13,10 @@ from lightning_par.engine.activations import (
     recompute,
     wait_on_host,
 )
-from lightning_par.engine.builders import build_schedule, splits_backward
-from lightning_par.engine.deferral import defer_weight_gradients, WeightGradients
-from lightning_par.engine.simulate import simulate
-from lightning_par.engine.stages import StageStub
+from lightning_par.engine.pipeline.schedules import build_schedule, splits_backward
+from lightning_par.engine.pipeline.simulator import simulate
+from lightning_par.engine.pipeline.split_backward import defer_weight_gradients, WeightGradients
+from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.layout import ModelLayout
 from lightning_par.plan import match_pattern

@@ -8,11 +8,11 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_par.engine.builders import place_stages
 from lightning_par.engine.compression.options import GradientCompression
 from lightning_par.engine.memory import available_memory
 from lightning_par.engine.offload.estimate import estimate_memory, MemoryEstimate, misfits
 from lightning_par.engine.offload.options import OffloadOptions
+from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.errors import ConfigurationError
 from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan

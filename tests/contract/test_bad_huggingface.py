@@ -11,7 +11,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from lightning_par import cli
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.engine.captured import keep_outputs
+from lightning_par.engine.pipeline.captured_outputs import keep_outputs
 from lightning_par.errors import CheckpointError, ConfigurationError, PlanError
 from lightning_par.huggingface import export_folder, MODEL_STATE
 from lightning_par.huggingface.attention import _attend, _check_packing

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from lightning_par.engine.builders import build_schedule
+from lightning_par.engine.pipeline.actions import TimedAction
+from lightning_par.engine.pipeline.schedules import build_schedule
+from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.engine.record import RankRecord, StepRecord, TimedTransfer
 from lightning_par.engine.report import Report, Table, write_report
-from lightning_par.engine.schedule import TimedAction
-from lightning_par.engine.simulate import simulate
 from tests.browser import open_page, Page
 
 pytestmark = pytest.mark.contract

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from lightning_par import Hybrid3DStrategy
-from lightning_par.engine.builders import SCHEDULES
-from lightning_par.engine.deferral import Deferred
+from lightning_par.engine.pipeline.schedules import SCHEDULES
+from lightning_par.engine.pipeline.split_backward import Deferred
 from tests.parity import assert_parity, quiet_trainer
 from tests.ranks import ranks
 from tests.toy import loader, ToyData, ToyModule

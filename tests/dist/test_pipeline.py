@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_par.engine.schedule import ActionKind
-from lightning_par.engine.simulate import bubble_fraction
-from lightning_par.engine.stages import Leave
-from lightning_par.engine.transport import Channel
+from lightning_par.engine.pipeline.actions import ActionKind
+from lightning_par.engine.pipeline.p2p import Channel
+from lightning_par.engine.pipeline.simulator import bubble_fraction
+from lightning_par.engine.pipeline.stage import Leave
 from tests.ranks import RankError, ranks, run_ranks
 from tests.staged import assert_equal_to_one_process, Block, build, data, Net, Staged
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.engine.batch import split_batch
-from lightning_par.engine.builders import build_schedule, SCHEDULES
-from lightning_par.engine.schedule import ActionKind
-from lightning_par.engine.simulate import bubble_fraction, simulate, span_bubble_fraction
+from lightning_par.engine.pipeline.actions import ActionKind
+from lightning_par.engine.pipeline.schedules import build_schedule, SCHEDULES
+from lightning_par.engine.pipeline.simulator import bubble_fraction, simulate, span_bubble_fraction
 from tests.ranks import ranks
 from tests.staged import assert_equal_to_one_process, Block, build, data, Net, Staged
 

@@ -5,10 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_par.engine.builders import one_f_one_b
 from lightning_par.engine.draw import draw_timeline
-from lightning_par.engine.schedule import parse_actions, TimedAction
-from lightning_par.engine.simulate import simulate
+from lightning_par.engine.pipeline.actions import parse_actions, TimedAction
+from lightning_par.engine.pipeline.schedules import one_f_one_b
+from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.errors import ConfigurationError, ScheduleError
 
 

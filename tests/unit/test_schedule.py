@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import lightning_par
-from lightning_par.engine.builders import (
+from lightning_par.engine.pipeline.actions import Action, ActionKind, parse_actions, Schedule
+from lightning_par.engine.pipeline.schedules import (
     build_schedule,
     forward_only,
     gpipe,
@@ -16,8 +17,7 @@ from lightning_par.engine.builders import (
     place_stages,
     SCHEDULES,
 )
-from lightning_par.engine.schedule import Action, ActionKind, parse_actions, Schedule
-from lightning_par.engine.simulate import (
+from lightning_par.engine.pipeline.simulator import (
     bubble_fraction,
     format_schedule,
     simulate,
@@ -239,7 +239,7 @@ def test_schedules_import_neither_torch_nor_lightning():
     code = (
         "import sys, types; package = types.ModuleType('lightning_par'); "
         f"package.__path__ = [{str(root)!r}]; sys.modules['lightning_par'] = package; "
-        "import lightning_par.engine.builders, lightning_par.engine.draw; "
+        "import lightning_par.engine.pipeline.schedules, lightning_par.engine.draw; "
         "print({'torch', 'lightning', 'matplotlib'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from lightning_par.cli import main
-from lightning_par.engine.builders import build_schedule
-from lightning_par.engine.simulate import format_schedule
+from lightning_par.engine.pipeline.schedules import build_schedule
+from lightning_par.engine.pipeline.simulator import format_schedule
 
 
 def run(monkeypatch, capsys, *arguments):

@@ -4,16 +4,16 @@ from itertools import pairwise, product
 
 import pytest
 
-from lightning_par.engine.builders import (
+from lightning_par.engine.pipeline.actions import Action, ActionKind
+from lightning_par.engine.pipeline.schedules import (
     build_schedule,
     forward_only,
     interleaved,
     read_schedule,
     SCHEDULES,
 )
-from lightning_par.engine.schedule import Action, ActionKind
-from lightning_par.engine.simulate import simulate, validate_schedule
-from lightning_par.engine.zero_bubble import zb_h1, zb_h2, zbv
+from lightning_par.engine.pipeline.simulator import simulate, validate_schedule
+from lightning_par.engine.pipeline.zero_bubble import zb_h1, zb_h2, zbv
 from lightning_par.errors import ScheduleError
 
 SIZES = [*product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 7, 8, 9, 16, 17, 32))]

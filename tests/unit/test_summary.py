@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_par.engine.builders import build_schedule
+from lightning_par.engine.pipeline.actions import TimedAction
+from lightning_par.engine.pipeline.schedules import build_schedule
+from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.engine.record import StepRecord, TimedTransfer
-from lightning_par.engine.schedule import TimedAction
-from lightning_par.engine.simulate import simulate
 from lightning_par.engine.summary import summarise_pipeline
 from lightning_par.layout import ModelLayout
 from lightning_par.plan import ParallelPlan

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_par.engine.schedule import Action, ActionKind, Schedule, TimedAction
-from lightning_par.engine.schedule_rules import (
+from lightning_par.engine.pipeline.actions import Action, ActionKind, Schedule, TimedAction
+from lightning_par.engine.pipeline.validation import (
     crossed_messages,
     early_actions,
     foreign_actions,
@@ -108,7 +108,7 @@ def simulate(
 ) -> Simulation:
     """Runs `schedule` on paper; see Note [Buffered messages].
 
-    >>> from lightning_par.engine.builders import one_f_one_b
+    >>> from lightning_par.engine.pipeline.schedules import one_f_one_b
     >>> simulation = simulate(one_f_one_b(4, 8))
     >>> simulation.makespan, round(simulation.bubble, 4), simulation.peak_in_flight
     (33.0, 0.2727, (4, 3, 2, 1))
@@ -184,7 +184,7 @@ def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2) 
 
     An action that takes several units is continued by dashes, a dot is an idle unit.
 
-    >>> from lightning_par.engine.builders import gpipe
+    >>> from lightning_par.engine.pipeline.schedules import gpipe
     >>> print(format_schedule(gpipe(2, 2)))
     gpipe: 2 stages, 2 micro-batches, bubble 33.3 %
     rank 0 | 0F0 0F1  .   .   .  0B0 --- 0B1 ---

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.transport import Channel, pack, PendingMessage, TensorSpec
+from lightning_par.engine.pipeline.p2p import Channel, pack, PendingMessage, TensorSpec
 
 __all__ = ["Boundary", "LocalChannel", "connect", "group_name"]
 

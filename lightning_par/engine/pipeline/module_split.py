@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_par.engine.captured import captured_names, keep_outputs
-from lightning_par.engine.stages import (
+from lightning_par.engine.pipeline.captured_outputs import captured_names, keep_outputs
+from lightning_par.engine.pipeline.stage import (
     AbsentModule,
     earlier_block,
     GhostModule,

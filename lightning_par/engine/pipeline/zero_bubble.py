@@ -11,7 +11,7 @@ V-shape).
 
 from collections import Counter
 
-from lightning_par.engine.schedule import Action, ActionKind, count_problems, Schedule
+from lightning_par.engine.pipeline.actions import Action, ActionKind, count_problems, Schedule
 from lightning_par.errors import raise_problems, ScheduleError
 
 __all__ = ["zb_h1", "zb_h2", "zbv"]

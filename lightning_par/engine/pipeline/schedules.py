@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from lightning_par.engine.schedule import (
+from lightning_par.engine.pipeline.actions import (
     Action,
     ActionKind,
     count_problems,
     parse_actions,
     Schedule,
 )
-from lightning_par.engine.simulate import validate_schedule
-from lightning_par.engine.zero_bubble import zb_h1, zb_h2, zbv
+from lightning_par.engine.pipeline.simulator import validate_schedule
+from lightning_par.engine.pipeline.zero_bubble import zb_h1, zb_h2, zbv
 from lightning_par.errors import either, raise_problems, ScheduleError
 
 __all__ = [

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import product
 
-from lightning_par.engine.schedule import Action, ActionKind, Schedule
+from lightning_par.engine.pipeline.actions import Action, ActionKind, Schedule
 
 __all__ = [
     "crossed_messages",

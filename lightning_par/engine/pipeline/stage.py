@@ -23,7 +23,7 @@ import torch
 from torch import nn, Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_par.engine.captured import add_stand_ins
+from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.errors import PipelineError
 
 __all__ = [

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_par.engine.activity import Activity
-from lightning_par.engine.boundary import Boundary
 from lightning_par.engine.clock import Clock, HostClock
-from lightning_par.engine.deferral import Deferred, WeightGradients
-from lightning_par.engine.schedule import Action, ActionKind, Schedule, TimedAction
-from lightning_par.engine.stages import MicroBatchState, Stage
-from lightning_par.engine.transport import PendingMessage, TensorSpec, unpack
+from lightning_par.engine.pipeline.actions import Action, ActionKind, Schedule, TimedAction
+from lightning_par.engine.pipeline.p2p import PendingMessage, TensorSpec, unpack
+from lightning_par.engine.pipeline.split_backward import Deferred, WeightGradients
+from lightning_par.engine.pipeline.stage import MicroBatchState, Stage
+from lightning_par.engine.pipeline.stage_links import Boundary
 
 __all__ = ["PipelineExecutor", "PipelineHooks", "PipelineRun"]
 
