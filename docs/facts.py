@@ -22,7 +22,7 @@ from lightning_par.engine.materialise import Materialiser
 from lightning_par.engine.pipeline.module_split import cut_stages
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.shard import shard_model, Sharding
-from lightning_par.engine.tensor import apply_tensor_parallel
+from lightning_par.engine.tensor.apply import apply_tensor_parallel
 from lightning_par.layout import balance_blocks, ModelLayout, resolve_plan
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.models import GPT, GPTConfig

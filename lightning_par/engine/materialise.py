@@ -12,7 +12,7 @@ from torch import nn, Tensor
 from lightning_par.engine.experts import ExpertParallel
 from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.tensor import shard_parameter, TensorParallel
+from lightning_par.engine.tensor.apply import shard_parameter, TensorParallel
 from lightning_par.errors import PlanError
 
 __all__ = ["Materialiser", "broadcast_values"]

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_par.engine.experts import ExpertParallel
 from lightning_par.engine.gradients import ReplicatedGradients, SharedGradients
-from lightning_par.engine.tensor import TensorParallel
+from lightning_par.engine.tensor.apply import TensorParallel
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
 

@@ -33,7 +33,7 @@ from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.engine.pipeline.stage_links import Boundary, connect, group_name
 from lightning_par.engine.sequence import ContextOptions
 from lightning_par.engine.shard import shard_model, Sharding
-from lightning_par.engine.tensor import apply_tensor_parallel, TensorParallel
+from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParallel
 from lightning_par.huggingface import divide_attention
 from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.mesh import ParallelMesh

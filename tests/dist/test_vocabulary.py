@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_par.engine.collectives import split_sizes
-from lightning_par.engine.vocabulary import VocabShardedLogits
+from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
 from lightning_par.errors import ConfigurationError
 from tests.ranks import ranks
 

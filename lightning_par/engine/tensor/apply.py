@@ -28,7 +28,9 @@ from lightning_par.engine.collectives import (
     slice_to_shard,
     split_sizes,
 )
-from lightning_par.engine.foreign_layers import (
+from lightning_par.engine.initialise import seed_generators
+from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.tensor.huggingface_layers import (
     enter_region,
     expert_shards,
     fused_qkv_transposed,
@@ -36,10 +38,8 @@ from lightning_par.engine.foreign_layers import (
     rowwise_transposed,
     whole_inside,
 )
-from lightning_par.engine.initialise import seed_generators
-from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.regions import Region, Regions, SEQUENCE_DIM
-from lightning_par.engine.vocabulary import VocabShardedLogits
+from lightning_par.engine.tensor.sequence_parallel import Region, Regions, SEQUENCE_DIM
+from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
 from lightning_par.errors import PlanError
 from lightning_par.layout import ModelLayout
 

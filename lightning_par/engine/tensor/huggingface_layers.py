@@ -2,7 +2,7 @@
 
 Shapes: B batch, T tokens, D model dim, E experts, K experts of a token; a rank holds T/tp tokens or
 E/tp experts. Each style is called while the module's parameters stand for this rank's shards; see
-Note [Local computation] in `lightning_par.engine.tensor`.
+Note [Local computation] in `lightning_par.engine.tensor.apply`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.engine.collectives import copy_to_group, reduce_to_whole
-from lightning_par.engine.regions import on_first_tensor, Region
+from lightning_par.engine.tensor.sequence_parallel import on_first_tensor, Region
 
 __all__ = [
     "enter_region",

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers whose weights are sharded over the `tp` axis."""
