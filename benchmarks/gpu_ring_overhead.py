@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_par.engine.ring_attention import ring_attention
-from lightning_par.engine.ring_messages import KeyValues, Mail, Mailbox
-from lightning_par.engine.ring_schedule import RingSchedule, SequenceLayout
+from lightning_par.engine.context.ring_attention import ring_attention
+from lightning_par.engine.context.ring_p2p import KeyValues, Mail, Mailbox
+from lightning_par.engine.context.ring_schedule import RingSchedule, SequenceLayout
 
 HEADS, DIM = 16, 128
 

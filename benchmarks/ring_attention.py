@@ -20,9 +20,9 @@ from _torch_ring import prepare, torch_ring
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_par.engine.context import build_axis
-from lightning_par.engine.ring_messages import Mail, Mailbox
-from lightning_par.engine.sequence import ContextOptions, SequenceAxis
+from lightning_par.engine.context.apply import build_axis
+from lightning_par.engine.context.ring_p2p import Mail, Mailbox
+from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceAxis
 from lightning_par.mesh import build_mesh
 from lightning_par.sizes import ParallelSizes
 

@@ -15,9 +15,9 @@ from _paired import Arguments, launch
 from _torch_ring import prepare, torch_ring
 from torch import Tensor
 
-from lightning_par.engine.context import build_axis
+from lightning_par.engine.context.apply import build_axis
+from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.engine.ledger import Ledger
-from lightning_par.engine.sequence import ContextOptions
 from lightning_par.mesh import build_mesh
 from lightning_par.sizes import ParallelSizes
 

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
-from lightning_par.engine.ring_schedule import (
+from lightning_par.engine.context.ring_schedule import (
     ring_steps,
     RingSchedule,
     RingStep,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_par.engine.context import build_axis
-from lightning_par.engine.sequence import ContextOptions, SequenceAxis
+from lightning_par.engine.context.apply import build_axis
+from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceAxis
 from lightning_par.mesh import build_mesh, ParallelSizes
 
 

@@ -8,8 +8,8 @@ import argparse
 
 import torch
 
-from lightning_par.engine.attention_backends import KERNELS
-from lightning_par.engine.attention_kernels import AttentionKernel
+from lightning_par.engine.context.kernels.aten import AttentionKernel
+from lightning_par.engine.context.kernels.select import KERNELS
 
 __all__ = ["main"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn, Tensor
 
-from lightning_par.engine.attention import attention
-from lightning_par.engine.sequence import SequenceAxis
+from lightning_par.engine.context.attention import attention
+from lightning_par.engine.context.sequence_shard import SequenceAxis
 from lightning_par.errors import ConfigurationError
 from lightning_par.huggingface.models import find_model
 from lightning_par.plan import BatchLayout

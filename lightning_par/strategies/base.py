@@ -20,11 +20,11 @@ from typing_extensions import override
 
 from lightning_par.engine.activations import Recomputation
 from lightning_par.engine.compression.options import GradientCompression, read_compression
+from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.engine.initialise import ConstructionRecord, record_construction
 from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.schedules import place_stages
-from lightning_par.engine.sequence import ContextOptions
 from lightning_par.errors import LightningParError
 from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry, sequence_entries
 from lightning_par.engine.compression.options import check_compression, GradientCompression
-from lightning_par.engine.context import check_context
+from lightning_par.engine.context.apply import check_context
+from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.engine.experts import check_experts
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.schedules import place_stages, SCHEDULES
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.sequence import ContextOptions
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.fields import read_fields
 from lightning_par.layout import check_plan, ModelLayout

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.sequence import SequenceAxis
+from lightning_par.engine.context.sequence_shard import SequenceAxis
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import ParallelPlan

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.compression.options import GradientCompression
 from lightning_par.engine.compression.reduction import CompressedGradients
-from lightning_par.engine.context import apply_context_parallel, build_axis
+from lightning_par.engine.context.apply import apply_context_parallel, build_axis
+from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.engine.experts import apply_expert_parallel, apply_replica_sums, ExpertParallel
 from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.materialise import broadcast_values, Materialiser
@@ -31,7 +32,6 @@ from lightning_par.engine.pipeline.schedules import build_schedule, place_stages
 from lightning_par.engine.pipeline.split_backward import WeightGradients
 from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.engine.pipeline.stage_links import Boundary, connect, group_name
-from lightning_par.engine.sequence import ContextOptions
 from lightning_par.engine.shard import shard_model, Sharding
 from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParallel
 from lightning_par.huggingface import divide_attention

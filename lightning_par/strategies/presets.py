@@ -2,8 +2,8 @@
 
 from typing import Any, ClassVar, Literal
 
+from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.engine.sequence import ContextOptions
 from lightning_par.errors import ConfigurationError
 from lightning_par.sizes import AutoRule
 from lightning_par.strategies.base import MeshStrategy

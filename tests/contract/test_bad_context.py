@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 
 from lightning_par import Hybrid3DStrategy, SequenceRingStrategy
-from lightning_par.engine.sequence import ContextOptions
+from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.errors import ConfigurationError, MeshError, PlanError
 from lightning_par.plan import BatchLayout, ParallelPlan
 from tests.mistakes import Case, fit, planned

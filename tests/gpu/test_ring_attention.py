@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_par.engine.attention_backends import KERNELS
-from lightning_par.engine.attention_kernels import AttentionKernel, BlockOptions
-from lightning_par.engine.ring_attention import KeyMask, ring_attention
-from lightning_par.engine.ring_messages import KeyValues, Mail, Mailbox
-from lightning_par.engine.ring_schedule import RingSchedule, SequenceLayout, Transfer
+from lightning_par.engine.context.kernels.aten import AttentionKernel, BlockOptions
+from lightning_par.engine.context.kernels.select import KERNELS
+from lightning_par.engine.context.ring_attention import KeyMask, ring_attention
+from lightning_par.engine.context.ring_p2p import KeyValues, Mail, Mailbox
+from lightning_par.engine.context.ring_schedule import RingSchedule, SequenceLayout, Transfer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_par.engine.attention_backends import choose_kernel, KERNELS
-from lightning_par.engine.attention_kernels import BlockOptions
+from lightning_par.engine.context.kernels.aten import BlockOptions
+from lightning_par.engine.context.kernels.select import choose_kernel, KERNELS
 from lightning_par.errors import ConfigurationError
 
 HERE = [k for k in KERNELS.values() if k.missing() is None and k.device_type in (None, "cpu")]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_par.commands import find_command
-from lightning_par.engine.attention_backends import KERNELS
+from lightning_par.engine.context.kernels.select import KERNELS
 
 
 def test_every_backend_has_a_line_with_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

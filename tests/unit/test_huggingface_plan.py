@@ -12,7 +12,7 @@ from torch import nn
 
 import lightning_par.huggingface
 from lightning_par.engine.batch import count_valid, sequence_entries, shift_labels
-from lightning_par.engine.context import check_context
+from lightning_par.engine.context.apply import check_context
 from lightning_par.engine.double import DoublePrecision
 from lightning_par.errors import PlanError
 from lightning_par.huggingface import derive_plan

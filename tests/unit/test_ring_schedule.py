@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from lightning_par.engine.ring_schedule import (
+from lightning_par.engine.context.ring_schedule import (
     join_intervals,
     places_in,
     ring_steps,

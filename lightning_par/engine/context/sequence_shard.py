@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.attention_backends import check_backend
 from lightning_par.engine.batch import (
     batch_entry,
     sequence_entries,
@@ -21,10 +20,11 @@ from lightning_par.engine.batch import (
     with_entries,
 )
 from lightning_par.engine.collectives import all_gather
-from lightning_par.engine.head_exchange import gather_tokens, scatter_tokens
-from lightning_par.engine.ring_attention import KeyMask, ring_attention
-from lightning_par.engine.ring_messages import Mailbox
-from lightning_par.engine.ring_schedule import RingSchedule, SequenceLayout
+from lightning_par.engine.context.kernels.select import check_backend
+from lightning_par.engine.context.ring_attention import KeyMask, ring_attention
+from lightning_par.engine.context.ring_p2p import Mailbox
+from lightning_par.engine.context.ring_schedule import RingSchedule, SequenceLayout
+from lightning_par.engine.context.ulysses import gather_tokens, scatter_tokens
 from lightning_par.engine.shapes import Float, Shaped
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.plan import BatchLayout

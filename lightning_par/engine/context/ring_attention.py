@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_par.engine.attention_backends import choose_kernel
-from lightning_par.engine.attention_kernels import AttentionKernel, BlockOptions, wide
-from lightning_par.engine.ring_messages import KeyValues, Mail, Mailbox
-from lightning_par.engine.ring_schedule import (
+from lightning_par.engine.context.kernels.aten import AttentionKernel, BlockOptions, wide
+from lightning_par.engine.context.kernels.select import choose_kernel
+from lightning_par.engine.context.ring_p2p import KeyValues, Mail, Mailbox
+from lightning_par.engine.context.ring_schedule import (
     AttentionBlock,
     ring_steps,
     RingSchedule,

@@ -5,14 +5,14 @@ from functools import cache
 
 from torch import Tensor
 
-from lightning_par.engine.attention_kernels import (
+from lightning_par.engine.context.kernels.aten import (
     AtenCpuKernel,
     AtenEfficientKernel,
     AtenFlashKernel,
     AttentionKernel,
     EagerKernel,
 )
-from lightning_par.engine.attention_packages import FlashAttn4Kernel, FlashAttnKernel
+from lightning_par.engine.context.kernels.flash_attn import FlashAttn4Kernel, FlashAttnKernel
 from lightning_par.errors import ConfigurationError, either
 
 __all__ = ["KERNELS", "check_backend", "choose_kernel"]

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_par.engine.attention_kernels import (
+from lightning_par.engine.context.kernels.aten import (
     AtenFlashKernel,
     BlockOptions,
     Keys,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.ring_schedule import Interval, places_in, Transfer
+from lightning_par.engine.context.ring_schedule import Interval, places_in, Transfer
 
 __all__ = ["KeyValues", "Mail", "Mailbox"]
 

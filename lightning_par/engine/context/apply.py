@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_par.engine.attention import take_over
+from lightning_par.engine.context.attention import take_over
+from lightning_par.engine.context.ring_p2p import Mailbox
+from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceAxis
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.ring_messages import Mailbox
-from lightning_par.engine.sequence import ContextOptions, SequenceAxis
 from lightning_par.errors import PlanError, raise_problems
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh

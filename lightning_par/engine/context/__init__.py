@@ -1,0 +1,1 @@
+"""Context parallelism: sequences sharded over the `cp` axis, by ring attention or Ulysses."""
