@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from lightning_par.checkpoint.pieces import cut_box
-from lightning_par.engine.experts import expert_shard_dim
+from lightning_par.engine.experts.apply import expert_shard_dim
 from lightning_par.engine.tensor.apply import tensor_placements
 from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.plan import match_pattern

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
-from lightning_par.engine.experts import ExpertParallel
+from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.tensor.apply import shard_parameter, TensorParallel

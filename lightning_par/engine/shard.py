@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
-from lightning_par.engine.experts import ExpertParallel
+from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.silence import Silence
 from lightning_par.layout import ModelLayout

@@ -21,7 +21,7 @@ from lightning_par.engine.batch import batch_entry, sequence_entries
 from lightning_par.engine.compression.options import check_compression, GradientCompression
 from lightning_par.engine.context.apply import check_context
 from lightning_par.engine.context.sequence_shard import ContextOptions
-from lightning_par.engine.experts import check_experts
+from lightning_par.engine.experts.apply import check_experts
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.schedules import place_stages, SCHEDULES
 from lightning_par.engine.pipeline.stage import StageStub

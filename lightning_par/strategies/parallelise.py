@@ -21,7 +21,11 @@ from lightning_par.engine.compression.options import GradientCompression
 from lightning_par.engine.compression.reduction import CompressedGradients
 from lightning_par.engine.context.apply import apply_context_parallel, build_axis
 from lightning_par.engine.context.sequence_shard import ContextOptions
-from lightning_par.engine.experts import apply_expert_parallel, apply_replica_sums, ExpertParallel
+from lightning_par.engine.experts.apply import (
+    apply_expert_parallel,
+    apply_replica_sums,
+    ExpertParallel,
+)
 from lightning_par.engine.initialise import ConstructionRecord
 from lightning_par.engine.materialise import broadcast_values, Materialiser
 from lightning_par.engine.offload.options import OffloadOptions
