@@ -198,7 +198,7 @@ def tensor_parallel() -> Figure:
     return figure
 
 
-# What the docstring of engine/shard.py says: parameters, gradients, optimizer states.
+# What the docstring of engine/data/fsdp.py says: parameters, gradients, optimizer states.
 DURING = {
     0: ("whole", "whole", "whole"),
     1: ("step", "step", "share"),

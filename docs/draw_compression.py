@@ -10,8 +10,8 @@ from canvas import canvas, heat, save, SOFT, write
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_par.engine.compression.methods import choose_compressor, GradientBucket
-from lightning_par.engine.compression.options import GradientCompression
+from lightning_par.engine.data.compression.methods import choose_compressor, GradientBucket
+from lightning_par.engine.data.compression.options import GradientCompression
 
 SIZE, STEPS, CELL = 14, 16, 0.108
 STRONGEST = 0.04  # for `heat`

@@ -5,9 +5,9 @@ this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``
 ``hybrid3d`` and ``zero_offload`` with Lightning.
 """
 
-from lightning_par.engine.compression.options import GradientCompression
 from lightning_par.engine.context.attention import attention
 from lightning_par.engine.context.sequence_shard import ContextOptions
+from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.errors import LightningParError
 from lightning_par.layout import check_plan
 from lightning_par.plan import BatchLayout, ParallelPlan

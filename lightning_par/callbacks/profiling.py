@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_par.engine.batch import signature
 from lightning_par.engine.clock import clock_for, measure_offset
+from lightning_par.engine.data.gradient_reduction import SharedGradients
 from lightning_par.engine.forecast import Forecast, Parts
-from lightning_par.engine.gradients import SharedGradients
 from lightning_par.engine.ledger import Ledger, LedgerEntry
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.stage import StageStub

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from lightning_par.engine.collectives import split_sizes
-from lightning_par.engine.gradients import SharedGradients
+from lightning_par.engine.data.gradient_reduction import SharedGradients
 from lightning_par.engine.ledger import Ledger, LedgerEntry, ring_bytes
 from lightning_par.engine.pipeline.actions import Action, ActionKind
 from lightning_par.engine.pipeline.stage import StageStub

@@ -17,10 +17,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lightning_par.engine.activity import Activity
-from lightning_par.engine.compression.options import GradientCompression
-from lightning_par.engine.compression.reduction import CompressedGradients
 from lightning_par.engine.context.apply import apply_context_parallel, build_axis
 from lightning_par.engine.context.sequence_shard import ContextOptions
+from lightning_par.engine.data.compression.options import GradientCompression
+from lightning_par.engine.data.compression.reduction import CompressedGradients
+from lightning_par.engine.data.fsdp import shard_model, Sharding
+from lightning_par.engine.data.replicated_parameters import find_copies
 from lightning_par.engine.experts.apply import (
     apply_expert_parallel,
     apply_replica_sums,
@@ -36,13 +38,11 @@ from lightning_par.engine.pipeline.schedules import build_schedule, place_stages
 from lightning_par.engine.pipeline.split_backward import WeightGradients
 from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.engine.pipeline.stage_links import Boundary, connect, group_name
-from lightning_par.engine.shard import shard_model, Sharding
 from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParallel
 from lightning_par.huggingface import divide_attention
 from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.blocks import BlockOptions, prepare_blocks
-from lightning_par.strategies.copies import find_copies
 from lightning_par.strategies.divided import DividedSteps
 from lightning_par.strategies.parallelised import Parallelised
 from lightning_par.strategies.sharing import bind_metrics

@@ -7,8 +7,9 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import nn, Tensor
 
-from lightning_par.engine.compression.reduction import CompressedGradients
-from lightning_par.engine.gradients import (
+from lightning_par.engine.data.compression.reduction import CompressedGradients
+from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.engine.data.gradient_reduction import (
     clip_by_norm,
     clip_by_value,
     ReplicatedGradients,
@@ -16,7 +17,6 @@ from lightning_par.engine.gradients import (
     total_norm,
 )
 from lightning_par.engine.offload.optimizer import HostOptimizer
-from lightning_par.engine.shard import Sharding
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.state import StateMap

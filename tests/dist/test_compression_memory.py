@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_par.engine.compression.methods import choose_compressor, GradientBucket
-from lightning_par.engine.compression.options import GradientCompression
-from lightning_par.engine.compression.reduction import CompressedGradients
+from lightning_par.engine.data.compression.methods import choose_compressor, GradientBucket
+from lightning_par.engine.data.compression.options import GradientCompression
+from lightning_par.engine.data.compression.reduction import CompressedGradients
 from lightning_par.engine.ledger import Ledger
 from tests.compression import WIDTH
 from tests.ranks import ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_par.engine.silence import Silence
+from lightning_par.engine.data.zero_weight_loss import Silence
 from tests.parity import assert_parity
 
 ONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import MixedPrecision
-from lightning_par.engine.gradients import local_gradients
+from lightning_par.engine.data.gradient_reduction import local_gradients
 from tests.parity import quiet_trainer, Recorder
 from tests.ranks import ranks, run_ranks
 from tests.toy import loader, ToyData, ToyModule

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from lightning_par.engine.compression.options import GradientCompression
+from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.holdings import find_holdings, Holding
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.layout import ModelLayout

@@ -32,9 +32,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
+from lightning_par.engine.data.zero_weight_loss import Silence
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.silence import Silence
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
 

@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_par.engine.collectives import all_gather
-from lightning_par.engine.compression.options import GradientCompression
-from lightning_par.engine.gradients import sum_together
+from lightning_par.engine.data.compression.options import GradientCompression
+from lightning_par.engine.data.gradient_reduction import sum_together
 
 __all__ = ["Compressor", "GradientBucket", "choose_compressor"]
 

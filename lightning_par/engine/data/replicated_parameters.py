@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
 from lightning_par.engine.experts.apply import ExpertParallel
-from lightning_par.engine.gradients import ReplicatedGradients, SharedGradients
 from lightning_par.engine.tensor.apply import TensorParallel
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh

@@ -1,0 +1,1 @@
+"""Data parallelism: FSDP2 shards, gradient reduction, and gradient compression."""

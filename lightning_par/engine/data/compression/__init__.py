@@ -1,0 +1,1 @@
+"""Gradient compression on the data axis."""
