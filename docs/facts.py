@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_par.engine.data.fsdp import shard_model, Sharding
-from lightning_par.engine.initialise import record_construction
+from lightning_par.engine.init.deferred_init import record_construction
+from lightning_par.engine.init.materialize import Materialiser
 from lightning_par.engine.ledger import Ledger
-from lightning_par.engine.materialise import Materialiser
 from lightning_par.engine.pipeline.module_split import cut_stages
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.tensor.apply import apply_tensor_parallel

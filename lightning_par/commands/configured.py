@@ -8,7 +8,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_par.cli import ParallelCLI
-from lightning_par.engine.initialise import record_construction
+from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.base import MeshStrategy
 

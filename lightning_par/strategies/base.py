@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_par.engine.activations import Recomputation
 from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression, read_compression
-from lightning_par.engine.initialise import ConstructionRecord, record_construction
+from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
 from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.schedules import place_stages

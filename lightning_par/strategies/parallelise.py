@@ -28,8 +28,8 @@ from lightning_par.engine.experts.apply import (
     apply_replica_sums,
     ExpertParallel,
 )
-from lightning_par.engine.initialise import ConstructionRecord
-from lightning_par.engine.materialise import broadcast_values, Materialiser
+from lightning_par.engine.init.deferred_init import ConstructionRecord
+from lightning_par.engine.init.materialize import broadcast_values, Materialiser
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.executor import PipelineExecutor

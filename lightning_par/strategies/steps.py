@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.batch import batch_size, count_valid, signature, split_batch
 from lightning_par.engine.data.fsdp import Sharding
-from lightning_par.engine.initialise import seed_generators, seed_of
+from lightning_par.engine.init.deferred_init import seed_generators, seed_of
 from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only

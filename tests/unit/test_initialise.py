@@ -12,7 +12,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.nn.init import orthogonal_, trunc_normal_
 
-from lightning_par.engine.initialise import ConstructionRecord, record_construction, seed_of
+from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction, seed_of
 
 T, D, V, LAYERS = 24, 48, 97, 3
 
@@ -186,7 +186,7 @@ def test_generator_of_torch_is_left_alone() -> None:
 MEMORY = """
 import resource, torch
 from torch import nn
-from lightning_par.engine.initialise import record_construction
+from lightning_par.engine.init.deferred_init import record_construction
 with record_construction():
     nn.Linear(3, 5)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_par.engine.initialise import record_construction
+from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError, PlanError
 from tests.unit.test_initialise import build, holder, one, values
 

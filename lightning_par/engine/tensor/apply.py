@@ -28,7 +28,7 @@ from lightning_par.engine.collectives import (
     slice_to_shard,
     split_sizes,
 )
-from lightning_par.engine.initialise import seed_generators
+from lightning_par.engine.init.deferred_init import seed_generators
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.tensor.huggingface_layers import (
     enter_region,

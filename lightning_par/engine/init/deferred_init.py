@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_par.engine.tape import ConstructionTape, TapeEntry, TensorView
+from lightning_par.engine.init.construction_tape import ConstructionTape, TapeEntry, TensorView
 from lightning_par.errors import ConfigurationError, PlanError
 
 __all__ = ["ConstructionRecord", "record_construction", "seed_generators", "seed_of"]

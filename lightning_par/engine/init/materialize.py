@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.engine.experts.apply import ExpertParallel
-from lightning_par.engine.initialise import ConstructionRecord
+from lightning_par.engine.init.deferred_init import ConstructionRecord
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.tensor.apply import shard_parameter, TensorParallel
 from lightning_par.errors import PlanError

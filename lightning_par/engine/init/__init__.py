@@ -1,0 +1,1 @@
+"""Deferred initialization: a model built on the meta device, materialized shard by shard."""
