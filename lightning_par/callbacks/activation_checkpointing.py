@@ -6,7 +6,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_par.engine.activations import (
+from lightning_par.engine.activations.checkpointing import (
     Mode,
     MODES,
     Recomputation,

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_par.engine.activations import (
+from lightning_par.engine.activations.checkpointing import (
     choose_modes,
     Mode,
     Recomputation,

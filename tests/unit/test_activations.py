@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_par.engine import host
-from lightning_par.engine.activations import (
+from lightning_par.engine.activations.checkpointing import (
     choose_modes,
     Mode,
     recompute,

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from lightning_par.engine.host import hold_on_host, kept_on_host
+from lightning_par.engine.activations.cpu_offload import hold_on_host, kept_on_host
 
 __all__ = [
     "MODES",
