@@ -42,7 +42,7 @@ def host_step(name: str, entries: int, threads: int, folder: Path) -> Callable[[
     import torch
 
     from lightning_par.engine.offload.adam import AdamRule, AdamTensors, choose_kernel
-    from lightning_par.engine.offload.worker import Update, UpdateWorker
+    from lightning_par.engine.offload.update_worker import Update, UpdateWorker
 
     rule = AdamRule(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decoupled=True)
     worker = UpdateWorker(choose_kernel(name, folder), threads)
@@ -79,7 +79,7 @@ def floor_step(entries: int, threads: int, folder: Path) -> Callable[[], None]:
     """Return a sweep over as much memory."""
     import torch
 
-    from lightning_par.engine.offload.build import build_library
+    from lightning_par.engine.offload.cpp_build import build_library
 
     source = folder / "floor.cpp"
     source.write_text(FLOOR)

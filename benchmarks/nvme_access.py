@@ -26,9 +26,9 @@ from torch import nn, Tensor
 
 from lightning_par.engine.offload import storage
 from lightning_par.engine.offload.adam import AdamKernel, AdamRule, choose_kernel
+from lightning_par.engine.offload.nvme import DirectPages, open_direct
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.engine.offload.pages import DirectPages, open_direct
-from lightning_par.engine.offload.worker import UpdateWorker
+from lightning_par.engine.offload.update_worker import UpdateWorker
 
 ENTRIES = 2**20
 """Of a parameter: 12 MiB of states."""

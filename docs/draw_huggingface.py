@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_par import check_plan, ParallelSizes
-from lightning_par.engine.holdings import find_holdings, Holding
+from lightning_par.engine.memory.placement import find_holdings, Holding
 from lightning_par.plan import find_plan
 
 SIZES = ParallelSizes(tensor=2, pipeline=2, data_shard=2)

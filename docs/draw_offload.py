@@ -7,7 +7,7 @@ from canvas import BLUE, box, canvas, GREEN, GREY, ORANGE, PALE, save, SOFT, wri
 from matplotlib.figure import Figure
 from torch import nn
 
-from lightning_par.engine.offload.estimate import estimate_memory, MemoryEstimate
+from lightning_par.engine.memory.estimate import estimate_memory, MemoryEstimate
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.layout import resolve_plan
 from lightning_par.plan import ParallelPlan

@@ -8,7 +8,12 @@ import torch
 from typing_extensions import override
 
 from lightning_par.callbacks.first_step import FirstStepCounter, gather_numbers
-from lightning_par.engine.memory import bytes_held, current_memory, peak_memory, SavedActivations
+from lightning_par.engine.memory.measured import (
+    bytes_held,
+    current_memory,
+    peak_memory,
+    SavedActivations,
+)
 
 __all__ = ["MemoryMonitor"]
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from lightning_par.commands.configured import configure, ConfiguredRun
-from lightning_par.engine.holdings import find_holdings, Holding
 from lightning_par.engine.init.deferred_init import record_construction
+from lightning_par.engine.memory.placement import find_holdings, Holding
 from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.plan import find_plan
 from lightning_par.sizes import ParallelSizes

@@ -17,7 +17,7 @@ from torch import nn, Tensor
 
 from lightning_par.checkpoint.pieces import local_part
 from lightning_par.engine.data.gradient_reduction import is_counted_here, local_gradients
-from lightning_par.engine.offload.departed import DepartedGradients
+from lightning_par.engine.offload.offloaded_gradients import DepartedGradients
 
 __all__ = ["MeshGradScaler", "underflow_share"]
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import get_kernel, Library
 
-from lightning_par.engine.offload.courier import Courier
+from lightning_par.engine.offload.copy_stream import Courier
 
 __all__ = ["Call", "Wiretap"]
 

@@ -9,8 +9,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_par.engine.data.compression.options import GradientCompression
-from lightning_par.engine.memory import available_memory
-from lightning_par.engine.offload.estimate import estimate_memory, MemoryEstimate, misfits
+from lightning_par.engine.memory.estimate import estimate_memory, MemoryEstimate, misfits
+from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.errors import ConfigurationError

@@ -16,7 +16,7 @@ from lightning_par.engine.data.gradient_reduction import (
     SharedGradients,
     total_norm,
 )
-from lightning_par.engine.offload.optimizer import HostOptimizer
+from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.state import StateMap

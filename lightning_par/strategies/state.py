@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_par.checkpoint.groups import by_name, check_groups, number_names
 from lightning_par.checkpoint.pieces import Box, cut_piece, local_box, local_part, Piece
 from lightning_par.checkpoint.reader import StoredOptimizer, StoredTensor, StoredTensors
-from lightning_par.engine.offload.optimizer import HostOptimizer
+from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.errors import CheckpointError
 from lightning_par.huggingface import adapt_weights
 from lightning_par.mesh import ParallelMesh

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_par import check_plan, Hybrid3DStrategy, ParallelSizes
 from lightning_par.engine.double import DoublePrecision
-from lightning_par.engine.holdings import find_holdings
+from lightning_par.engine.memory.placement import find_holdings
 from lightning_par.plan import find_plan
 from lightning_par.strategies import MeshStrategy
 from tests.hf_models import ADAPTED, FAMILIES, HFModule, MODELS, PaddedText

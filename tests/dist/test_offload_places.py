@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lightning_par.engine.offload.host_storage import allocate, HostStorage, offloaded_parameters
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.engine.offload.storage import allocate, HostStorage, offloaded_parameters
 from lightning_par.errors import ConfigurationError, OffloadError
 from tests.dist.test_offload import assert_as_one_process, with_defaults
 from tests.offload import KINDS, run_offloaded, same_weights

@@ -11,8 +11,8 @@ import torch
 
 import lightning_par
 from lightning_par.cli import main
-from lightning_par.engine.memory import available_memory
-from lightning_par.engine.offload.estimate import MemoryEstimate, MemoryRow, misfits
+from lightning_par.engine.memory.estimate import MemoryEstimate, MemoryRow, misfits
+from lightning_par.engine.memory.measured import available_memory
 from lightning_par.layout import check_plan
 from lightning_par.models import Mixtral, MixtralConfig
 from lightning_par.strategies.capacity import check_memory, explain_misfit

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks._live import LiveBytes
 from lightning_par.engine.flops import FlopCounter
-from lightning_par.engine.memory import bytes_held, SavedActivations
+from lightning_par.engine.memory.measured import bytes_held, SavedActivations
 
 BATCH, IN, HIDDEN, OUT = 5, 3, 7, 2
 

@@ -16,7 +16,7 @@ from lightning_par.engine.offload.adam import (
     choose_kernel,
     kernel_source,
 )
-from lightning_par.engine.offload.build import build_library, find_compiler
+from lightning_par.engine.offload.cpp_build import build_library, find_compiler
 from lightning_par.errors import ConfigurationError, OffloadError
 
 ROOT = Path(__file__).resolve().parents[2]

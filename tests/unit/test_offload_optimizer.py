@@ -11,9 +11,9 @@ from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.engine.offload.adam import choose_kernel
-from lightning_par.engine.offload.optimizer import HostOptimizer
+from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
-from lightning_par.engine.offload.worker import UpdateWorker
+from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import CheckpointError, ConfigurationError, OffloadError
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from torch import nn, Tensor
 
 from lightning_par.engine.offload import pages, storage
 from lightning_par.engine.offload.adam import choose_kernel
-from lightning_par.engine.offload.optimizer import HostOptimizer
+from lightning_par.engine.offload.host_optimizer import HostOptimizer
+from lightning_par.engine.offload.nvme import DirectPages, PAGE
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.engine.offload.pages import DirectPages, PAGE
-from lightning_par.engine.offload.worker import UpdateWorker
+from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import OffloadError
 
 STEPS, TILE = 4, 4096

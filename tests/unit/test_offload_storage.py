@@ -8,10 +8,10 @@ from torch import nn
 
 from benchmarks._live import LiveBytes
 from lightning_par.engine.offload.adam import choose_kernel
-from lightning_par.engine.offload.optimizer import HostOptimizer
+from lightning_par.engine.offload.host_optimizer import HostOptimizer
+from lightning_par.engine.offload.host_storage import allocate
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.engine.offload.storage import allocate
-from lightning_par.engine.offload.worker import UpdateWorker
+from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.models.gpt import GPT
 from lightning_par.models.gpt_config import GPTConfig
 
@@ -58,7 +58,7 @@ def test_page_locked_memory_is_what_is_needed_to_less_than_a_hundredth(
 ) -> None:
     """Of GPT-2 in bfloat16 on one of several ranks."""
     locked: list[int] = []
-    where = "lightning_par.engine.offload.storage.pin"
+    where = "lightning_par.engine.offload.host_storage.pin"
     monkeypatch.setattr(where, lambda memory: locked.append(memory.untyped_storage().nbytes()))
     with torch.device("meta"):
         model = GPT(GPTConfig.preset("gpt2")).bfloat16()

@@ -1,0 +1,1 @@
+"""The optimizer on the host: states in memory or in files, CPU kernels."""

@@ -34,8 +34,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_par.engine.offload.build import build_library
-from lightning_par.engine.offload.rounding import mixed, round_randomly
+from lightning_par.engine.offload.cpp_build import build_library
+from lightning_par.engine.offload.stochastic_rounding import mixed, round_randomly
 from lightning_par.errors import ConfigurationError, either, OffloadError
 
 __all__ = ["KERNELS", "AdamKernel", "AdamRule", "AdamTensors", "choose_kernel", "kernel_source"]

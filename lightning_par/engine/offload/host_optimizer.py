@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.engine.offload.adam import AdamRule
-from lightning_par.engine.offload.courier import Courier
-from lightning_par.engine.offload.departed import DepartedGradients
+from lightning_par.engine.offload.copy_stream import Courier
+from lightning_par.engine.offload.gradient_accumulation import HostSums
+from lightning_par.engine.offload.host_parameter import HostParameter, local_tensor
+from lightning_par.engine.offload.host_storage import allocate, offloaded_parameters
+from lightning_par.engine.offload.offloaded_gradients import DepartedGradients
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.engine.offload.parameters import HostParameter, local_tensor
-from lightning_par.engine.offload.storage import allocate, offloaded_parameters
-from lightning_par.engine.offload.sums import HostSums
-from lightning_par.engine.offload.worker import UpdateWorker
+from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import CheckpointError, ConfigurationError, OffloadError
 
 __all__ = ["HostOptimizer", "check_optimizer"]

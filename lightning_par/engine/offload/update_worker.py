@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lightning_par.engine.offload.adam import AdamKernel, AdamRule, AdamTensors
-from lightning_par.engine.offload.pages import Pages
+from lightning_par.engine.offload.nvme import Pages
 
 __all__ = ["Update", "UpdateWorker"]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn, Tensor
 
-from lightning_par.engine.offload.courier import pin, unpin
-from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.engine.offload.pages import (
+from lightning_par.engine.offload.copy_stream import pin, unpin
+from lightning_par.engine.offload.host_parameter import HostParameter, local_tensor, wide_dtype
+from lightning_par.engine.offload.nvme import (
     DirectFile,
     DirectPages,
     open_direct,
@@ -27,7 +27,7 @@ from lightning_par.engine.offload.pages import (
     Pages,
     TILE,
 )
-from lightning_par.engine.offload.parameters import HostParameter, local_tensor, wide_dtype
+from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.errors import OffloadError
 
 __all__ = ["HostStorage", "allocate", "offloaded_parameters"]

@@ -19,8 +19,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_par.engine.masters import MASTER
 from lightning_par.engine.offload.adam import AdamRule, AdamTensors
-from lightning_par.engine.offload.pages import Pages
-from lightning_par.engine.offload.worker import Update
+from lightning_par.engine.offload.nvme import Pages
+from lightning_par.engine.offload.update_worker import Update
 
 __all__ = ["HostParameter", "like_parameter", "local_tensor", "wide_dtype"]
 

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from lightning_par.engine.data.compression.options import GradientCompression
-from lightning_par.engine.holdings import find_holdings, Holding
+from lightning_par.engine.memory.placement import find_holdings, Holding
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.layout import ModelLayout
 from lightning_par.sizes import ParallelSizes

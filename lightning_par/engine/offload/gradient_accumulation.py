@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.engine.offload.parameters import HostParameter
-from lightning_par.engine.offload.worker import UpdateWorker
+from lightning_par.engine.offload.host_parameter import HostParameter
+from lightning_par.engine.offload.update_worker import UpdateWorker
 
 __all__ = ["HostSums"]
 

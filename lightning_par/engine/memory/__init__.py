@@ -1,0 +1,1 @@
+"""What a rank holds: estimated before a run, placed by parameter, measured in a run."""
