@@ -15,7 +15,7 @@ from _learn import print_curves
 from _paired import add_arguments, Arguments, compare, fit, launch, read_arguments, Turn
 
 from lightning_par import Hybrid3DStrategy
-from lightning_par.engine.ledger import Ledger
+from lightning_par.profiling.comm_volume import Ledger
 
 RANKS, BATCH = 2, 4
 WHOLE: dict[str, Any] = {

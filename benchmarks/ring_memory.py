@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_par.engine.context.apply import build_axis
 from lightning_par.engine.context.sequence_shard import ContextOptions
-from lightning_par.engine.ledger import Ledger
 from lightning_par.mesh import build_mesh
+from lightning_par.profiling.comm_volume import Ledger
 from lightning_par.sizes import ParallelSizes
 
 TOKENS, HEADS, DIM = 256, 4, 64

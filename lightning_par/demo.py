@@ -18,8 +18,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.single import export_checkpoint
-from lightning_par.engine.draw import draw_timeline
 from lightning_par.models import GPTModule, TextDataModule
+from lightning_par.profiling.timeline_plot import draw_timeline
 from lightning_par.strategies import MeshStrategy
 
 __all__ = ["main"]

@@ -14,9 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_par.engine.draw_load import draw_expert_load
 from lightning_par.errors import ConfigurationError
 from lightning_par.models.moe import Router
+from lightning_par.profiling.expert_load_plot import draw_expert_load
 from lightning_par.strategies import MeshStrategy
 
 __all__ = ["ExpertBalance", "LayerLoad"]

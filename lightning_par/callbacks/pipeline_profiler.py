@@ -9,10 +9,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_par.callbacks.profiling import Chapter, mesh_strategy, Profiler, Recording
-from lightning_par.engine.draw import draw_timeline
-from lightning_par.engine.record import RankRecord
-from lightning_par.engine.report import Table
-from lightning_par.engine.summary import PipelineSummary, RankTimes, summarise_pipeline
+from lightning_par.profiling.html_report import Table
+from lightning_par.profiling.pipeline_record import RankRecord
+from lightning_par.profiling.pipeline_summary import PipelineSummary, RankTimes, summarise_pipeline
+from lightning_par.profiling.timeline_plot import draw_timeline
 
 __all__ = ["PipelineProfiler"]
 

@@ -13,14 +13,14 @@ from typing_extensions import override
 from lightning_par.engine.batch import signature
 from lightning_par.engine.clock import clock_for, measure_offset
 from lightning_par.engine.data.gradient_reduction import SharedGradients
-from lightning_par.engine.forecast import Forecast, Parts
-from lightning_par.engine.ledger import Ledger, LedgerEntry
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.record import RankRecord, StepRecorder
-from lightning_par.engine.report import Report, Table, write_report
-from lightning_par.engine.trace import write_trace
 from lightning_par.errors import ConfigurationError
+from lightning_par.profiling.chrome_trace import write_trace
+from lightning_par.profiling.comm_volume import Ledger, LedgerEntry
+from lightning_par.profiling.expected_comm_volume import Forecast, Parts
+from lightning_par.profiling.html_report import Report, Table, write_report
+from lightning_par.profiling.pipeline_record import RankRecord, StepRecorder
 from lightning_par.sizes import AXES
 from lightning_par.strategies.base import MeshStrategy
 

@@ -2,9 +2,9 @@
 
 import argparse
 
-from lightning_par.engine.draw import draw_timeline
 from lightning_par.engine.pipeline.schedules import build_schedule, SCHEDULES
 from lightning_par.engine.pipeline.simulator import format_schedule, simulate, Simulation
+from lightning_par.profiling.timeline_plot import draw_timeline
 
 __all__ = ["main"]
 

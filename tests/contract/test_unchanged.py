@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_par.engine.ledger import Ledger
+from lightning_par.profiling.comm_volume import Ledger
 from tests.contract.subject import data
 from tests.parity import quiet_trainer
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_par import Hybrid3DStrategy
-from lightning_par.engine.ledger import Ledger
+from lightning_par.profiling.comm_volume import Ledger
 from tests.ranks import run_ranks
 from tests.toy import loader, TOKENS, ToyData, ToyModule, WIDTH
 

@@ -16,7 +16,7 @@ from torch import nn, Tensor
 from torch.utils.data import ConcatDataset, DataLoader
 
 import lightning_par
-from lightning_par.engine.ledger import Ledger
+from lightning_par.profiling.comm_volume import Ledger
 from tests.compression import (
     batches,
     by_definition,

@@ -8,7 +8,7 @@ from torch import nn
 from lightning_par.engine.data.compression.methods import choose_compressor, GradientBucket
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.data.compression.reduction import CompressedGradients
-from lightning_par.engine.ledger import Ledger
+from lightning_par.profiling.comm_volume import Ledger
 from tests.compression import WIDTH
 from tests.ranks import ranks
 

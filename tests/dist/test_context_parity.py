@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_par import SequenceRingStrategy
-from lightning_par.engine.ledger import Ledger
+from lightning_par.profiling.comm_volume import Ledger
 from tests.parity import assert_parity, quiet_trainer
 from tests.ranks import run_ranks
 from tests.toy import loader, ToyData, ToyModule

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_par
 from lightning_par.callbacks import ExpertBalance
-from lightning_par.engine.draw_load import draw_expert_load
 from lightning_par.errors import ConfigurationError
+from lightning_par.profiling.expert_load_plot import draw_expert_load
 from tests.mixture import layout, make
 from tests.parity import quiet_trainer
 from tests.ranks import run_ranks

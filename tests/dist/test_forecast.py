@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import CommunicationProfiler
-from lightning_par.engine.ledger import LedgerEntry
+from lightning_par.profiling.comm_volume import LedgerEntry
 from tests.parity import quiet_trainer
 from tests.ranks import run_ranks
 from tests.toy import loader, ToyData, ToyModule

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_par.engine.clock import HostClock
-from lightning_par.engine.ledger import Ledger
+from lightning_par.profiling.comm_volume import Ledger
 from tests.ranks import ranks
 
 FLOAT = 4

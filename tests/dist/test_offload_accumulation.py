@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 import lightning_par
 from lightning_par.callbacks import MixedPrecision
-from lightning_par.engine.ledger import Ledger
 from lightning_par.errors import ConfigurationError
+from lightning_par.profiling.comm_volume import Ledger
 from tests.dist.test_offload import assert_as_one_process, HYBRID, IGNORE, PP2, TP2, with_defaults
 from tests.dist.test_offload_precision import Spoil
 from tests.offload import KINDS, run_offloaded, same_weights, train_offloaded

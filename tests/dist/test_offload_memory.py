@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.tensor import DTensor
 
 import lightning_par
-from lightning_par.engine.ledger import Ledger
+from lightning_par.profiling.comm_volume import Ledger
 from tests.offload import KINDS
 from tests.parity import quiet_trainer, Result
 from tests.ranks import ranks, run_ranks

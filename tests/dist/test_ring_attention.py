@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from lightning_par.engine.context.sequence_shard import SequenceAxis
-from lightning_par.engine.ledger import Ledger
+from lightning_par.profiling.comm_volume import Ledger
 from tests.ranks import ranks
 from tests.ring import attend_divided, Case, errors, make_axis, worst_error
 

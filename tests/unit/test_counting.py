@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks._live import LiveBytes
-from lightning_par.engine.flops import FlopCounter
 from lightning_par.engine.memory.measured import bytes_held, SavedActivations
+from lightning_par.profiling.flops import FlopCounter
 
 BATCH, IN, HIDDEN, OUT = 5, 3, 7, 2
 

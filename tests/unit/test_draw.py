@@ -5,11 +5,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_par.engine.draw import draw_timeline
 from lightning_par.engine.pipeline.actions import parse_actions, TimedAction
 from lightning_par.engine.pipeline.schedules import one_f_one_b
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.errors import ConfigurationError, ScheduleError
+from lightning_par.profiling.timeline_plot import draw_timeline
 
 
 def read_words(path):

@@ -239,7 +239,7 @@ def test_schedules_import_neither_torch_nor_lightning():
     code = (
         "import sys, types; package = types.ModuleType('lightning_par'); "
         f"package.__path__ = [{str(root)!r}]; sys.modules['lightning_par'] = package; "
-        "import lightning_par.engine.pipeline.schedules, lightning_par.engine.draw; "
+        "import lightning_par.engine.pipeline.schedules, lightning_par.profiling.timeline_plot; "
         "print({'torch', 'lightning', 'matplotlib'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

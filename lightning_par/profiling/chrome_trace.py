@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_par.engine.pipeline.actions import ActionKind, TimedAction
-from lightning_par.engine.record import RankRecord, StepRecord, TimedTransfer
+from lightning_par.profiling.pipeline_record import RankRecord, StepRecord, TimedTransfer
 
 __all__ = ["trace_events", "write_trace"]
 

@@ -39,12 +39,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.data.gradient_reduction import SharedGradients
-from lightning_par.engine.ledger import Ledger, LedgerEntry, ring_bytes
 from lightning_par.engine.pipeline.actions import Action, ActionKind
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.pipeline.stage_links import group_name
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
+from lightning_par.profiling.comm_volume import Ledger, LedgerEntry, ring_bytes
 
 __all__ = ["Forecast", "Parts"]
 

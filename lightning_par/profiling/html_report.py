@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_par.engine.pipeline.actions import TimedAction
-from lightning_par.engine.record import RankRecord
+from lightning_par.profiling.pipeline_record import RankRecord
 
 __all__ = ["Report", "Table", "write_report"]
 
@@ -66,7 +66,7 @@ def write_report(report: Report, path: Path) -> Path:
         report: What goes into it.
         path: Where to; its folder exists.
     """
-    text = files("lightning_par.engine").joinpath(_TEMPLATE).read_text()
+    text = files("lightning_par.profiling").joinpath(_TEMPLATE).read_text()
     parts = {
         "title": escape(report.title),
         "headline": "\n".join(_figure(*item) for item in report.headline.items()),

@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_par.engine.clock import Clock
-from lightning_par.engine.wiretap import Call, Wiretap
+from lightning_par.profiling.collective_hooks import Call, Wiretap
 
 __all__ = ["Ledger", "LedgerEntry", "Transfer", "ring_bytes"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_par.engine.clock import Clock
-from lightning_par.engine.ledger import Ledger, LedgerEntry, Transfer
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineRun
+from lightning_par.profiling.comm_volume import Ledger, LedgerEntry, Transfer
 
 __all__ = ["RankRecord", "StepRecord", "StepRecorder", "TimedTransfer"]
 

@@ -1,0 +1,1 @@
+"""What a run did: times, bytes and messages; its pictures and pages. Plain torch."""
