@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from typing_extensions import override
 
-from lightning_par.engine.scaling import MeshGradScaler, underflow_share
+from lightning_par.engine.grad_scaler import MeshGradScaler, underflow_share
 from lightning_par.errors import ConfigurationError, either, raise_problems
 from lightning_par.layout import resolve_plan
 from lightning_par.plan import find_plan

@@ -1,0 +1,1 @@
+"""The mechanisms of parallel training in plain torch; nothing here imports Lightning."""

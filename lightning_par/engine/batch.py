@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.engine.shapes import Float
+from lightning_par.engine.annotations import Float
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan import BatchLayout
 

@@ -18,7 +18,7 @@ from lightning_par.checkpoint.index import is_checkpoint_folder
 from lightning_par.checkpoint.plain_weights import find_weights, holds_weights_only
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.single import OWN_STATE
-from lightning_par.engine.random_states import restore_random_states
+from lightning_par.engine.rng import restore_random_states
 from lightning_par.errors import CheckpointError
 from lightning_par.strategies.saving import SavingProcesses
 

@@ -15,11 +15,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.offload.adam import choose_kernel
 from lightning_par.engine.offload.host_optimizer import check_optimizer, HostOptimizer
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
-from lightning_par.engine.scaling import MeshGradScaler
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.loading import CheckpointedProcesses
 from lightning_par.strategies.precision import MasterWeightPrecision

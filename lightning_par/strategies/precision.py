@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_par.engine.masters import keep_dtypes, masters_in_place
-from lightning_par.engine.scaling import MeshGradScaler
+from lightning_par.engine.grad_scaler import MeshGradScaler
+from lightning_par.engine.master_weights import keep_dtypes, masters_in_place
 
 __all__ = ["Float8Precision", "MasterWeightPrecision", "share_overflows"]
 

@@ -18,7 +18,7 @@ from lightning_par.checkpoint.saver import CheckpointSaver, SaveOrder
 from lightning_par.checkpoint.single import OWN_STATE
 from lightning_par.checkpoint.writer import make_part, Part
 from lightning_par.engine.data.compression.options import GradientCompression
-from lightning_par.engine.random_states import collect_random_states
+from lightning_par.engine.rng import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES

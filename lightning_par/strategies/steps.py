@@ -16,11 +16,11 @@ from torch import Tensor
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.batch import batch_size, count_valid, signature, split_batch
 from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.init.deferred_init import seed_generators, seed_of
 from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
-from lightning_par.engine.scaling import MeshGradScaler
 from lightning_par.errors import NonFiniteError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import BatchLayout

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn, Tensor
 
-from lightning_par.engine.masters import keep_dtypes, MASTER, masters_in_place
+from lightning_par.engine.master_weights import keep_dtypes, MASTER, masters_in_place
 
 STEPS = 4
 

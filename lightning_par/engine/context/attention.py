@@ -18,8 +18,8 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function, TorchFunctionMode
 
+from lightning_par.engine.annotations import Bool, Float
 from lightning_par.engine.context.sequence_shard import SequenceAxis
-from lightning_par.engine.shapes import Bool, Float
 from lightning_par.errors import ConfigurationError
 
 __all__ = ["attention", "take_over"]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_par.engine.annotations import Bool, Float
 from lightning_par.engine.context.kernels.aten import AttentionKernel, BlockOptions, wide
 from lightning_par.engine.context.kernels.select import choose_kernel
 from lightning_par.engine.context.ring_p2p import KeyValues, Mail, Mailbox
@@ -30,7 +31,6 @@ from lightning_par.engine.context.ring_schedule import (
     RingSchedule,
     RingStep,
 )
-from lightning_par.engine.shapes import Bool, Float
 
 __all__ = ["KeyMask", "ring_attention"]
 

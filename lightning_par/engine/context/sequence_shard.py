@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.engine.annotations import Float, Shaped
 from lightning_par.engine.batch import (
     batch_entry,
     sequence_entries,
@@ -25,7 +26,6 @@ from lightning_par.engine.context.ring_attention import KeyMask, ring_attention
 from lightning_par.engine.context.ring_p2p import Mailbox
 from lightning_par.engine.context.ring_schedule import RingSchedule, SequenceLayout
 from lightning_par.engine.context.ulysses import gather_tokens, scatter_tokens
-from lightning_par.engine.shapes import Float, Shaped
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.plan import BatchLayout
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.shapes import Float
+from lightning_par.engine.annotations import Float
 
 __all__ = ["gather_tokens", "scatter_tokens"]
 

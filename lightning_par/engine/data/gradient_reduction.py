@@ -12,7 +12,7 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_par.checkpoint.pieces import local_part
-from lightning_par.engine.shapes import Float
+from lightning_par.engine.annotations import Float
 
 __all__ = [
     "ReplicatedGradients",

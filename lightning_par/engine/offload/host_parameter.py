@@ -17,7 +17,7 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from lightning_par.engine.masters import MASTER
+from lightning_par.engine.master_weights import MASTER
 from lightning_par.engine.offload.adam import AdamRule, AdamTensors
 from lightning_par.engine.offload.nvme import Pages
 from lightning_par.engine.offload.update_worker import Update

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_par.engine.annotations import Float, Int
 from lightning_par.engine.collectives import all_reduce, gather_from_shards, split_sizes
-from lightning_par.engine.shapes import Float, Int
 from lightning_par.errors import ConfigurationError
 
 __all__ = ["VocabShardedLogits", "vocab_parallel_cross_entropy"]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_par.engine.shapes import Float
+from lightning_par.engine.annotations import Float
 
 __all__ = [
     "AtenCpuKernel",
