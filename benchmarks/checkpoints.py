@@ -19,8 +19,8 @@ from _gpt import BenchModule, loader
 from _paired import add_arguments, Arguments, compare, launch, read_arguments, Turn
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_par.checkpoint.files import write_object
 from lightning_par.checkpoint.reader import CheckpointReader
+from lightning_par.checkpoint.storage import write_object
 from lightning_par.models.gpt_config import GPTConfig
 from lightning_par.strategies import Hybrid3DStrategy
 

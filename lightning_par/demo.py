@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_par.checkpoint.export import export_checkpoint
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.single import export_checkpoint
 from lightning_par.models import GPTModule, TextDataModule
 from lightning_par.profiling.timeline_plot import draw_timeline
 from lightning_par.strategies import MeshStrategy

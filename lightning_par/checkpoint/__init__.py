@@ -1,0 +1,1 @@
+"""Checkpoints by global names and shapes, that any layout reads."""

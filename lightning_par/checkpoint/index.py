@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lightning_par.checkpoint.files import ChecksumFile, DTYPES, FileRecord
+from lightning_par.checkpoint.storage import ChecksumFile, DTYPES, FileRecord
 from lightning_par.errors import CheckpointError
 
 __all__ = [

@@ -10,8 +10,6 @@ import torch
 from safetensors import safe_open, SafetensorError
 from torch import Tensor
 
-from lightning_par.checkpoint.encoding import Decoder, PickledValueError
-from lightning_par.checkpoint.files import check_file
 from lightning_par.checkpoint.index import (
     Chunk,
     file_name,
@@ -21,6 +19,8 @@ from lightning_par.checkpoint.index import (
     Manifest,
     TensorEntry,
 )
+from lightning_par.checkpoint.json_encoding import Decoder, PickledValueError
+from lightning_par.checkpoint.storage import check_file
 from lightning_par.errors import CheckpointError
 
 __all__ = [

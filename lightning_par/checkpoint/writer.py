@@ -10,16 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.checkpoint.encoding import Encoder
-from lightning_par.checkpoint.files import (
-    DTYPES,
-    file_order,
-    FileRecord,
-    publish,
-    sync_files,
-    write_json,
-    write_tensors,
-)
 from lightning_par.checkpoint.index import (
     Chunk,
     file_name,
@@ -30,7 +20,17 @@ from lightning_par.checkpoint.index import (
     merge_entries,
     TensorEntry,
 )
+from lightning_par.checkpoint.json_encoding import Encoder
 from lightning_par.checkpoint.pieces import Box, Piece
+from lightning_par.checkpoint.storage import (
+    DTYPES,
+    file_order,
+    FileRecord,
+    publish,
+    sync_files,
+    write_json,
+    write_tensors,
+)
 from lightning_par.errors import CheckpointError
 
 __all__ = ["Part", "Report", "complete", "make_part", "write_part"]

@@ -5,8 +5,8 @@ that a plain Trainer reads; or as a folder that from_pretrained of Hugging Face 
 import argparse
 from pathlib import Path
 
+from lightning_par.checkpoint.export import export_checkpoint, export_weights
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.single import export_checkpoint, export_weights
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.huggingface import export_folder
 

@@ -4,8 +4,8 @@ transformers is imported only where a model of it is at hand.
 """
 
 from lightning_par.huggingface.attention import divide_attention
-from lightning_par.huggingface.folders import export_folder, MODEL_STATE
-from lightning_par.huggingface.models import describe_model, find_model
+from lightning_par.huggingface.export import export_folder, MODEL_STATE
+from lightning_par.huggingface.lookup import describe_model, find_model
 from lightning_par.huggingface.plans import derive_plan, find_huggingface_plan
 from lightning_par.huggingface.weights import adapt_weights
 

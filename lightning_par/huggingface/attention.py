@@ -16,7 +16,7 @@ from torch import nn, Tensor
 from lightning_par.engine.context.attention import attention
 from lightning_par.engine.context.sequence_shard import SequenceAxis
 from lightning_par.errors import ConfigurationError
-from lightning_par.huggingface.models import find_model
+from lightning_par.huggingface.lookup import find_model
 from lightning_par.plan import BatchLayout
 
 __all__ = ["divide_attention"]

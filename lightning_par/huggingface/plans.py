@@ -1,7 +1,7 @@
 """The `ParallelPlan` of a Hugging Face model, derived from the model itself.
 
 The blocks are found by structure; the styles come from the model's own tensor-parallel plan, or
-from `lightning_par.huggingface.families` where that is missing. Whatever is not understood is
+from `lightning_par.huggingface.tp_plans` where that is missing. Whatever is not understood is
 refused when the axis is asked for: a style that is passed over gives wrong gradients in silence.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_par.huggingface.models import find_model
+from lightning_par.huggingface.lookup import find_model
 from lightning_par.huggingface.styles import InBlockStyles
 from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
 

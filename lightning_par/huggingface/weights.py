@@ -15,7 +15,7 @@ from torch import nn
 from lightning_par.checkpoint.index import Chunk, TensorEntry
 from lightning_par.checkpoint.reader import StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
-from lightning_par.huggingface.models import find_model
+from lightning_par.huggingface.lookup import find_model
 
 __all__ = ["adapt_weights"]
 

@@ -14,10 +14,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_par.checkpoint.export import OWN_STATE
 from lightning_par.checkpoint.index import is_checkpoint_folder
-from lightning_par.checkpoint.plain_weights import find_weights, holds_weights_only
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.single import OWN_STATE
+from lightning_par.checkpoint.safetensors_weights import find_weights, holds_weights_only
 from lightning_par.engine.rng import restore_random_states
 from lightning_par.errors import CheckpointError
 from lightning_par.strategies.saving import SavingProcesses

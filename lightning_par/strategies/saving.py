@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 import lightning_par
-from lightning_par.checkpoint.files import write_object
+from lightning_par.checkpoint.export import OWN_STATE
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.saver import CheckpointSaver, SaveOrder
-from lightning_par.checkpoint.single import OWN_STATE
+from lightning_par.checkpoint.save_coordinator import CheckpointSaver, SaveOrder
+from lightning_par.checkpoint.storage import write_object
 from lightning_par.checkpoint.writer import make_part, Part
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.rng import collect_random_states

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_par import cli
+from lightning_par.checkpoint.export import export_weights
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.pieces import Box, Piece
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.single import export_weights
 from lightning_par.checkpoint.writer import complete, make_part, write_part
 from lightning_par.models import GPTModule
 from tests.folders import write_folder

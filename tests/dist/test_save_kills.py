@@ -63,7 +63,7 @@ def test_killed_at_every_operation_the_old_or_the_new_one_is_whole(
 
 def die_while_saving(rank: int, world: int, layout: str, folder: Path, seed: int) -> None:
     """Save at step 1, and die on one rank somewhere in the save of step 2, to the same name."""
-    import lightning_par.checkpoint.saver as saver
+    import lightning_par.checkpoint.save_coordinator as saver
 
     path = folder / "a.ckpt"
     go_on(rank, world, layout, folder, steps=1, save_at=1, save_to=path)

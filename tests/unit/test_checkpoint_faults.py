@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_par.checkpoint.files import check_file, FileRecord, write_json, write_object
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.plain_weights import find_weights
 from lightning_par.checkpoint.reader import CheckpointReader, find_problems
+from lightning_par.checkpoint.safetensors_weights import find_weights
+from lightning_par.checkpoint.storage import check_file, FileRecord, write_json, write_object
 from lightning_par.errors import CheckpointError
 from tests.folders import holds, save_alone, write_folder
 

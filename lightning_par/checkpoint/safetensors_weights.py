@@ -5,9 +5,9 @@ from pathlib import Path
 
 from safetensors import safe_open, SafetensorError
 
-from lightning_par.checkpoint.files import DTYPES
 from lightning_par.checkpoint.index import Chunk, TensorEntry
 from lightning_par.checkpoint.reader import StoredTensors, TensorFiles
+from lightning_par.checkpoint.storage import DTYPES
 from lightning_par.errors import CheckpointError
 
 __all__ = ["find_weights", "holds_weights_only"]

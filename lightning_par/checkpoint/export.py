@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_par.checkpoint.files import (
+from lightning_par.checkpoint.reader import CheckpointReader, StoredOptimizer, StoredTensor
+from lightning_par.checkpoint.storage import (
     file_order,
     replacing,
     write_object,
     write_tensors,
 )
-from lightning_par.checkpoint.reader import CheckpointReader, StoredOptimizer, StoredTensor
 from lightning_par.errors import CheckpointError
 
 __all__ = ["OWN_STATE", "export_checkpoint", "export_weights", "verify_files"]

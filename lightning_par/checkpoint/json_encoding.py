@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_par.checkpoint.files import DTYPES
+from lightning_par.checkpoint.storage import DTYPES
 from lightning_par.errors import CheckpointError, either
 
 __all__ = ["Decoder", "Encoder", "PickledValueError"]

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_par.checkpoint.files import publish, remove_path, write_json
+from lightning_par.checkpoint.export import OWN_STATE, verify_files
 from lightning_par.checkpoint.reader import CheckpointReader, StoredTensor
-from lightning_par.checkpoint.single import OWN_STATE, verify_files
+from lightning_par.checkpoint.storage import publish, remove_path, write_json
 from lightning_par.errors import CheckpointError
 
 __all__ = ["MODEL_STATE", "export_folder"]
