@@ -14,8 +14,8 @@ from lightning_par.engine.grad_scaler import MeshGradScaler, underflow_share
 from lightning_par.errors import ConfigurationError, either, raise_problems
 from lightning_par.layout import resolve_plan
 from lightning_par.plan import find_plan
-from lightning_par.strategies.base import MeshStrategy
-from lightning_par.strategies.precision import Float8Precision, MasterWeightPrecision
+from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.strategies.setup.precision import Float8Precision, MasterWeightPrecision
 
 __all__ = ["MixedPrecision"]
 

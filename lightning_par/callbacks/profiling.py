@@ -22,7 +22,7 @@ from lightning_par.profiling.expected_comm_volume import Forecast, Parts
 from lightning_par.profiling.html_report import Report, Table, write_report
 from lightning_par.profiling.pipeline_record import RankRecord, StepRecorder
 from lightning_par.sizes import AXES
-from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.mesh_strategy import MeshStrategy
 
 __all__ = ["Chapter", "Profiler", "Recording", "mesh_strategy"]
 

@@ -15,7 +15,7 @@ from lightning_par.callbacks.first_step import FirstStepCounter, gather_numbers
 from lightning_par.engine.batch import batch_entry, batch_size
 from lightning_par.errors import ConfigurationError
 from lightning_par.profiling.flops import FlopCounter
-from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.mesh_strategy import MeshStrategy
 
 __all__ = ["ThroughputMonitor"]
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_par.cli import ParallelCLI
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError
-from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.mesh_strategy import MeshStrategy
 
 __all__ = ["ConfiguredRun", "configure"]
 

@@ -15,8 +15,8 @@ from lightning_par.engine.memory.placement import find_holdings, Holding
 from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.plan import find_plan
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.base import MeshStrategy
-from lightning_par.strategies.checks import check_module
+from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.strategies.setup.checks import check_module
 
 __all__ = ["main"]
 

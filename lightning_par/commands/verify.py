@@ -13,7 +13,7 @@ from typing import Any
 from lightning_par.commands.configured import configure, ConfiguredRun
 from lightning_par.errors import ConfigurationError
 from lightning_par.plan import find_plan
-from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.verification.layouts import check_batches, shrink
 from lightning_par.verification.report import verify_subject
 from lightning_par.verification.trace import Subject

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.presets import (
     Hybrid3DStrategy,
     Pipeline1F1BStrategy,

@@ -6,7 +6,7 @@ from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.errors import ConfigurationError
 from lightning_par.sizes import AutoRule
-from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.mesh_strategy import MeshStrategy
 
 __all__ = [
     "Hybrid3DStrategy",

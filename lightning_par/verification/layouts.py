@@ -6,7 +6,7 @@ from typing import Any
 from lightning_par.engine.batch import batch_size
 from lightning_par.errors import ConfigurationError
 from lightning_par.sizes import fit_sizes, ParallelSizes
-from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.presets import Hybrid3DStrategy
 
 __all__ = ["check_batches", "find_sizes", "shrink", "strategy_at"]

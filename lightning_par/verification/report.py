@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.base import MeshStrategy
+from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.verification.causes import differing_copies, find_causes, missed_patterns
 from lightning_par.verification.comparison import compare_steps, first_difference, VerifyReport
 from lightning_par.verification.layouts import check_batches, find_sizes, shrink

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_par.engine.activity import Activity
-from lightning_par.engine.board import RankBoard, RankStatus
+from lightning_par.strategies.processes.rank_status import RankBoard, RankStatus
 from tests.fault_runs import Fault, FaultRun, run_with_fault
 
 PLACES = ("pp 0, tp 0", "pp 0, tp 1", "pp 1, tp 0", "pp 1, tp 1")

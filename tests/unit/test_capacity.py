@@ -15,7 +15,7 @@ from lightning_par.engine.memory.estimate import MemoryEstimate, MemoryRow, misf
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.layout import check_plan
 from lightning_par.models import Mixtral, MixtralConfig
-from lightning_par.strategies.capacity import check_memory, explain_misfit
+from lightning_par.strategies.setup.memory_check import check_memory, explain_misfit
 
 GIB = 2**30
 ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}

@@ -21,8 +21,8 @@ from lightning_par.engine.offload.host_optimizer import check_optimizer, HostOpt
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import ConfigurationError
-from lightning_par.strategies.loading import CheckpointedProcesses
-from lightning_par.strategies.precision import MasterWeightPrecision
+from lightning_par.strategies.components.checkpoint_load import CheckpointedProcesses
+from lightning_par.strategies.setup.precision import MasterWeightPrecision
 
 __all__ = ["OffloadedProcesses", "cache_folder"]
 

@@ -23,9 +23,9 @@ from lightning_par.engine.activity import Activity
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
-from lightning_par.strategies.launcher import PreflightLauncher
-from lightning_par.strategies.rendezvous import loopback_store, use_loopback
-from lightning_par.strategies.watch import open_board, RankWatch
+from lightning_par.strategies.processes.launcher import PreflightLauncher
+from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
+from lightning_par.strategies.processes.watchdog import open_board, RankWatch
 
 __all__ = ["MeshProcesses"]
 

@@ -20,7 +20,7 @@ from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.safetensors_weights import find_weights, holds_weights_only
 from lightning_par.engine.rng import restore_random_states
 from lightning_par.errors import CheckpointError
-from lightning_par.strategies.saving import SavingProcesses
+from lightning_par.strategies.components.checkpoint_save import SavingProcesses
 
 __all__ = ["CheckpointedProcesses"]
 

@@ -42,12 +42,12 @@ from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParal
 from lightning_par.huggingface import divide_attention
 from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.mesh import ParallelMesh
-from lightning_par.strategies.blocks import BlockOptions, prepare_blocks
-from lightning_par.strategies.divided import DividedSteps
-from lightning_par.strategies.parallelised import Parallelised
-from lightning_par.strategies.sharing import bind_metrics
-from lightning_par.strategies.state import StateMap
-from lightning_par.strategies.steps import StepRunner
+from lightning_par.strategies.components.state_map import StateMap
+from lightning_par.strategies.setup.block_wrapping import BlockOptions, prepare_blocks
+from lightning_par.strategies.setup.parallel_model import Parallelised
+from lightning_par.strategies.step.batch_broadcast import bind_metrics
+from lightning_par.strategies.step.runner import StepRunner
+from lightning_par.strategies.step.sharded_sequence import DividedSteps
 
 __all__ = ["parallelise"]
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_par.engine.activity import Activity
-from lightning_par.engine.board import RankBoard, RankState, RankStatus
 from lightning_par.errors import LightningParError
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.processes.rank_status import RankBoard, RankState, RankStatus
 
 __all__ = ["RankWatch", "open_board"]
 

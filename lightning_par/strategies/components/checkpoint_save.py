@@ -22,8 +22,8 @@ from lightning_par.engine.rng import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES
-from lightning_par.strategies.interruptions import InterruptibleProcesses
-from lightning_par.strategies.parallelised import Parallelised
+from lightning_par.strategies.processes.interruption import InterruptibleProcesses
+from lightning_par.strategies.setup.parallel_model import Parallelised
 
 __all__ = ["SavingProcesses"]
 

@@ -29,9 +29,10 @@ from lightning_par.errors import LightningParError
 from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.sizes import AutoRule, Size
-from lightning_par.strategies.blocks import check_recomputation
-from lightning_par.strategies.capacity import check_memory
-from lightning_par.strategies.checks import (
+from lightning_par.strategies.components.gradient_guard import check_nonfinite_choice, GradientGuard
+from lightning_par.strategies.components.host_offload import OffloadedProcesses
+from lightning_par.strategies.setup.block_wrapping import check_recomputation
+from lightning_par.strategies.setup.checks import (
     check_batch,
     check_loader,
     check_module,
@@ -41,14 +42,13 @@ from lightning_par.strategies.checks import (
     check_whole,
     read_context_options,
 )
-from lightning_par.strategies.finite import check_nonfinite_choice, GradientGuard
-from lightning_par.strategies.joining import join_ranks, samples_differ
-from lightning_par.strategies.offloading import OffloadedProcesses
-from lightning_par.strategies.optimizers import check_optimizers, optimizers_of_a_stage
-from lightning_par.strategies.parallelise import parallelise
-from lightning_par.strategies.parallelised import Parallelised
-from lightning_par.strategies.precision import share_overflows
-from lightning_par.strategies.sharing import BatchSharing
+from lightning_par.strategies.setup.memory_check import check_memory
+from lightning_par.strategies.setup.parallel_model import Parallelised
+from lightning_par.strategies.setup.parallelize import parallelise
+from lightning_par.strategies.setup.precision import share_overflows
+from lightning_par.strategies.setup.stage_optimizers import check_optimizers, optimizers_of_a_stage
+from lightning_par.strategies.step.batch_broadcast import BatchSharing
+from lightning_par.strategies.step.uneven_batches import join_ranks, samples_differ
 
 __all__ = ["MeshStrategy"]
 

@@ -17,7 +17,7 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.checks import check_module
+from lightning_par.strategies.setup.checks import check_module
 
 __all__ = ["check_memory", "explain_misfit", "memory_estimate"]
 

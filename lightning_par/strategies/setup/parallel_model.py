@@ -19,8 +19,8 @@ from lightning_par.engine.data.gradient_reduction import (
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
-from lightning_par.strategies.state import StateMap
-from lightning_par.strategies.steps import StepRunner
+from lightning_par.strategies.components.state_map import StateMap
+from lightning_par.strategies.step.runner import StepRunner
 
 __all__ = ["Parallelised"]
 

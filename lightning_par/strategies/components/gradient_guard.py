@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.errors import ConfigurationError, either, NonFiniteError
-from lightning_par.strategies.parallelised import Parallelised
+from lightning_par.strategies.setup.parallel_model import Parallelised
 
 __all__ = ["GradientGuard", "check_nonfinite_choice"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_par.strategies.processes import MeshProcesses
+from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 
 __all__ = ["InterruptibleProcesses"]
 

@@ -24,8 +24,8 @@ from lightning_par.engine.pipeline.schedules import forward_only
 from lightning_par.errors import NonFiniteError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import BatchLayout
-from lightning_par.strategies.divided import DividedSteps
-from lightning_par.strategies.logs import (
+from lightning_par.strategies.step.batch_broadcast import broadcast_object, to_cpu
+from lightning_par.strategies.step.logs import (
     adjust_logs,
     BatchShares,
     combine_logs,
@@ -33,14 +33,14 @@ from lightning_par.strategies.logs import (
     record_logs,
     replay_logs,
 )
-from lightning_par.strategies.loss import (
+from lightning_par.strategies.step.loss import (
     loss_of,
     put_gradients,
     ScheduledLoss,
     take_gradients,
 )
-from lightning_par.strategies.merging import merge_results
-from lightning_par.strategies.sharing import broadcast_object, to_cpu
+from lightning_par.strategies.step.results import merge_results
+from lightning_par.strategies.step.sharded_sequence import DividedSteps
 
 __all__ = ["StepRunner"]
 

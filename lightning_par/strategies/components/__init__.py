@@ -1,0 +1,1 @@
+"""Components of a strategy: checkpoints and host offload."""

@@ -1,0 +1,1 @@
+"""Set-up: check the module, shard it, wrap its blocks."""

@@ -1,0 +1,1 @@
+"""One step: the batch, the loss, the logs and their weights."""
