@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_par.models.gpt import GPT
-from lightning_par.models.gpt_config import GPTConfig
+from lightning_par.models.gpt.config import GPTConfig
+from lightning_par.models.gpt.model import GPT
 
 __all__ = ["CONFIG", "TOKENS", "BenchModule", "loader", "make_optimizer"]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from lightning_par.models.gpt import Block
+from lightning_par.models.gpt.model import Block
 from lightning_par.strategies import Hybrid3DStrategy
 
 BATCH_SIZE = 4

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from lightning_par.models.gpt import Block
+from lightning_par.models.gpt.model import Block
 from lightning_par.strategies import TensorParallelStrategy
 
 BATCH_SIZE = 8

@@ -21,7 +21,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.storage import write_object
-from lightning_par.models.gpt_config import GPTConfig
+from lightning_par.models.gpt.config import GPTConfig
 from lightning_par.strategies import Hybrid3DStrategy
 
 CONFIG = GPTConfig(

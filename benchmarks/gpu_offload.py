@@ -24,8 +24,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecision
 from torch.profiler import profile, ProfilerActivity
 
 from lightning_par import Hybrid3DStrategy, LightningParError, ZeROOffloadStrategy
-from lightning_par.models.gpt import GPT
-from lightning_par.models.gpt_config import GPTConfig
+from lightning_par.models.gpt.config import GPTConfig
+from lightning_par.models.gpt.model import GPT
 
 STRATEGIES: Mapping[str, Callable[[], Any]] = {
     "zero_offload": ZeROOffloadStrategy,

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from _gpt import loader
 from _paired import add_arguments, Arguments, compare, fit, read_arguments, Turn
 
-from lightning_par.models.gpt import Block, GPT
-from lightning_par.models.gpt_config import GPTConfig
-from lightning_par.models.gpt_module import GPTModule, group_parameters
+from lightning_par.models.gpt.config import GPTConfig
+from lightning_par.models.gpt.lightning_module import GPTModule, group_parameters
+from lightning_par.models.gpt.model import Block, GPT
 from lightning_par.strategies import Hybrid3DStrategy
 
 PEAK_FLOPS = {

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from _paired import add_arguments, Arguments, compare, read_arguments, Turn
 
-from lightning_par.models.grouped import GroupedBackend, supports_grouped
-from lightning_par.models.moe import Experts
+from lightning_par.models.mixtral.grouped_linear import GroupedBackend, supports_grouped
+from lightning_par.models.mixtral.moe import Experts
 
 TOKENS, EXPERTS, CHOSEN = 4096, 8, 2
 

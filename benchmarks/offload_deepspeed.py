@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_par import ZeROOffloadStrategy
-from lightning_par.models.gpt_config import GPTConfig
+from lightning_par.models.gpt.config import GPTConfig
 
 RANKS, BATCH = 2, 4
 DEEPSPEED: dict[str, Any] = {

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from _gpt import loader, make_optimizer
 from _paired import Arguments, compare, fit, parse_arguments, Turn
 
-from lightning_par.models.gpt import GPT
-from lightning_par.models.gpt_config import GPTConfig
-from lightning_par.models.gpt_module import GPTModule
+from lightning_par.models.gpt.config import GPTConfig
+from lightning_par.models.gpt.lightning_module import GPTModule
+from lightning_par.models.gpt.model import GPT
 from lightning_par.strategies import Hybrid3DStrategy
 
 BATCH_SIZE = 4

@@ -11,8 +11,8 @@ from canvas import arrow, BLUE, box, canvas, GREEN, GREY, ORANGE, PALE, save, SO
 from matplotlib.figure import Figure
 
 from lightning_par.models import MixtralConfig
-from lightning_par.models.masking import IGNORED, mask_tokens
-from lightning_par.models.moe import Router
+from lightning_par.models.bert.masking import IGNORED, mask_tokens
+from lightning_par.models.mixtral.moe import Router
 
 RANKS, EXPERTS, TOKENS, DIM = 2, 4, 7, 12
 COLOURS = (BLUE, ORANGE)

@@ -20,7 +20,7 @@ from transformers import (
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.commands.export import main as export
-from lightning_par.models.text import standard_library_files
+from lightning_par.models.data.tokenizers import standard_library_files
 
 LENGTH, VOCABULARY = 64, 1000
 

@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.models.moe import Router
+from lightning_par.models.mixtral.moe import Router
 from lightning_par.profiling.expert_load_plot import draw_expert_load
 from lightning_par.strategies import MeshStrategy
 

@@ -142,7 +142,7 @@ def test_every_picture_is_shown_on_a_page() -> None:
 
 
 def test_presets_have_the_parameters_that_the_guide_gives() -> None:
-    from lightning_par.models.gpt_config import GPTConfig, PRESETS
+    from lightning_par.models.gpt.config import GPTConfig, PRESETS
 
     rows = re.findall(r"^\| `([\w.-]+)` .*\| ([\d,]+) \|$", PAGES[2].read_text(), re.MULTILINE)
     assert {name: int(count.replace(",", "")) for name, count in rows} == {

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_par.models import BertModule
-from lightning_par.models.sentences import pack_pairs, SentencePairs
+from lightning_par.models.data.sentence_pairs import pack_pairs, SentencePairs
 from tests.model_parity import assert_model_parity, Made
 
 LENGTH, VOCAB = 24, 34

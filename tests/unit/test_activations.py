@@ -22,8 +22,8 @@ from lightning_par.engine.activations.checkpointing import (
     resolve_operations,
     wait_on_host,
 )
-from lightning_par.models.gpt import Block
-from lightning_par.models.gpt_config import GPTConfig
+from lightning_par.models.gpt.config import GPTConfig
+from lightning_par.models.gpt.model import Block
 
 TOKENS, WIDTH, HEADS = 2048, 12288, 96  # GPT-3
 UNIT = TOKENS * WIDTH  # bytes, at a batch of 1

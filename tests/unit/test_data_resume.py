@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_par.models import TextDataModule
-from lightning_par.models.loader import ReplicaSampler, ResumableLoader
-from lightning_par.models.token_data import WindowDataset
+from lightning_par.models.data.resumable_loader import ReplicaSampler, ResumableLoader
+from lightning_par.models.data.token_windows import WindowDataset
 
 LENGTH = 7
 HOOKS = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.errors import ConfigurationError
 from lightning_par.models import GPTModule, TextDataModule
-from lightning_par.models.gpt_module import group_parameters
+from lightning_par.models.gpt.lightning_module import group_parameters
 from lightning_par.models.metrics import Perplexity
 
 TINY = {"model_dim": 12, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "max_length": 16}

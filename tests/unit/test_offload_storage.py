@@ -12,8 +12,8 @@ from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.host_storage import allocate
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
-from lightning_par.models.gpt import GPT
-from lightning_par.models.gpt_config import GPTConfig
+from lightning_par.models.gpt.config import GPTConfig
+from lightning_par.models.gpt.model import GPT
 
 CPU = torch.device("cpu")
 

@@ -8,19 +8,19 @@ import torch
 
 from lightning_par.errors import ConfigurationError
 from lightning_par.models import TextDataModule, write_token_file
-from lightning_par.models.loader import ReplicaSampler, ResumableLoader
-from lightning_par.models.text import (
+from lightning_par.models.data.resumable_loader import ReplicaSampler, ResumableLoader
+from lightning_par.models.data.token_windows import (
+    PADDING,
+    read_token_file,
+    split_ranges,
+    WindowDataset,
+)
+from lightning_par.models.data.tokenizers import (
     ByteTokenizer,
     encode_files,
     find_files,
     load_tokenizer,
     standard_library_files,
-)
-from lightning_par.models.token_data import (
-    PADDING,
-    read_token_file,
-    split_ranges,
-    WindowDataset,
 )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.models.token_data import PADDING
+from lightning_par.models.data.token_windows import PADDING
 
 __all__ = ["ReplicaSampler", "ResumableLoader"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.models.layers import Attention, make_norm, RotaryEmbedding
-from lightning_par.models.mixtral_config import MixtralConfig
-from lightning_par.models.moe import Mixture
+from lightning_par.models.mixtral.config import MixtralConfig
+from lightning_par.models.mixtral.moe import Mixture
 from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
 
 __all__ = ["Mixtral", "MixtureBlock", "from_hugging_face_mixtral"]

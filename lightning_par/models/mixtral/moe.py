@@ -20,9 +20,9 @@ import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 
-from lightning_par.models.grouped import GroupedBackend, GroupedLinear
 from lightning_par.models.layers import SwiGLU
-from lightning_par.models.mixtral_config import MixtralConfig
+from lightning_par.models.mixtral.config import MixtralConfig
+from lightning_par.models.mixtral.grouped_linear import GroupedBackend, GroupedLinear
 
 __all__ = ["Beside", "Experts", "Mixture", "ReplicaSum", "RoutedTokens", "Router", "RouterRecord"]
 

@@ -8,19 +8,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_par.errors import ConfigurationError, raise_problems
-from lightning_par.models.loader import ReplicaSampler, ResumableLoader
-from lightning_par.models.text import (
+from lightning_par.models.data.resumable_loader import ReplicaSampler, ResumableLoader
+from lightning_par.models.data.token_windows import (
+    read_token_file,
+    split_ranges,
+    Tokens,
+    WindowDataset,
+)
+from lightning_par.models.data.tokenizers import (
     encode_files,
     find_files,
     load_tokenizer,
     standard_library_files,
     Tokenizer,
-)
-from lightning_par.models.token_data import (
-    read_token_file,
-    split_ranges,
-    Tokens,
-    WindowDataset,
 )
 
 __all__ = ["TextDataModule"]

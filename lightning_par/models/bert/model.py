@@ -10,7 +10,7 @@ import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 
-from lightning_par.models.bert_config import BertConfig
+from lightning_par.models.bert.config import BertConfig
 from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
 
 __all__ = ["Bert", "EncoderBlock", "from_hugging_face_bert"]

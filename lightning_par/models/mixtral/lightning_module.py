@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.models.gpt_module import Batch, GPTModule
-from lightning_par.models.mixtral import Mixtral
-from lightning_par.models.mixtral_config import MixtralConfig
-from lightning_par.models.moe import Router
+from lightning_par.models.gpt.lightning_module import Batch, GPTModule
+from lightning_par.models.mixtral.config import MixtralConfig
+from lightning_par.models.mixtral.model import Mixtral
+from lightning_par.models.mixtral.moe import Router
 
 __all__ = ["MixtralModule"]
 

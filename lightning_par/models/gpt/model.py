@@ -9,7 +9,7 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.models.gpt_config import GPTConfig
+from lightning_par.models.gpt.config import GPTConfig
 from lightning_par.models.layers import (
     Attention,
     GeluMLP,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, get_args, Literal
 
 from lightning_par.errors import ConfigurationError, raise_problems
-from lightning_par.models.gpt_config import GPTConfig
-from lightning_par.models.grouped import GroupedBackend
+from lightning_par.models.gpt.config import GPTConfig
+from lightning_par.models.mixtral.grouped_linear import GroupedBackend
 
 __all__ = ["MIXTRAL_PRESETS", "Balance", "MixtralConfig", "Routing"]
 

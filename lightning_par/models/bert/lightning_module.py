@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_par.models.bert import Bert
-from lightning_par.models.bert_config import BertConfig
+from lightning_par.models.bert.config import BertConfig
+from lightning_par.models.bert.masking import IGNORED, mask_tokens
+from lightning_par.models.bert.model import Bert
 from lightning_par.models.language_module import LanguageModule
-from lightning_par.models.masking import IGNORED, mask_tokens
 from lightning_par.models.metrics import Perplexity
 
 __all__ = ["BertModule"]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_par.models.gpt import GPT
-from lightning_par.models.gpt_config import GPTConfig
+from lightning_par.models.gpt.config import GPTConfig
+from lightning_par.models.gpt.model import GPT
 from lightning_par.models.language_module import group_parameters, LanguageModule
 from lightning_par.models.metrics import Perplexity
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_par.models.data import TextDataModule
-from lightning_par.models.masking import IGNORED
-from lightning_par.models.text import find_files, standard_library_files, Tokenizer
-from lightning_par.models.token_data import PADDING, split_ranges
+from lightning_par.models.bert.masking import IGNORED
+from lightning_par.models.data.text_data_module import TextDataModule
+from lightning_par.models.data.token_windows import PADDING, split_ranges
+from lightning_par.models.data.tokenizers import find_files, standard_library_files, Tokenizer
 
 __all__ = ["SentenceDataModule", "SentencePairs", "pack_pairs", "prose_of", "split_sentences"]
 

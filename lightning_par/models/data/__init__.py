@@ -1,0 +1,1 @@
+"""Tokenizers and data modules of the reference models."""

@@ -1,0 +1,1 @@
+"""The reference Mixtral: a decoder with experts."""
