@@ -12,7 +12,7 @@ from _paired import Arguments, compare, fit, launch, parse_arguments, Turn
 from lightning.pytorch.callbacks import Callback
 
 from lightning_par.callbacks import CommunicationProfiler, PipelineProfiler
-from lightning_par.callbacks.profiling import Profiler
+from lightning_par.callbacks.profiler import Profiler
 from lightning_par.strategies import Pipeline1F1BStrategy
 
 RANKS, MICROBATCHES = 2, 8

@@ -22,10 +22,10 @@ from lightning_par.engine.init.materialize import Materialiser
 from lightning_par.engine.pipeline.module_split import cut_stages
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.tensor.apply import apply_tensor_parallel
-from lightning_par.layout import balance_blocks, ModelLayout, resolve_plan
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.models import GPT, GPTConfig
 from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.resolved_plan import balance_blocks, ModelLayout, resolve_plan
 from lightning_par.sizes import ParallelSizes
 
 __all__ = [

@@ -9,8 +9,8 @@ from lightning_par.engine.context.attention import attention
 from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.errors import LightningParError
-from lightning_par.layout import check_plan
 from lightning_par.plan import BatchLayout, ParallelPlan
+from lightning_par.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies import (
     Hybrid3DStrategy,

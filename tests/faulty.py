@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_par import BatchLayout, Hybrid3DStrategy
 from lightning_par.sizes import ParallelSizes
-from lightning_par.verification.trace import Subject
+from lightning_par.verification.run_trace import Subject
 from tests.toy import loader, ToyData, ToyLM, ToyModule
 
 TP = ParallelSizes(tensor=2)

@@ -5,10 +5,10 @@ go, and the tokens.
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_par.callbacks.communication_profiler import CommunicationProfiler
 from lightning_par.callbacks.expert_balance import ExpertBalance
-from lightning_par.callbacks.memory import MemoryMonitor
+from lightning_par.callbacks.memory_monitor import MemoryMonitor
 from lightning_par.callbacks.mixed_precision import MixedPrecision
 from lightning_par.callbacks.pipeline_profiler import PipelineProfiler
-from lightning_par.callbacks.throughput import ThroughputMonitor
+from lightning_par.callbacks.throughput_monitor import ThroughputMonitor
 
 __all__ = [
     "ActivationCheckpointing",

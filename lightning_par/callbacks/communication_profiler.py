@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_par.callbacks.profiling import Chapter, Profiler, Recording
+from lightning_par.callbacks.profiler import Chapter, Profiler, Recording
 from lightning_par.profiling.comm_volume import LedgerEntry
 from lightning_par.profiling.html_report import Table
 from lightning_par.profiling.pipeline_record import RankRecord, StepRecord

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_par.callbacks.profiling import Chapter, mesh_strategy, Profiler, Recording
+from lightning_par.callbacks.profiler import Chapter, mesh_strategy, Profiler, Recording
 from lightning_par.profiling.html_report import Table
 from lightning_par.profiling.pipeline_record import RankRecord
 from lightning_par.profiling.pipeline_summary import PipelineSummary, RankTimes, summarise_pipeline

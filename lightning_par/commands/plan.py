@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from lightning_par.commands.configured import configure, ConfiguredRun
+from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.engine.memory.placement import find_holdings, Holding
 from lightning_par.engine.pipeline.schedules import place_stages

@@ -10,13 +10,13 @@ from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
-from lightning_par.commands.configured import configure, ConfiguredRun
+from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.errors import ConfigurationError
 from lightning_par.plan import find_plan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.verification.layouts import check_batches, shrink
-from lightning_par.verification.report import verify_subject
-from lightning_par.verification.trace import Subject
+from lightning_par.verification.run_trace import Subject
+from lightning_par.verification.verify import verify_subject
 
 __all__ = ["main"]
 

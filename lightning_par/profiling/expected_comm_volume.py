@@ -42,9 +42,9 @@ from lightning_par.engine.data.gradient_reduction import SharedGradients
 from lightning_par.engine.pipeline.actions import Action, ActionKind
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.pipeline.stage_links import group_name
-from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
 from lightning_par.profiling.comm_volume import Ledger, LedgerEntry, ring_bytes
+from lightning_par.resolved_plan import ModelLayout
 
 __all__ = ["Forecast", "Parts"]
 

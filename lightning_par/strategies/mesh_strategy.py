@@ -26,8 +26,8 @@ from lightning_par.engine.offload.options import OffloadOptions, read_offload_op
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.errors import LightningParError
-from lightning_par.layout import ModelLayout
 from lightning_par.plan import find_plan, ParallelPlan
+from lightning_par.resolved_plan import ModelLayout
 from lightning_par.sizes import AutoRule, Size
 from lightning_par.strategies.components.gradient_guard import check_nonfinite_choice, GradientGuard
 from lightning_par.strategies.components.host_offload import OffloadedProcesses

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_par.plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.verification.comparison import Difference
-from lightning_par.verification.trace import Trace
+from lightning_par.verification.run_trace import Trace
 
 __all__ = ["differing_copies", "find_causes", "missed_patterns"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.sizes import ParallelSizes
-from lightning_par.verification.trace import Trace
+from lightning_par.verification.run_trace import Trace
 
 __all__ = ["Difference", "StepRow", "VerifyReport", "compare_steps", "first_difference"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_par.sizes import ParallelSizes
-from lightning_par.verification.trace import describe_error, Subject, Trace, trace_steps
+from lightning_par.verification.run_trace import describe_error, Subject, Trace, trace_steps
 
 __all__ = ["run_rank", "run_ranks"]
 

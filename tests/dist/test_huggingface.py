@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from lightning_par import check_plan, Hybrid3DStrategy, ParallelSizes
-from lightning_par.engine.double import DoublePrecision
 from lightning_par.engine.memory.placement import find_holdings
 from lightning_par.plan import find_plan
 from lightning_par.strategies import MeshStrategy
+from lightning_par.verification.determinism import DoublePrecision
 from tests.hf_models import ADAPTED, FAMILIES, HFModule, MODELS, PaddedText
 from tests.parity import _local_shapes, quiet_trainer, Recorder, Result, TOLERANCE
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from benchmarks._live import LiveBytes
 from lightning_par import cli, Hybrid3DStrategy
-from lightning_par.engine.double import DoublePrecision
+from lightning_par.verification.determinism import DoublePrecision
 from tests.hf_models import auto_class, HFModule, MODELS, PaddedText
 from tests.parity import quiet_trainer
 from tests.ranks import run_ranks

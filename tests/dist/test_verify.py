@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lightning_par import cli, Hybrid3DStrategy, verify
-from lightning_par.engine.still import WithoutDropout
 from lightning_par.errors import ConfigurationError
 from lightning_par.models import HuggingFaceModule
 from lightning_par.sizes import ParallelSizes
+from lightning_par.verification.eval_mode import WithoutDropout
 from lightning_par.verification.processes import run_rank
-from lightning_par.verification.report import count_parts, judge
-from lightning_par.verification.trace import Subject
+from lightning_par.verification.run_trace import Subject
+from lightning_par.verification.verify import count_parts, judge
 from tests.faulty import MAKE, SIZES, STEPS, TP
 from tests.hf_models import HFModule, PaddedText
 from tests.ranks import run_ranks

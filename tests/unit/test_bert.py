@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.layout import check_plan
 from lightning_par.models import Bert, BertConfig, BertModule, from_hugging_face_bert
 from lightning_par.models.bert.masking import hash_uniform, IGNORED, mask_tokens
 from lightning_par.models.data.sentence_pairs import (
@@ -18,6 +17,7 @@ from lightning_par.models.data.sentence_pairs import (
     split_sentences,
 )
 from lightning_par.models.data.token_windows import PADDING
+from lightning_par.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 
 transformers = pytest.importorskip("transformers")

@@ -13,8 +13,8 @@ import lightning_par
 from lightning_par.cli import main
 from lightning_par.engine.memory.estimate import MemoryEstimate, MemoryRow, misfits
 from lightning_par.engine.memory.measured import available_memory
-from lightning_par.layout import check_plan
 from lightning_par.models import Mixtral, MixtralConfig
+from lightning_par.resolved_plan import check_plan
 from lightning_par.strategies.setup.memory_check import check_memory, explain_misfit
 
 GIB = 2**30

@@ -6,9 +6,9 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.layout import check_plan
 from lightning_par.models.gpt.config import GPTConfig, PRESETS
 from lightning_par.models.gpt.model import GPT
+from lightning_par.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 
 SIZES = {

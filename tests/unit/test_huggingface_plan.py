@@ -13,12 +13,12 @@ from torch import nn
 import lightning_par.huggingface
 from lightning_par.engine.batch import count_valid, sequence_entries, shift_labels
 from lightning_par.engine.context.apply import check_context
-from lightning_par.engine.double import DoublePrecision
 from lightning_par.errors import PlanError
 from lightning_par.huggingface import derive_plan
-from lightning_par.layout import check_plan
 from lightning_par.mesh import ParallelSizes
 from lightning_par.plan import find_plan, ParallelPlan
+from lightning_par.resolved_plan import check_plan
+from lightning_par.verification.determinism import DoublePrecision
 from tests.hf_models import FAMILIES, HFModule
 
 

@@ -17,9 +17,9 @@ from lightning_par.engine.context.ring_p2p import Mailbox
 from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceAxis
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import PlanError, raise_problems
-from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import match_pattern, ParallelPlan
+from lightning_par.resolved_plan import ModelLayout
 
 __all__ = ["apply_context_parallel", "build_axis", "check_context"]
 

@@ -35,8 +35,8 @@ from torch.distributed.fsdp import (
 from lightning_par.engine.data.zero_weight_loss import Silence
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
+from lightning_par.resolved_plan import ModelLayout
 
 __all__ = ["Sharding", "shard_model"]
 

@@ -7,8 +7,8 @@ from torch import nn
 from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.tensor.apply import TensorParallel
-from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
+from lightning_par.resolved_plan import ModelLayout
 
 __all__ = ["find_copies"]
 

@@ -34,9 +34,9 @@ from lightning_par.engine.collectives import all_reduce, apply_function
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.tensor.apply import local_parameters
 from lightning_par.errors import either, PlanError, raise_problems
-from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import match_pattern
+from lightning_par.resolved_plan import ModelLayout
 from lightning_par.sizes import ParallelSizes
 
 __all__ = [

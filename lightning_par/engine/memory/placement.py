@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard
 from lightning_par.checkpoint.pieces import cut_box
 from lightning_par.engine.experts.apply import expert_shard_dim
 from lightning_par.engine.tensor.apply import tensor_placements
-from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.plan import match_pattern
+from lightning_par.resolved_plan import balance_blocks, ModelLayout
 from lightning_par.sizes import EXPERT_AXES, ParallelSizes
 
 __all__ = ["Cut", "Holding", "find_holdings"]

@@ -10,7 +10,7 @@ import torch
 
 from lightning_par.engine.offload.adam import KERNELS
 from lightning_par.errors import ConfigurationError, either, raise_problems
-from lightning_par.fields import read_fields
+from lightning_par.option_fields import read_fields
 
 __all__ = ["OffloadOptions", "read_offload_options"]
 

@@ -20,7 +20,7 @@ from lightning_par.engine.pipeline.stage import (
     poison,
     Stage,
 )
-from lightning_par.layout import ModelLayout
+from lightning_par.resolved_plan import ModelLayout
 
 __all__ = ["cut_stages"]
 

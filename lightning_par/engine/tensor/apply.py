@@ -41,7 +41,7 @@ from lightning_par.engine.tensor.huggingface_layers import (
 from lightning_par.engine.tensor.sequence_parallel import Region, Regions, SEQUENCE_DIM
 from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
 from lightning_par.errors import PlanError
-from lightning_par.layout import ModelLayout
+from lightning_par.resolved_plan import ModelLayout
 
 __all__ = [
     "TensorParallel",

@@ -19,7 +19,7 @@ from lightning_par.engine.collectives import (
     reduce_to_whole,
     slice_to_shard,
 )
-from lightning_par.layout import ModelLayout
+from lightning_par.resolved_plan import ModelLayout
 
 __all__ = ["SEQUENCE_DIM", "Region", "Regions", "on_first_tensor"]
 

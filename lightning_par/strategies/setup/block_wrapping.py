@@ -18,8 +18,8 @@ from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.engine.pipeline.split_backward import defer_weight_gradients, WeightGradients
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError, raise_problems
-from lightning_par.layout import ModelLayout
 from lightning_par.plan import match_pattern
+from lightning_par.resolved_plan import ModelLayout
 
 __all__ = ["BlockOptions", "check_recomputation", "prepare_blocks", "recompute_blocks"]
 

@@ -26,9 +26,9 @@ from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.schedules import place_stages, SCHEDULES
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
-from lightning_par.fields import read_fields
-from lightning_par.layout import check_plan, ModelLayout
+from lightning_par.option_fields import read_fields
 from lightning_par.plan import BatchLayout, ParallelPlan
+from lightning_par.resolved_plan import check_plan, ModelLayout
 from lightning_par.sizes import ParallelSizes
 
 __all__ = [

@@ -17,8 +17,8 @@ from lightning_par.engine.data.gradient_reduction import (
     total_norm,
 )
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
-from lightning_par.layout import ModelLayout
 from lightning_par.mesh import ParallelMesh
+from lightning_par.resolved_plan import ModelLayout
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.step.runner import StepRunner
 

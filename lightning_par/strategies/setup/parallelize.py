@@ -40,8 +40,8 @@ from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.engine.pipeline.stage_links import Boundary, connect, group_name
 from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParallel
 from lightning_par.huggingface import divide_attention
-from lightning_par.layout import balance_blocks, ModelLayout
 from lightning_par.mesh import ParallelMesh
+from lightning_par.resolved_plan import balance_blocks, ModelLayout
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.setup.block_wrapping import BlockOptions, prepare_blocks
 from lightning_par.strategies.setup.parallel_model import Parallelised

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from lightning_par.callbacks.first_step import FirstStepCounter, gather_numbers
+from lightning_par.callbacks.first_step_counter import FirstStepCounter, gather_numbers
 from lightning_par.engine.memory.measured import (
     bytes_held,
     current_memory,

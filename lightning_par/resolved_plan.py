@@ -18,7 +18,7 @@ from torch import nn
 from lightning_par.errors import either, PlanError, raise_problems
 from lightning_par.plan import match_pattern, ParallelPlan, TensorStyle
 from lightning_par.sizes import ParallelSizes
-from lightning_par.units import (
+from lightning_par.stage_partition import (
     classify_units,
     edge_weights,
     partition_blocks,

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from typing_extensions import override
 
-from lightning_par.callbacks.first_step import FirstStepCounter, gather_numbers
+from lightning_par.callbacks.first_step_counter import FirstStepCounter, gather_numbers
 from lightning_par.engine.batch import batch_entry, batch_size
 from lightning_par.errors import ConfigurationError
 from lightning_par.profiling.flops import FlopCounter

@@ -15,7 +15,7 @@ from lightning_par.verification.causes import differing_copies, find_causes, mis
 from lightning_par.verification.comparison import compare_steps, first_difference, VerifyReport
 from lightning_par.verification.layouts import check_batches, find_sizes, shrink
 from lightning_par.verification.processes import run_ranks
-from lightning_par.verification.trace import Subject, Trace
+from lightning_par.verification.run_trace import Subject, Trace
 
 __all__ = ["judge", "verify", "verify_subject"]
 
