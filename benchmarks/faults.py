@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.fault_runs import Fault, run_with_fault
+from tests.support.faults.runs import Fault, run_with_fault
 
 WORLD, LIMIT = 4, 5.0
 PLACES = ("pp 0, tp 0", "pp 0, tp 1", "pp 1, tp 0", "pp 1, tp 1")

@@ -2,23 +2,16 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.ranks import close_ranks
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_ignore_collect(collection_path):
-    """Collects tests/dist, although pytest passes over every folder called dist by default."""
-    return False if collection_path == Path(__file__).parent / "dist" else None
+from tests.support.ranks.api import close_ranks
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_rank_outlives_the_session():
     yield
-    assert close_ranks() == [], "these processes of tests/ranks.py are still there"
+    assert close_ranks() == [], "these processes of tests/support/ranks/api.py are still there"
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.toy import loader, ToyData, ToyModule, VOCAB
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule, VOCAB
 
 SEED = 1
 

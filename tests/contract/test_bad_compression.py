@@ -7,10 +7,10 @@ from torch.utils.data import DataLoader
 
 import lightning_par
 from lightning_par.errors import ConfigurationError
-from tests.compression import replicas
-from tests.mixture import layout, make
-from tests.parity import quiet_trainer
-from tests.ranks import ranks
+from tests.support.models.compression import replicas
+from tests.support.models.mixture import layout, make
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import ranks
 
 MISTAKES: dict[str, tuple[Any, str]] = {
     "method": ("zip", r"gradient_compression='zip' must be 'fp16', .* or 'int8'"),

@@ -13,9 +13,9 @@ from lightning_par import Hybrid3DStrategy, SequenceRingStrategy
 from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.errors import ConfigurationError, MeshError, PlanError
 from lightning_par.plan import BatchLayout, ParallelPlan
-from tests.mistakes import Case, fit, planned
-from tests.ranks import RankError, run_ranks
-from tests.toy import ToyLM, ToyModule
+from tests.support.faults.user_mistakes import Case, fit, planned
+from tests.support.models.toy_gpt import ToyLM, ToyModule
+from tests.support.ranks.api import RankError, run_ranks
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore")]
 
@@ -231,7 +231,7 @@ def test_heads_that_cannot_be_exchanged_name_what_can() -> None:
 
 
 def exchange(rank: int, world: int) -> None:
-    from tests.ring import make_axis
+    from tests.support.attention_reference import make_axis
 
     axis = make_axis(world, method="ulysses")
     axis.lay_out(16)

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from lightning_par.errors import MeshError, PlanError
-from tests.mistakes import Case, fit, planned
-from tests.mixture import make
+from tests.support.faults.user_mistakes import Case, fit, planned
+from tests.support.models.mixture import make
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore")]
 

@@ -17,7 +17,7 @@ from lightning_par.huggingface import export_folder, MODEL_STATE
 from lightning_par.huggingface.attention import _attend, _check_packing
 from lightning_par.huggingface.weights import _join
 from lightning_par.models import HuggingFaceModule
-from tests.folders import write_folder
+from tests.support.checkpoints import write_folder
 
 pytestmark = pytest.mark.contract
 

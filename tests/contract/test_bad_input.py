@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.errors import ConfigurationError, MeshError, NonFiniteError, PlanError
 from lightning_par.plan import BatchLayout, ParallelPlan
-from tests.mistakes import (
+from tests.support.faults.user_mistakes import (
     Bare,
     Case,
     fit,
@@ -26,7 +26,7 @@ from tests.mistakes import (
     TwoPlans,
     with_tensor,
 )
-from tests.ranks import RankError, run_ranks
+from tests.support.ranks.api import RankError, run_ranks
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore")]
 SECONDS = 5.0
@@ -376,7 +376,7 @@ def test_it_is_said_before_any_process_starts(name, monkeypatch):
     assert type(caught.value).__module__ in ("builtins", "lightning_par.errors")
 
 
-@pytest.mark.dist
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.ranks and not c.dies])
 def test_it_is_said_on_every_rank(name):
     case = CASES[name]
@@ -387,7 +387,7 @@ def test_it_is_said_on_every_rank(name):
         assert seconds < SECONDS
 
 
-@pytest.mark.dist
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.dies])
 def test_the_rank_that_knows_is_the_one_that_is_reported(name):
     case, start = CASES[name], time.monotonic()

@@ -7,9 +7,9 @@ import pytest
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import MixedPrecision
 from lightning_par.errors import ConfigurationError
-from tests.parity import quiet_trainer
-from tests.ranks import ranks
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import ranks
 
 pytestmark = pytest.mark.contract
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import CommunicationProfiler, PipelineProfiler
 from lightning_par.errors import ConfigurationError
-from tests.parity import quiet_trainer
-from tests.ranks import run_ranks
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
 
 pytestmark = pytest.mark.contract
 

@@ -7,10 +7,10 @@ import pytest
 from lightning_par import Pipeline1F1BStrategy
 from lightning_par.callbacks import ActivationCheckpointing
 from lightning_par.errors import ConfigurationError
-from tests.mistakes import Bare
-from tests.parity import quiet_trainer
-from tests.ranks import ranks
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.faults.user_mistakes import Bare
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import ranks
 
 pytestmark = pytest.mark.contract
 

@@ -4,8 +4,8 @@ import pytest
 
 from lightning_par import Pipeline1F1BStrategy
 from lightning_par.errors import ConfigurationError, PlanError, ScheduleError
-from tests.parity import quiet_trainer
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
 
 pytestmark = pytest.mark.contract
 

@@ -15,8 +15,8 @@ from lightning_par.checkpoint.pieces import Box, Piece
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.writer import complete, make_part, write_part
 from lightning_par.models import GPTModule
-from tests.folders import write_folder
-from tests.resharding import differences, PLAIN, run_layout, SIZES
+from tests.support.checkpoints import write_folder
+from tests.support.resharding import differences, PLAIN, run_layout, SIZES
 
 pytestmark = pytest.mark.contract
 

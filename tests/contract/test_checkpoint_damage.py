@@ -12,7 +12,7 @@ from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.reader import find_problems
 from lightning_par.errors import CheckpointError
 from tests.contract.test_checkpoints import fit
-from tests.ranks import ranks
+from tests.support.ranks.api import ranks
 
 pytestmark = pytest.mark.contract
 

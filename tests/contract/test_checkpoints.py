@@ -18,8 +18,8 @@ from lightning_par.checkpoint.index import is_checkpoint_folder, Manifest
 from lightning_par.checkpoint.pieces import local_part
 from lightning_par.errors import CheckpointError, ConfigurationError
 from tests.contract.subject import data, files, LAYOUTS, TalkativeModule
-from tests.parity import quiet_trainer
-from tests.ranks import ranks, run_ranks
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import ranks, run_ranks
 
 Run = dict[str, Any]
 pytestmark = pytest.mark.contract

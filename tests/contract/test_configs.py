@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.scripts import run_command
+from tests.support.cli_scripts import run_command
+from tests.support.ranks.api import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = [

@@ -14,8 +14,8 @@ import matplotlib
 import pytest
 
 from lightning_par.cli import main
-from tests.ranks import run_ranks
-from tests.scripts import run_script
+from tests.support.cli_scripts import run_script
+from tests.support.ranks.api import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from lightning_par import cli
-from tests.ranks import run_ranks
-from tests.scripts import run_script
+from tests.support.cli_scripts import run_script
+from tests.support.ranks.api import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 FINE_TUNE = ROOT / "examples" / "finetune_huggingface.py"

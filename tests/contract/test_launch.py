@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.parity import quiet_trainer
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("train_script.py")

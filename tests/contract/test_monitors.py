@@ -6,9 +6,9 @@ import pytest
 
 from lightning_par.callbacks import MemoryMonitor, ThroughputMonitor
 from lightning_par.errors import ConfigurationError
-from tests.parity import quiet_trainer
-from tests.ranks import run_ranks
-from tests.toy import loader, TOKENS, ToyData, ToyModule
+from tests.support.models.toy_gpt import loader, TOKENS, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
 
 pytestmark = pytest.mark.contract
 BATCH, STEPS, PEAK = 8, 3, 1e12

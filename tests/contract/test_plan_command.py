@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_par import cli
-from tests.hf_models import FAMILIES
+from tests.support.models.huggingface import FAMILIES
 
 pytestmark = [
     pytest.mark.contract,
@@ -30,7 +30,7 @@ trainer:
       data_parallel_size: 2
       zero_stage: 3
 model:
-  class_path: tests.hf_models.HFModule
+  class_path: tests.support.models.huggingface.HFModule
   init_args:
     family: llama tied
     on_meta: ON_META

@@ -8,11 +8,11 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.browser import open_page
 from tests.contract.test_trainer import read_csv
-from tests.parity import quiet_trainer, Recorder
-from tests.ranks import run_ranks
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.browser import open_page
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer, Recorder
+from tests.support.ranks.api import run_ranks
 
 pytestmark = pytest.mark.contract
 MICROBATCHES, STEPS, KEPT = 3, 4, 2

@@ -10,7 +10,7 @@ from lightning_par.engine.pipeline.schedules import build_schedule
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.profiling.html_report import Report, Table, write_report
 from lightning_par.profiling.pipeline_record import RankRecord, StepRecord, TimedTransfer
-from tests.browser import open_page, Page
+from tests.support.browser import open_page, Page
 
 pytestmark = pytest.mark.contract
 RANKS, MICROBATCHES, STEPS = 3, 5, 2

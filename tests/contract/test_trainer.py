@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.contract.subject import data, Diary, files, LAYOUTS, numbers, SEED, TalkativeModule
-from tests.parity import quiet_trainer
-from tests.ranks import run_ranks
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
 
 Run = dict[str, Any]
 Scenario = Callable[..., Run]

@@ -22,9 +22,9 @@ from torch.utils.data import IterableDataset
 import lightning_par
 from lightning_par.errors import ConfigurationError
 from tests.contract.subject import data, LAYOUTS, SEED, TalkativeModule
-from tests.parity import quiet_trainer
-from tests.ranks import run_ranks
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
 
 pytestmark = pytest.mark.contract
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64

@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 
 from lightning_par.profiling.comm_volume import Ledger
 from tests.contract.subject import data
-from tests.parity import quiet_trainer
-from tests.ranks import run_ranks
-from tests.toy import loader, TOKENS, ToyModule, VOCAB
+from tests.support.models.toy_gpt import loader, TOKENS, ToyModule, VOCAB
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
 
 pytestmark = pytest.mark.contract
 

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 
 import lightning_par  # noqa: F401 - registers the strategies
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 
 
 class FailingModule(ToyModule):

@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_par
 from lightning_par.callbacks import MixedPrecision
-from tests.parity import quiet_trainer, Recorder
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer, Recorder
 
 pytestmark = [
     pytest.mark.gpu,

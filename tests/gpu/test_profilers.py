@@ -7,8 +7,8 @@ import torch
 
 from lightning_par.callbacks import CommunicationProfiler, MemoryMonitor, ThroughputMonitor
 from lightning_par.engine.clock import clock_for, DeviceClock
-from tests.parity import quiet_trainer
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
 
 pytestmark = [
     pytest.mark.gpu,

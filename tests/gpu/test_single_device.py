@@ -4,8 +4,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.one_device import differences
-from tests.toy import loader, ToyData, ToyModule
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.one_device import differences
 
 pytestmark = [
     pytest.mark.gpu,

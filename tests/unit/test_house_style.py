@@ -71,7 +71,7 @@ def tree_files() -> list[Path]:
         names = [ROOT / n for n in listed.stdout.split("\0") if n]
     except (OSError, subprocess.CalledProcessError):
         hidden = {".git", ".venv", "__pycache__"}
-        made = {"build", "dist"}  # at the root; tests/dist is ours
+        made = {"build", "dist"}
         places = [(p, p.relative_to(ROOT).parts) for p in ROOT.rglob("*")]
         names = [p for p, parts in places if not hidden & {*parts} and parts[0] not in made]
     return sorted(p for p in names if p.is_file() and p.suffix in TEXT)

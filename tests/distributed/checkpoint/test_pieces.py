@@ -1,0 +1,55 @@
+"""Which part of a tensor a rank holds, also where shards are unequal or empty."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor, Shard
+
+from lightning_par.checkpoint.pieces import Box, cut_piece, share_out
+from tests.support.ranks.api import ranks
+
+ROWS = (1, 2, 3, 5, 7, 8)
+
+
+@ranks(6)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_boxes_of_tensor_and_data_shards_fill_the_whole_once(
+    rank: int, world: int, dim: int
+) -> None:
+    """Tensor parallelism over 2, then sharding over 3 replicas, as the strategy applies them."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp_shard", "tp"))
+    for rows in ROWS:
+        whole = torch.arange(rows * 5.0).view(rows, 5) if dim == 0 else torch.arange(5.0 * rows)
+        whole = whole.view(5, rows) if dim == 1 else whole
+        module = nn.Module()
+        module.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(dim)]))
+        fully_shard(module, mesh=mesh["dp_shard"])
+        piece = cut_piece("weight", module.weight)
+        assert piece.global_shape == tuple(whole.shape)
+        everywhere: list[object] = [None] * world
+        dist.all_gather_object(everywhere, (piece.box, piece.values))
+        found, count = torch.full_like(whole, torch.nan), torch.zeros_like(whole)
+        for box, values in everywhere:
+            where = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
+            found[where] = values
+            count[where] += 1
+        assert torch.equal(found, whole), rows
+        assert bool((count == 1).all()), rows
+
+
+def test_what_several_ranks_hold_is_written_once_and_evenly() -> None:
+    def box(name: str) -> Box:
+        return Box(name, (0,), (3,))
+
+    shared = [(box(f"shared{i}"), 10) for i in range(8)]
+    own = [[(box(f"own{rank}"), 100 if rank == 0 else 60)] for rank in range(3)]
+    shares = share_out([[*own[rank], *shared] for rank in range(3)])
+    assert sorted(b.name for share in shares for b in share) == sorted(
+        [*(f"own{r}" for r in range(3)), *(b.name for b, _ in shared)]
+    )
+    load = [100 + 10 * (len(shares[0]) - 1), *(60 + 10 * (len(s) - 1) for s in shares[1:])]
+    assert max(load) == 100
+    assert min(load) >= 90

@@ -1,0 +1,109 @@
+"""A rank that dies, raises, stops or never returns: every process ends and the user reads why."""
+
+import math
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_par.engine.activity import Activity
+from lightning_par.strategies.processes.rank_status import RankBoard, RankStatus
+from tests.support.faults.runs import Fault, FaultRun, run_with_fault
+
+PLACES = ("pp 0, tp 0", "pp 0, tp 1", "pp 1, tp 0", "pp 1, tp 1")
+ACTION = r"(stage \d, [a-z' ]+ of micro-batch \d|[a-z_ ]+)"
+TIMEOUT = 5.0
+
+
+def assert_all_ended(run: FaultRun, limit: float) -> None:
+    """Every process ended in time, none well."""
+    assert all(s is not None and s <= limit for s in run.seconds), (run.seconds, run.logs)
+    assert all(run.codes), run.codes
+
+
+def kills() -> list[Fault]:
+    seeded = random.Random(5)
+    return [
+        Fault(
+            kind="kill",
+            rank=rank,
+            step=seeded.randrange(1, 8),
+            delay=seeded.uniform(0, 0.05),
+        )
+        for rank in (0, 1, 3)
+    ]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("fault", kills(), ids=lambda f: f"rank {f.rank} step {f.step}")
+def test_killed_rank_ends_every_process_and_is_named(fault: Fault, tmp_path: Path) -> None:
+    run = run_with_fault(4, fault, tmp_path)
+    assert_all_ended(run, 5.0)
+    place = PLACES[fault.rank]
+    # A step takes about as long as the delay, hence the next one may have begun.
+    step = rf"step ({fault.step}|{fault.step + 1}|{fault.step + 2}|{fault.step + 3})"
+    says = rf"could not go on: rank {fault.rank} \({place}\) is gone, in {ACTION}, {step}\."
+    assert len(run.blames(says)) == 3, run.logs
+
+
+@pytest.mark.alone
+def test_rank_that_raises_ends_every_process_and_is_named(tmp_path: Path) -> None:
+    run = run_with_fault(4, Fault(kind="raise", rank=2, step=3), tmp_path)
+    assert_all_ended(run, 5.0)
+    assert run.blames(r"on rank 2 \(pp 1, tp 0\), in start of the batch, step 3") == [2]
+    says = r"rank 2 \(pp 1, tp 0\) raised KeyError: 'no such key' in start of the batch, step 3\."
+    assert run.blames(says) == [0, 1, 3]
+    if sys.platform == "linux":  # reads /proc
+        listened = {a for log in run.logs for a in re.findall("listens on (.*)", log)}
+        assert {a for addresses in listened for a in addresses.split(", ")} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "limit"),
+    [
+        pytest.param(0, math.inf, marks=pytest.mark.exhaustive),
+        pytest.param(1, TIMEOUT + 5, marks=pytest.mark.alone),
+    ],
+    ids=["rank 0", "rank 1"],
+)
+def test_stopped_rank_ends_every_process_and_is_named(
+    rank: int, limit: float, tmp_path: Path
+) -> None:
+    fault = Fault(kind="stop", rank=rank, step=3)
+    run = run_with_fault(2, fault, tmp_path, timeout=TIMEOUT)
+    assert_all_ended(run, limit)
+    says = rf"rank {rank} \(tp {rank}\) has been in {ACTION}, step 3 for \d+ s, and its process \d+"
+    assert run.blames(says) == [1 - rank]
+    assert run.blames(r"more than timeout=0:00:05\.") == [1 - rank]
+
+
+@pytest.mark.exhaustive
+def test_rank_that_never_returns_ends_and_shows_where_it_waited(tmp_path: Path) -> None:
+    run = run_with_fault(4, Fault(kind="loop", rank=1, step=3), tmp_path, timeout=TIMEOUT)
+    assert_all_ended(run, math.inf)
+    assert run.blames(r"rank 1 \(pp 0, tp 1\) has been in start of the batch, step 3 for") == [
+        *range(4)
+    ]
+    assert run.blames("in _wait_for_ever") == [1]
+
+
+def test_board_tells_what_a_rank_does_and_how_it_ended(tmp_path: Path) -> None:
+    path = RankBoard.create(2)
+    try:
+        activity = Activity()
+        activity.step = 17
+        board = RankBoard(path, [4, 5], 5, activity)
+    finally:
+        path.unlink()
+    activity.begin("backward", 3, stage=1)
+    absent, mine = board.look()
+    assert absent.status is RankStatus.ABSENT
+    assert (mine.rank, str(mine.activity)) == (5, "stage 1, backward of micro-batch 3, step 17")
+    board.say(RankStatus.FAILED, "KeyError: 'x'")
+    mine = board.look()[1]
+    assert (mine.status, mine.fault, mine.is_dead) == (RankStatus.FAILED, "KeyError: 'x'", False)
+    board.close()
+    activity.begin("between steps")
+    assert str(activity.now()) == "between steps, step 17"

@@ -1,0 +1,283 @@
+"""The processes behind `ranks.py`: a zygote that has imported torch, and the gloo ranks it forks.
+
+The zygote never runs autograd nor a collective, so that it has one thread and can be forked in
+milliseconds. It alone owns the ranks: it forks, kills and reaps them, so that no pid is signalled
+after it may have been given to another process.
+"""
+
+import ast
+import collections
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from pathlib import Path
+
+__all__ = ["main"]
+
+GROUP_TIMEOUT = timedelta(seconds=300)
+"""Of the default process group; longer than any test, because the harness cuts a hang itself."""
+_PRELOAD = (
+    "numpy",
+    "pytest",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "lightning.pytorch",
+    "tests.support.parity",
+    "lightning_par.cli",
+)
+
+
+def main(descriptor):
+    """Serves requests until the other end closes, then takes every rank along.
+
+    Args:
+        descriptor: The file descriptor of a socket to the test process.
+    """
+    die_with_parent()
+    control = Connection(descriptor)
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    reuse_meshes()
+    reuse_groups()
+    gc.collect()
+    gc.freeze()
+    children = set()
+    try:
+        while True:
+            request, *arguments = control.recv()
+            if request == "fork":
+                pids = [fork_rank(control, rank, log) for rank, log in enumerate(arguments[0])]
+                children.update(pids)
+                control.send(pids)
+            elif request == "signal":
+                for pid in arguments[0]:
+                    os.kill(pid, arguments[1])
+                control.send(None)
+            else:
+                control.send([reap(pid, dying) for pid, dying in arguments[0].items()])
+                children.difference_update(arguments[0])
+    except EOFError:
+        for pid in children:
+            reap(pid, dying=False)
+
+
+def die_with_parent():
+    """Asks Linux to kill this process when its parent dies; elsewhere the closed socket ends it."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def reuse_meshes():
+    """Makes `init_device_mesh` give the same mesh, with the same groups, for the same arguments.
+
+    DTensor caches process-group names, so groups must outlive the tests; without this, each test
+    would leave its groups' sockets and threads behind.
+    """
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+
+    make, meshes = device_mesh.init_device_mesh, {}
+
+    @functools.wraps(make)
+    def init_device_mesh(device_type, mesh_shape, **options):
+        key = (device_type, tuple(mesh_shape), repr(sorted(options.items())))
+        if key not in meshes:
+            meshes[key] = make(device_type, mesh_shape, **options)
+        return meshes[key]
+
+    dist.init_device_mesh = device_mesh.init_device_mesh = init_device_mesh
+
+
+_TAKEN = collections.Counter()
+"""How many groups of a kind the running job has made."""
+
+
+def reuse_groups():
+    """Makes `new_group` give a later job the groups of earlier ones; within a job all differ.
+
+    Every gloo group has threads that wake a hundred times a second, so that ranks which have run a
+    few hundred tests would do nothing else.
+    """
+    import torch.distributed as dist
+    from torch.distributed import device_mesh, distributed_c10d
+
+    make, made = distributed_c10d.new_group, collections.defaultdict(list)
+
+    @functools.wraps(make)
+    def new_group(ranks=None, timeout=None, backend=None, **options):
+        key = (None if ranks is None else tuple(ranks), timeout, backend, repr(options))
+        groups, taken = made[key], _TAKEN[key]
+        _TAKEN[key] += 1
+        if taken == len(groups):
+            groups.append(make(ranks, timeout, backend, **options))
+        return groups[taken]
+
+    for module in (dist, device_mesh, distributed_c10d):
+        module.new_group = new_group
+
+
+def fork_rank(control, rank, log):
+    """Forks one rank, which talks over the descriptor that arrives next on `control`."""
+    descriptor = recv_handle(control)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            control.close()
+            serve_rank(rank, Connection(descriptor), log)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(descriptor)
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        os.setpgid(pid, pid)  # here too, so that it holds when the first kill comes
+    return pid
+
+
+def reap(pid, dying):
+    """Ends a rank and what it started; gives how it had ended by itself, or "killed".
+
+    Args:
+        pid: Of a child that has not been reaped.
+        dying: Whether it has closed its socket, and so gets a second to end by itself.
+    """
+    deadline = time.monotonic() + dying
+    done, status = os.waitpid(pid, os.WNOHANG)
+    while not done and time.monotonic() < deadline:
+        time.sleep(0.01)
+        done, status = os.waitpid(pid, os.WNOHANG)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # a rank leads a group: its data loader workers go with it
+    if not done:
+        os.waitpid(pid, 0)
+        return "killed"
+    code = os.waitstatus_to_exitcode(status)
+    return f"died by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+
+def serve_rank(rank, connection, log):
+    """Runs jobs until the other end closes."""
+    os.setpgid(0, 0)
+    die_with_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        os.ftruncate(descriptor, 0)
+        # Anew for each job: a Trainer puts back the handlers that Python knows of, at its end.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1)
+        connection.send(run_job(rank, job))
+        gc.collect()
+
+
+def run_job(rank, job):
+    """Runs one job; gives ("ok", value, reusable) or (kind, message, traceback, time)."""
+    import torch.distributed as dist
+
+    try:
+        prepare(rank, job)
+        function = load_function(job["module"], job["file"], job["qualname"])
+        args, kwargs = pickle.loads(job["arguments"])
+        value = pickle.dumps(function(rank, job["world"], *args, **kwargs))
+        return "ok", value, dist.is_initialized()
+    except BaseException as error:
+        when = time.monotonic()
+        kind = "skip" if type(error).__name__ == "Skipped" else "error"
+        name = "" if kind == "skip" else f"{type(error).__name__}: "
+        frames = error.__traceback__ and error.__traceback__.tb_next
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        return kind, f"{name}{error}", text, when
+
+
+def prepare(rank, job):
+    """Brings the process to the state in which every job starts."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    os.environ.clear()
+    os.environ.update(job["env"], RANK=str(rank), LOCAL_RANK=str(rank), ROLE_RANK=str(rank))
+    os.chdir(job["cwd"])
+    sys.path[:] = job["sys_path"]
+    _TAKEN.clear()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.autograd.set_detect_anomaly(False)
+    torch.use_deterministic_algorithms(False)
+    rank_zero_only.rank = rank  # Lightning read it when the zygote imported it
+    if not dist.is_initialized():
+        store = dist.FileStore(job["store"], job["world"])
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=job["world"], timeout=GROUP_TIMEOUT
+        )
+
+
+def load_function(module, file, qualname):
+    """Gives the function that the test process named; a test's own body if it is decorated."""
+    function = load_module(module, file)
+    for name in qualname.split("."):
+        function = getattr(function, name)
+    return getattr(function, "rank_body", function)
+
+
+def load_module(name, file):
+    """Imports a module; a test module by its file, so that asserts show their values."""
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == file:
+        return loaded
+    if not Path(file).name.startswith("test_"):
+        return importlib.import_module(name)
+    from _pytest.assertion.rewrite import rewrite_asserts
+
+    if "." in name:
+        importlib.import_module(name.rpartition(".")[0])
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, file))
+    source = Path(file).read_bytes()
+    tree = ast.parse(source, file)
+    rewrite_asserts(tree, source, file)
+    sys.modules[name] = module
+    exec(compile(tree, file, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

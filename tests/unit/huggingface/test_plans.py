@@ -1,0 +1,202 @@
+"""Plans derived from Hugging Face models, and what is refused."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lightning_par.huggingface
+from lightning_par.engine.batch import count_valid, sequence_entries, shift_labels
+from lightning_par.engine.context.apply import check_context
+from lightning_par.errors import PlanError
+from lightning_par.huggingface import derive_plan
+from lightning_par.mesh import ParallelSizes
+from lightning_par.plan import find_plan, ParallelPlan
+from lightning_par.resolved_plan import check_plan
+from lightning_par.verification.determinism import DoublePrecision
+from tests.support.models.huggingface import FAMILIES, HFModule
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "t5"])
+def test_derived_plan_covers_every_parameter_and_fits(family: str) -> None:
+    module = HFModule(family)
+    plan = find_plan(module)
+    assert plan is not None
+    assert set(plan.refusals) <= {"context"}
+    assert ("context" in plan.refusals) == (family == "mixtral aux")
+    check_plan(module, plan, ParallelSizes(tensor=2, pipeline=3))  # a bare parameter is refused
+    assert ParallelPlan.from_dict(plan.to_dict()) == plan
+    assert hash(plan) == hash(find_plan(module))
+
+
+def test_first_label_of_a_row_counts_only_where_the_model_does_not_shift() -> None:
+    labels = torch.tensor([[5, 6, -100], [7, -100, -100]])
+    counts = {
+        family: float(count_valid({"labels": labels}, derive_plan(FAMILIES[family]()).batch))
+        for family in ("llama", "gpt2", "bert", "t5")
+    }
+    assert counts == {"llama": 1, "gpt2": 1, "bert": 3, "t5": 3}
+    model, ids = FAMILIES["llama"](), torch.tensor([[5, 6, 3], [7, 3, 3]])
+    logits = model(input_ids=ids).logits
+    (wanted,) = -logits[0, :1].log_softmax(-1)[:, 6]  # the one target that is left
+    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, wanted)
+
+
+def test_modules_beside_the_model_stay_whole() -> None:
+    module = HFModule("llama")
+    module.probe = nn.Linear(24, 3)
+    plan = find_plan(module)
+    assert plan is not None
+    assert plan.tensor["probe"] == "replicated"
+    assert plan.tensor["model.lm_head"] == "vocab_head"
+    check_plan(module, plan, ParallelSizes(tensor=2, pipeline=2))
+
+
+def test_two_models_beside_each_other_have_no_derived_plan() -> None:
+    module = nn.ModuleDict({"teacher": FAMILIES["llama"](), "student": FAMILIES["gpt2"]()})
+    assert find_plan(module) is None
+
+
+def test_an_offered_plan_goes_before_the_derived_one() -> None:
+    module = HFModule("llama")
+    module.parallel_plan = lambda: ParallelPlan(blocks="model.model.layers")
+    assert find_plan(module) == ParallelPlan(blocks="model.model.layers")
+
+
+def refusal(model: nn.Module, sizes: ParallelSizes) -> str:
+    with pytest.raises(PlanError) as caught:
+        check_plan(model, derive_plan(model), sizes)
+    return str(caught.value)
+
+
+def test_encoder_decoder_is_refused_under_a_pipeline_with_what_works() -> None:
+    text = refusal(FAMILIES["t5"](), ParallelSizes(pipeline=2))
+    assert re.search(r"pipeline_parallel_size=2: T5ForConditionalGeneration is an encoder-", text)
+    assert "Use pipeline_parallel_size=1 with data parallelism (zero_stage=3" in text
+
+
+def test_model_without_blocks_is_refused_with_lines_that_work() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=37, hidden_size=24, num_hidden_layers=0, num_attention_heads=6
+    )
+    model = transformers.LlamaForCausalLM(config)
+    text = refusal(model, ParallelSizes(pipeline=2))
+    assert "LlamaForCausalLM has no list of blocks of one class" in text
+    lines = text[text.index("    def parallel_plan(self):") :].rstrip()
+    source = "class Module:\n" + lines.replace("blocks='...'", "blocks='model.layers'")
+    names = {"lightning_par": lightning_par, "dataclasses": dataclasses}
+    exec(source, names)
+    module = names["Module"]()
+    module.model = FAMILIES["llama"]()
+    assert module.parallel_plan().blocks == "model.model.layers"
+    assert not module.parallel_plan().refusals
+
+
+def test_unknown_style_is_refused_with_lines_to_paste() -> None:
+    model = FAMILIES["llama"]()
+    model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.up_proj": "packed_rowwise"}
+    text = refusal(model, ParallelSizes(tensor=2))
+    assert (
+        "model.layers.*.mlp.up_proj has the style 'packed_rowwise', which is not supported" in text
+    )
+    assert "def parallel_plan(self):" in text
+    check_plan(model, derive_plan(model), ParallelSizes(pipeline=2))  # other axes go on
+
+
+def test_norm_of_sharded_heads_without_a_style_is_refused() -> None:
+    """Passed over, it would be trained on the gradient of this rank's heads, in silence."""
+    model = FAMILIES["qwen3"]()
+    model.tp_plan = {k: v for k, v in model.tp_plan.items() if "q_norm" not in k}
+    text = refusal(model, ParallelSizes(tensor=2))
+    assert "model.layers.*.self_attn.q_norm (Qwen3RMSNorm) has parameters and no style" in text
+
+
+def divided(model: nn.Module) -> str:
+    with pytest.raises(PlanError) as caught:
+        check_context(model, derive_plan(model), 2)
+    return str(caught.value)
+
+
+def test_sequences_are_not_divided_where_the_model_needs_them_whole() -> None:
+    text = divided(FAMILIES["mixtral aux"]())
+    assert "context_parallel_size=2: MixtralForCausalLM adds an auxiliary loss" in text
+    assert "Set output_router_logits=False" in text
+    config = transformers.MistralConfig(
+        vocab_size=37, hidden_size=24, num_hidden_layers=1, num_attention_heads=6, sliding_window=5
+    )
+    text = divided(transformers.MistralForCausalLM(config))
+    assert "attends within sliding_window=5 tokens" in text
+    assert "names no blocks" in divided(FAMILIES["t5"]())
+
+
+def test_shifted_labels_of_a_batch_count_as_they_are() -> None:
+    layout = derive_plan(FAMILIES["llama"]()).batch
+    labels = torch.tensor([[5, 6, -100], [7, -100, 8]])
+    batch = {"input_ids": labels, "labels": labels}
+    moved = shift_labels(batch, layout)
+    assert moved["shift_labels"].tolist() == [[6, -100, -100], [-100, 8, -100]]
+    assert moved["labels"] is moved["shift_labels"]
+    assert batch["labels"] is labels
+    assert count_valid(batch, layout) == count_valid(moved, layout) == 2
+    assert count_valid({**batch, "shift_labels": labels}, layout) == 4
+    assert sequence_entries(batch, layout) == {"input_ids": 1, "labels": 1}
+    assert list(sequence_entries({**moved, "position_ids": labels}, layout)) == [
+        "input_ids",
+        "position_ids",
+        "labels",
+        "shift_labels",
+    ]
+
+
+def test_model_without_any_plan_is_refused_by_name() -> None:
+    config = transformers.OPTConfig(
+        vocab_size=37, hidden_size=24, ffn_dim=20, num_hidden_layers=2, num_attention_heads=6
+    )
+    text = refusal(transformers.OPTForCausalLM(config), ParallelSizes(tensor=2))
+    assert "no tensor-parallel plan for OPTForCausalLM (model_type 'opt')" in text
+
+
+def test_heads_have_to_divide_although_rows_do() -> None:
+    text = refusal(FAMILIES["llama"](), ParallelSizes(tensor=4))
+    assert "model.model" not in text
+    assert "model.layers.0.self_attn (and 2 others) has num_key_value_heads=2, not" in text
+    assert "Use 1 or 2" in text
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "transformers":
+            raise ModuleNotFoundError(name)
+import lightning.pytorch  # torchmetrics imports transformers where it is installed
+for name in [n for n in sys.modules if n.partition(".")[0] == "transformers"]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Refuse())
+from torch import nn
+import lightning_par.huggingface
+from lightning_par.plan import find_plan
+assert find_plan(nn.Linear(2, 3)) is None
+"""
+
+
+@pytest.mark.exhaustive  # a process of its own takes ten seconds to import
+def test_plans_are_looked_for_without_transformers() -> None:
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS]
+    done = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_double_precision_keeps_float64_and_nothing_else() -> None:
+    x = torch.zeros(2, dtype=torch.float64)
+    with DoublePrecision():
+        assert x.float().dtype == torch.float64
+        assert x.to(torch.float32).dtype == torch.float64
+        assert x.softmax(-1, dtype=torch.float32).dtype == torch.float64
+        assert x.half().float().dtype == torch.float32
+    assert x.float().dtype == torch.float32
