@@ -52,7 +52,7 @@ def trained(**options: Any) -> pl.Trainer:
 
 def flat_state(trainer: Any) -> dict[str, Any]:
     """What a rank holds, as DCP takes it."""
-    states, module = trainer.strategy.parallelised.states, trainer.lightning_module
+    states, module = trainer.strategy.parallel_model.states, trainer.lightning_module
     optimizer = states.local_optimizer(module, trainer.optimizers[0])
     moments = {
         f"optimizer.{name}.{key}": value
@@ -93,7 +93,7 @@ class Contenders:
 
     def gathered(self) -> dict[str, Any]:
         """Everything on rank 0."""
-        states, module = self.trainer.strategy.parallelised.states, self.trainer.lightning_module
+        states, module = self.trainer.strategy.parallel_model.states, self.trainer.lightning_module
         return {
             "state_dict": states.gather_weights(module),
             "optimizer_states": [states.gather_optimizer(module, self.trainer.optimizers[0])],

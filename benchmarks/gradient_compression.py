@@ -15,7 +15,7 @@ from _learn import print_curves
 from _paired import add_arguments, Arguments, compare, fit, launch, read_arguments, Turn
 
 from lightning_par import Hybrid3DStrategy
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.profiling.comm_volume import CommVolume
 
 RANKS, BATCH = 2, 4
 WHOLE: dict[str, Any] = {
@@ -47,7 +47,7 @@ def body(arguments: Arguments) -> None:
         fit(BenchModule(), loader(BATCH), made, turn, arguments, limit_val_batches=0)
 
     for name in METHODS:
-        with Ledger() as ledger:
+        with CommVolume() as ledger:
             train(_Alone(), name)
         sent[name] = ledger.total().sent / arguments.total_steps
     contenders = {name: partial(train, name=name) for name in METHODS}

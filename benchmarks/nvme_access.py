@@ -26,7 +26,7 @@ from torch import nn, Tensor
 
 from lightning_par.engine.offload import storage
 from lightning_par.engine.offload.adam import AdamKernel, AdamRule, choose_kernel
-from lightning_par.engine.offload.nvme import DirectPages, open_direct
+from lightning_par.engine.offload.nvme import DirectNvmeRange, open_direct
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
 
@@ -84,7 +84,7 @@ def contender(
     options = OffloadOptions(offload_optimizer=place)
     held, states = storage.allocate(parameters, options, torch.device("cpu"))
     parts = list(held.values())
-    assert direct == isinstance(parts[0].pages, DirectPages), "this disk has no O_DIRECT"
+    assert direct == isinstance(parts[0].pages, DirectNvmeRange), "this disk has no O_DIRECT"
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(ENTRIES, generator=generator).bfloat16()
     for part in parts:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from lightning_par.engine.context.apply import build_axis
 from lightning_par.engine.context.ring_p2p import Mail, Mailbox
-from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceAxis
+from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceShard
 from lightning_par.mesh import build_mesh
 from lightning_par.sizes import ParallelSizes
 
@@ -30,7 +30,7 @@ HEADS, DIM = 4, 64
 Attend = Callable[..., Tensor]
 
 
-def make_axis() -> SequenceAxis:
+def make_axis() -> SequenceShard:
     sizes = ParallelSizes(context=dist.get_world_size())
     return build_axis(build_mesh(sizes, "cpu"), ContextOptions())
 
@@ -106,7 +106,7 @@ class TimedMailbox(Mailbox):
         return received
 
 
-def exposed(axis: SequenceAxis, arguments: Arguments) -> None:
+def exposed(axis: SequenceShard, arguments: Arguments) -> None:
     """Print the wait of a step with and without overlap, mean over the ranks, paired."""
     leaves = [torch.randn(1, HEADS, axis.layout.local, DIM, requires_grad=True) for _ in range(3)]
     ratios, waits = [], []

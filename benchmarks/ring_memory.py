@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_par.engine.context.apply import build_axis
 from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.mesh import build_mesh
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.profiling.comm_volume import CommVolume
 from lightning_par.sizes import ParallelSizes
 
 TOKENS, HEADS, DIM = 256, 4, 64
@@ -28,7 +28,7 @@ def count(attend: Callable[..., Tensor], tokens: int) -> tuple[float, float, flo
     """Return peak and what is kept, of the rank with most, and the mean of what is sent, in M."""
     leaves = [torch.randn(1, HEADS, tokens, DIM, requires_grad=True) for _ in range(3)]
     grad = torch.randn(1, HEADS, tokens, DIM)
-    with LiveBytes(besides=[leaves, grad]) as live, Ledger() as ledger:
+    with LiveBytes(besides=[leaves, grad]) as live, CommVolume() as ledger:
         out = attend(*leaves)
         kept = live.now
         out.backward(grad)

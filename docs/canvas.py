@@ -1,4 +1,4 @@
-"""Shapes and text on a figure whose unit is the inch; colours that colour-blind eyes tell apart."""
+"""Shapes and text on a figure whose unit is the inch; colors that color-blind eyes tell apart."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -45,8 +45,8 @@ def canvas(width: float, height: float, *, title: str) -> tuple[Figure, Axes]:
 
 def write(axes: Axes, x: float, y: float, text: str, **options: object) -> None:
     """Text at a place; left-aligned and centred on the line unless said otherwise."""
-    size, colour = options.pop("size", 9), options.pop("colour", INK)
-    given = {"ha": "left", "va": "center", "fontsize": size, "color": colour, **options}
+    size, color = options.pop("size", 9), options.pop("color", INK)
+    given = {"ha": "left", "va": "center", "fontsize": size, "color": color, **options}
     axes.text(x, y, text, **given)
 
 
@@ -56,10 +56,10 @@ def box(
     axes.add_patch(Rectangle((x, y), w, h, facecolor=fill, edgecolor=edge, linewidth=0.8))
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
     axes.add_patch(
         FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=9, color=colour, lw=1.2, shrinkA=0
+            start, end, arrowstyle="-|>", mutation_scale=9, color=color, lw=1.2, shrinkA=0
         )
     )
 

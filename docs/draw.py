@@ -51,26 +51,26 @@ def who_holds_what() -> Figure:
     for line, rank in enumerate(ranks):
         place, replica = sizes.coordinates(rank), sizes.data_rank(rank)
         y = 1.0 + line * row + 0.14 * replica
-        colour = (BLUE, ORANGE)[place["pp"]]
+        color = (BLUE, ORANGE)[place["pp"]]
         write(axes, 1.35, y + height / 2, f"rank {rank}", weight="bold")
-        write(axes, 1.93, y + height / 2, f"pp {place['pp']}", size=8, colour=colour)
+        write(axes, 1.93, y + height / 2, f"pp {place['pp']}", size=8, color=color)
         if line % 4 == 0:
             axes.plot([1.2, 1.2], [y, y + 3 * row + height], color=GREY, lw=1.5)
             write(axes, 0.2, y + 1.5 * row, f"replica {replica}", weight="bold")
-            write(axes, 0.2, y + 1.5 * row + 0.2, "its own samples", size=7.5, colour=SOFT)
+            write(axes, 0.2, y + 1.5 * row + 0.2, "its own samples", size=7.5, color=SOFT)
         for column, name in enumerate(COLUMNS):
             x, wide = left + column * cell + 0.03, cell - 0.06
             if place["pp"] not in layout.stages_of(name, bounds):
                 box(axes, x, y, wide, height, edge=PALE[GREY])
                 continue
             whole = layout.styles.get(name) == "sequence_parallel"
-            box(axes, x, y, wide, height, fill=colour if whole else PALE[colour])
+            box(axes, x, y, wide, height, fill=color if whole else PALE[color])
             if not whole:
-                box(axes, x, y + place["tp"] * height / 2, wide, height / 2, fill=colour)
+                box(axes, x, y + place["tp"] * height / 2, wide, height / 2, fill=color)
         x = left + len(COLUMNS) * cell + 0.15
         write(axes, x, y + height / 2 - 0.08, f"{counts[rank]:,} parameters", size=8)
         share = f"optimizer states of half of them (dp_shard {place['dp_shard']})"
-        write(axes, x, y + height / 2 + 0.09, share, size=6.6, colour=SOFT)
+        write(axes, x, y + height / 2 + 0.09, share, size=6.6, color=SOFT)
     notes = (
         "Filled: held by this rank; upper half for tp 0, lower half for tp 1. Norms are whole. "
         "Empty: on the other stage.\n"
@@ -79,7 +79,7 @@ def who_holds_what() -> Figure:
         f"shards the optimizer states over the replicas. The model has {model.num_parameters:,} "
         "parameters (preset tiny)."
     )
-    write(axes, 0.2, 5.22, notes, size=8, colour=SOFT, linespacing=1.4)
+    write(axes, 0.2, 5.22, notes, size=8, color=SOFT, linespacing=1.4)
     return figure
 
 
@@ -122,34 +122,34 @@ def stages() -> Figure:
             text, fill, ink = stage_cell(kinds, column) if inside else last
             x = left + column * cell
             box(axes, x, y, cell - 0.06, 0.5, fill=fill)
-            write(axes, x + cell / 2 - 0.03, y + 0.25, text, ha="center", size=7.5, colour=ink)
+            write(axes, x + cell / 2 - 0.03, y + 0.25, text, ha="center", size=7.5, color=ink)
         here = [c for c, k in enumerate(kinds) if k == "here" and "block" in COLUMNS[c]]
         ends.append(here[-1])
     x = left + (ends[0] + 0.47) * cell
     arrow(axes, (x - 0.12, 1.5), (x - 0.12, 1.95), BLUE)
     arrow(axes, (x + 0.12, 1.95), (x + 0.12, 1.5), ORANGE)
-    write(axes, x - 0.24, 1.72, "activations", size=8, ha="right", colour=BLUE)
-    write(axes, x + 0.24, 1.72, "gradients", size=8, colour=ORANGE)
+    write(axes, x - 0.24, 1.72, "activations", size=8, ha="right", color=BLUE)
+    write(axes, x + 0.24, 1.72, "gradients", size=8, color=ORANGE)
     notes = (
         "The stub before the first local block answers with the activations that were received. "
         "The stub after the last local block\n"
         "ends this stage's part of the step. A value of another stage that a step uses by mistake "
         "is NaN, so that the loss shows it."
     )
-    write(axes, 0.2, 2.8, notes, size=8, colour=SOFT, linespacing=1.4)
+    write(axes, 0.2, 2.8, notes, size=8, color=SOFT, linespacing=1.4)
     return figure
 
 
 def draw_collectives(axes: Axes, pitch: float) -> None:
     """The bars between the steps at which the ranks of a block talk."""
-    for after, text, colour in (
+    for after, text, color in (
         (0, "all-gather", ORANGE),
         (2, "reduce-scatter", BLUE),
         (4, "all-gather", ORANGE),
         (6, "reduce-scatter", BLUE),
     ):
         x = 0.95 + (after + 0.5) * pitch
-        box(axes, x - 0.09, 1.1, 0.18, 2.4, fill=PALE[colour])
+        box(axes, x - 0.09, 1.1, 0.18, 2.4, fill=PALE[color])
         write(axes, x, 2.3, text, ha="center", size=7.6, rotation=90)
 
 
@@ -169,7 +169,7 @@ def tensor_parallel() -> Figure:
         ("down (rowwise)", "mlp.down.out", BLUE, "D"),
     ]
     pitch, tall, wide, tokens = 1.2, 1.05, 0.62 / 64, facts.TOKENS
-    for number, (name, key, colour, features) in enumerate(steps):
+    for number, (name, key, color, features) in enumerate(steps):
         x = 0.95 + number * pitch
         write(axes, x, 0.82, name, ha="center", size=7.6)
         shape = shapes[key]
@@ -178,11 +178,11 @@ def tensor_parallel() -> Figure:
             y = 1.15 + rank * 1.25
             offset = rank * tall / 2 if length < tokens else 0.0
             w, h = dim * wide, tall * length / tokens
-            box(axes, x - w / 2, y + offset, w, h, fill=colour)
+            box(axes, x - w / 2, y + offset, w, h, fill=color)
             label = f"{'T' if length == tokens else 'T/tp'} x {features}"
             turn = 90 if w < 0.5 else 0
             at = (x, y + offset + h / 2)
-            write(axes, *at, label, ha="center", size=7.4, colour="white", rotation=turn)
+            write(axes, *at, label, ha="center", size=7.4, color="white", rotation=turn)
     for rank in range(2):
         write(axes, 0.12, 1.15 + rank * 1.25 + tall / 2, f"rank {rank}", size=8, rotation=90)
     draw_collectives(axes, pitch)
@@ -194,7 +194,7 @@ def tensor_parallel() -> Figure:
         f"{shapes['mlp_norm.out'][2]}, float32);\na rank sends {gathers.sent + scatters.sent:,} "
         "bytes, (tp-1)/tp of them. The backward swaps the two operations and moves as much."
     )
-    write(axes, 0.2, 3.8, notes, size=8, colour=SOFT, linespacing=1.4)
+    write(axes, 0.2, 3.8, notes, size=8, color=SOFT, linespacing=1.4)
     return figure
 
 
@@ -218,29 +218,29 @@ def draw_shares(axes: Axes, y: float, stage: int, found: facts.ZeroFacts) -> Non
     for column, state in enumerate(DURING[stage]):
         x = 1.15 + 1.85 * column
         held = found.held if state != "whole" else 1.0
-        colour = (BLUE, ORANGE, GREEN)[column]
+        color = (BLUE, ORANGE, GREEN)[column]
         for rank in range(2):
             wide, top = 1.5, y + 0.18 * rank
-            pale = PALE[colour] if state == "step" else PALE[GREY]
+            pale = PALE[color] if state == "step" else PALE[GREY]
             box(axes, x, top, wide, 0.14, fill=pale)
             start = rank * held if held < 1 else 0.0
-            box(axes, x + start * wide, top, wide * held, 0.14, fill=colour)
-        write(axes, x, y + 0.43, SAYS[state], size=7.2, colour=SOFT)
+            box(axes, x + start * wide, top, wide * held, 0.14, fill=color)
+        write(axes, x, y + 0.43, SAYS[state], size=7.2, color=SOFT)
 
 
 def draw_traffic(axes: Axes, y: float, found: facts.ZeroFacts) -> None:
     """What a rank sends in a step."""
     x = 6.85
-    for operation, colour in (
+    for operation, color in (
         ("all_gather", BLUE),
         ("reduce_scatter", ORANGE),
         ("all_reduce", GREY),
     ):
         if operation in found.sent:
             wide = 0.62 * found.sent[operation]
-            box(axes, x, y + 0.02, wide, 0.26, fill=colour)
+            box(axes, x, y + 0.02, wide, 0.26, fill=color)
             text = f"{found.sent[operation]:.2f}"
-            write(axes, x + wide / 2, y + 0.15, text, ha="center", size=7.5, colour="white")
+            write(axes, x + wide / 2, y + 0.15, text, ha="center", size=7.5, color="white")
             x += wide + 0.02
     write(axes, x + 0.06, y + 0.15, f"{sum(found.sent.values()):.2f} P", size=8)
 
@@ -257,27 +257,27 @@ def data_parallel() -> Figure:
         draw_shares(axes, y, stage, found)
         draw_traffic(axes, y, found)
     x = 6.85
-    for text, colour, wide in (
+    for text, color, wide in (
         ("all-gather", BLUE, 0.95),
         ("reduce-scatter", ORANGE, 1.2),
         ("all-reduce", GREY, 0.9),
     ):
-        box(axes, x, 3.6, 0.14, 0.14, fill=colour)
+        box(axes, x, 3.6, 0.14, 0.14, fill=color)
         write(axes, x + 0.19, 3.67, text, size=7.5)
         x += wide
     notes = (
-        "Each pair of bars: rank 0 and rank 1. Filled: what a rank keeps. Pale colour: there "
+        "Each pair of bars: rank 0 and rank 1. Filled: what a rank keeps. Pale color: there "
         "until the\nlast backward. P: the bytes of all parameters, counted on the smallest "
         "reference model."
     )
-    write(axes, 0.2, 3.72, notes, size=7.8, colour=SOFT, linespacing=1.4)
+    write(axes, 0.2, 3.72, notes, size=7.8, color=SOFT, linespacing=1.4)
     return figure
 
 
-def initialisation() -> Figure:
+def initialization() -> Figure:
     name = "blocks.0.attention.query.weight"
     values = facts.initial_values(name, 1, model_dim=12, num_heads=2, num_kv_heads=2)
-    figure, axes = canvas(10, 3.95, title="Initialisation: one seed, the same weights on any mesh")
+    figure, axes = canvas(10, 3.95, title="Initialization: one seed, the same weights on any mesh")
     steps = (
         ("1  build", "The constructor runs with\nparameters on meta: no\nmemory, but what it does\n"
          "to each goes on a tape."),
@@ -301,21 +301,21 @@ def initialisation() -> Figure:
     for rank, part in enumerate(parts):
         top = y + rank * (6 * size + 0.16)
         heat(axes, part, x, top, size)
-        write(axes, x, top + 6 * size + 0.08, f"rank {rank}", size=6.5, colour=SOFT)
+        write(axes, x, top + 6 * size + 0.08, f"rank {rank}", size=6.5, color=SOFT)
     x += 12 * size + 0.3
     write(axes, x, 0.82, "dp_shard 3", weight="bold", size=8.5)
     for rank, part in enumerate(values.split(split_sizes(values.shape[0], 3))):
         top = y + rank * (4 * size + 0.16)
         heat(axes, part, x, top, size)
-        write(axes, x, top + 4 * size + 0.08, f"rank {rank}", size=6.5, colour=SOFT)
+        write(axes, x, top + 4 * size + 0.08, f"rank {rank}", size=6.5, color=SOFT)
     note = "The engine's values for seed 1 and a weight of 12 x 12. Blue: below 0, orange: above."
-    write(axes, 3.1, 3.75, note, size=8, colour=SOFT)
+    write(axes, 3.1, 3.75, note, size=8, color=SOFT)
     return figure
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "data_parallel": data_parallel,
-    "initialisation": initialisation,
+    "initialization": initialization,
     "stages": stages,
     "tensor_parallel": tensor_parallel,
     "who_holds_what": who_holds_what,

@@ -16,7 +16,7 @@ from lightning_par.mesh import ParallelSizes
 WRITERS = ParallelSizes(data_shard=2, tensor=2)
 READERS = 3
 SHAPES = {"query.weight": (12, 12), "norm.weight": (12,), "loss_scale": ()}
-COLOURS = (BLUE, ORANGE, GREEN, GREY)
+COLORS = (BLUE, ORANGE, GREEN, GREY)
 UNIT, TOP = 0.2, 1.5
 
 
@@ -49,9 +49,9 @@ def draw_part(axes: Axes, x: float, chunk: Chunk, low: int, high: int, text: str
     """Rows `low` to `high` of a tensor that is drawn with its first row at the top."""
     wide = 1.6 if len(chunk.shape) == 2 else 0.5
     y, height = TOP + low * UNIT, (high - low) * UNIT
-    colour = COLOURS[writer_of(chunk)]
-    box(axes, x, y, wide, height, fill=PALE[colour])
-    box(axes, x, y, 0.12, height, fill=colour)
+    color = COLORS[writer_of(chunk)]
+    box(axes, x, y, wide, height, fill=PALE[color])
+    box(axes, x, y, 0.12, height, fill=color)
     write(axes, x + 0.19, y + height / 2, text, size=7.5)
 
 
@@ -65,7 +65,7 @@ def checkpoints() -> Figure:  # house: a picture is drawn from the top to the bo
         1.0,
         "rows are cut over tp, then over the replicas; of equal parts, one is written",
         size=8,
-        colour=SOFT,
+        color=SOFT,
     )
     columns = {"query.weight": 0.2, "norm.weight": 2.1}
     for name, x in columns.items():
@@ -77,11 +77,11 @@ def checkpoints() -> Figure:  # house: a picture is drawn from the top to the bo
     write(axes, 3.75, 0.75, "Stored", weight="bold")
     for rank in range(WRITERS.world_size):
         y = TOP + 0.6 * rank
-        box(axes, 3.75, y, 2.75, 0.44, fill=PALE[COLOURS[rank]])
-        box(axes, 3.75, y, 0.12, 0.44, fill=COLOURS[rank])
+        box(axes, 3.75, y, 2.75, 0.44, fill=PALE[COLORS[rank]])
+        box(axes, 3.75, y, 0.12, 0.44, fill=COLORS[rank])
         write(axes, 3.95, y + 0.14, file_name("weights", rank, WRITERS.world_size), size=7.5)
         inside = [c.key for entry in chunks.values() for c in entry if writer_of(c) == rank]
-        write(axes, 3.95, y + 0.32, ", ".join(inside), size=6.6, colour=SOFT)
+        write(axes, 3.95, y + 0.32, ", ".join(inside), size=6.6, color=SOFT)
     for row, name in enumerate(("index.json", "manifest.json")):
         y = TOP + 2.45 + 0.3 * row
         box(axes, 3.75, y, 2.75, 0.24, fill=PALE[GREY], edge=GREY)
@@ -90,7 +90,7 @@ def checkpoints() -> Figure:  # house: a picture is drawn from the top to the bo
     arrow(axes, (2.8, TOP + 1.2), (3.65, TOP + 1.2), GREY)
     arrow(axes, (6.6, TOP + 1.2), (7.35, TOP + 1.2), GREY)
     write(axes, 7.4, 0.75, "Read: what a rank needs", weight="bold")
-    write(axes, 7.4, 1.0, "query.weight, zero 3 over 3 replicas", size=8, colour=SOFT)
+    write(axes, 7.4, 1.0, "query.weight, zero 3 over 3 replicas", size=8, color=SOFT)
     for reader in range(READERS):
         wanted = cut_box("query.weight", SHAPES["query.weight"], [(0, READERS, reader)])
         for chunk in chunks["query.weight"]:
@@ -99,9 +99,9 @@ def checkpoints() -> Figure:  # house: a picture is drawn from the top to the bo
                 low, high = common[0]
                 shift = 0.12 * reader
                 y = TOP + low * UNIT + shift
-                colour = COLOURS[writer_of(chunk)]
-                box(axes, 8.0, y, 1.6, (high - low) * UNIT, fill=PALE[colour])
-                box(axes, 8.0, y, 0.12, (high - low) * UNIT, fill=colour)
+                color = COLORS[writer_of(chunk)]
+                box(axes, 8.0, y, 1.6, (high - low) * UNIT, fill=PALE[color])
+                box(axes, 8.0, y, 0.12, (high - low) * UNIT, fill=color)
                 rows = f"row {low}" if high == low + 1 else f"rows {low} to {high - 1}"
                 text = f"{rows}, file {writer_of(chunk)}"
                 write(axes, 8.19, y + (high - low) * UNIT / 2, text, size=7)
@@ -111,7 +111,7 @@ def checkpoints() -> Figure:  # house: a picture is drawn from the top to the bo
         "Names and shapes are those of one process, so that the readers need not know who wrote. "
         "Optimizer states are stored in the same way."
     )
-    write(axes, 0.2, 4.7, note, size=7.5, colour=SOFT)
+    write(axes, 0.2, 4.7, note, size=7.5, color=SOFT)
     return figure
 
 

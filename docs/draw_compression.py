@@ -55,7 +55,7 @@ def compression() -> Figure:
     heat(axes, shown(gradient()), 1.35, tops[1], CELL)
     for steps, top in tops.items():
         said = "in one step" if steps == 1 else f"in {steps} steps,\nper step"
-        write(axes, 0.2, top + side / 2, said, size=8, colour=SOFT)
+        write(axes, 0.2, top + side / 2, said, size=8, color=SOFT)
     for number, (name, options) in enumerate(METHODS.items(), 1):
         left = 1.35 + number * (side + 0.35)
         write(axes, left, 0.75, name, size=8)
@@ -63,7 +63,7 @@ def compression() -> Figure:
             found = arrived(options, steps)
             heat(axes, shown(found), left, top, CELL)
             error = float((found - gradient()).norm() / gradient().norm())
-            write(axes, left, top + side + 0.12, f"error {error:.1%}", size=7, colour=SOFT)
+            write(axes, left, top + side + 0.12, f"error {error:.1%}", size=7, color=SOFT)
     return figure
 
 

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_par import check_plan, ParallelSizes
-from lightning_par.engine.memory.placement import find_holdings, Holding
+from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
 from lightning_par.plan import find_plan
 
 SIZES = ParallelSizes(tensor=2, pipeline=2, data_shard=2)
 
 
-def holdings() -> list[Holding]:
+def holdings() -> list[ParameterPlacement]:
     """A Mixtral of two blocks on eight ranks."""
     config = MixtralConfig(
         vocab_size=1000,
@@ -35,7 +35,7 @@ def holdings() -> list[Holding]:
     plan = find_plan(model)
     assert plan is not None
     layout = check_plan(model, plan, SIZES)
-    return find_holdings(model, layout, SIZES, rank_of_stage=(0, 1))
+    return find_placements(model, layout, SIZES, rank_of_stage=(0, 1))
 
 
 def huggingface() -> Figure:
@@ -46,7 +46,7 @@ def huggingface() -> Figure:
         place, x = SIZES.coordinates(rank), left + (rank + 0.5) * cell
         write(axes, x, top - 0.32, f"rank {rank}", ha="center", size=8, weight="bold")
         words = f"pp {place['pp']} tp {place['tp']}"
-        write(axes, x, top - 0.12, words, ha="center", size=6.5, colour=SOFT)
+        write(axes, x, top - 0.12, words, ha="center", size=6.5, color=SOFT)
     for line, row in enumerate(rows):
         y = top + line * 0.285
         name = row.name.removeprefix("model.").removesuffix(".weight")
@@ -54,25 +54,25 @@ def huggingface() -> Figure:
         for rank in range(SIZES.world_size):
             shape = row.local_shape(rank, SIZES)
             axis = {cut.axis for cut in row.cuts}
-            colour = "white"
+            color = "white"
             if shape is not None:
-                colour = BLUE if "tp" in axis else PALE[ORANGE]
-            box(axes, left + rank * cell, y, cell - 0.05, height, fill=colour, edge=GREY)
+                color = BLUE if "tp" in axis else PALE[ORANGE]
+            box(axes, left + rank * cell, y, cell - 0.05, height, fill=color, edge=GREY)
             if shape is not None:
                 share = f"1/{prod(row.shape) // prod(shape)}"
-                ink = "white" if colour == BLUE else "black"
+                ink = "white" if color == BLUE else "black"
                 x = left + (rank + 0.5) * cell - 0.025
-                write(axes, x, y + height / 2, share, ha="center", size=7, colour=ink)
+                write(axes, x, y + height / 2, share, ha="center", size=7, color=ink)
         cut = next((c for c in row.cuts if c.axis == "tp"), None)
         reason = row.reason.partition(":")[0] if cut is None else f"dim {cut.dim} by tp"
         x = left + 8 * cell + 0.1
-        write(axes, x, y + height / 2, reason, size=7.5, colour=GREEN if cut else SOFT)
+        write(axes, x, y + height / 2, reason, size=7.5, color=GREEN if cut else SOFT)
     notes = (
         "What `lightning-par plan` says of every parameter, as a share of the whole. Blue: divided "
         "by tensor parallelism, and by ZeRO over the replicas;\norange: by ZeRO only, and whole "
         "within a replica for the reason given. A stage holds its own blocks only."
     )
-    write(axes, 0.2, top + len(rows) * 0.285 + 0.35, notes, size=8, colour=SOFT, linespacing=1.4)
+    write(axes, 0.2, top + len(rows) * 0.285 + 0.35, notes, size=8, color=SOFT, linespacing=1.4)
     return figure
 
 

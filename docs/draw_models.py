@@ -15,7 +15,7 @@ from lightning_par.models.bert.masking import IGNORED, mask_tokens
 from lightning_par.models.mixtral.moe import Router
 
 RANKS, EXPERTS, TOKENS, DIM = 2, 4, 7, 12
-COLOURS = (BLUE, ORANGE)
+COLORS = (BLUE, ORANGE)
 
 
 def routes() -> list[list[tuple[int, int]]]:
@@ -39,38 +39,38 @@ def experts() -> Figure:
         rank = expert // own
         y = 0.95 + 0.87 * expert + 0.1 * rank
         count = sum(e == expert for pairs in chosen for _, e in pairs)
-        box(axes, middle, y, 2.9, 0.6, fill=PALE[COLOURS[rank]])
+        box(axes, middle, y, 2.9, 0.6, fill=PALE[COLORS[rank]])
         write(axes, middle + 0.12, y + 0.2, f"expert {expert}", weight="bold")
-        write(axes, middle + 0.12, y + 0.42, f"rank {rank}", size=7.5, colour=COLOURS[rank])
+        write(axes, middle + 0.12, y + 0.42, f"rank {rank}", size=7.5, color=COLORS[rank])
         rows = 0
         for source, pairs in enumerate(chosen):
             for _ in (pair for pair in pairs if pair[1] == expert):
-                box(axes, middle + 0.95 + 0.17 * rows, y + 0.2, 0.14, 0.2, fill=COLOURS[source])
+                box(axes, middle + 0.95 + 0.17 * rows, y + 0.2, 0.14, 0.2, fill=COLORS[source])
                 rows += 1
         write(axes, middle + 3.05, y + 0.3, f"{count} rows", size=8)
         places[expert] = y + 0.3
     leaving = 0
     for rank, pairs in enumerate(chosen):
         top = 0.95 + rank * 1.84
-        write(axes, 0.2, top + 0.75, f"rank {rank}", weight="bold", colour=COLOURS[rank])
-        write(axes, 0.2, top + 0.95, "its own samples", size=7.5, colour=SOFT)
+        write(axes, 0.2, top + 0.75, f"rank {rank}", weight="bold", color=COLORS[rank])
+        write(axes, 0.2, top + 0.95, "its own samples", size=7.5, color=SOFT)
         for token in range(TOKENS):
             y = top + step * token
-            box(axes, left, y, 0.5, 0.18, fill=COLOURS[rank])
-            write(axes, left + 0.25, y + 0.09, str(token), ha="center", size=6.5, colour="white")
+            box(axes, left, y, 0.5, 0.18, fill=COLORS[rank])
+            write(axes, left + 0.25, y + 0.09, str(token), ha="center", size=6.5, color="white")
         for token, expert in pairs:
             crosses = expert // own != rank
             leaving += crosses
-            colour = GREEN if crosses else GREY
+            color = GREEN if crosses else GREY
             start = (left + 0.55, top + step * token + 0.09)
-            arrow(axes, start, (middle - 0.05, places[expert]), colour)
+            arrow(axes, start, (middle - 0.05, places[expert]), color)
     total = RANKS * TOKENS * 2
     notes = (
         f"What a new router (top-2 of {EXPERTS}) chose for {TOKENS} random tokens of each rank. "
         f"Green: {leaving} of {total} rows leave their rank,\nand come back as answers; the "
         "gradients of both go the same ways. A rank computes its experts for the rows of all ranks."
     )
-    write(axes, 0.2, 4.65, notes, size=8, colour=SOFT, linespacing=1.4)
+    write(axes, 0.2, 4.65, notes, size=8, color=SOFT, linespacing=1.4)
     return figure
 
 
@@ -89,30 +89,30 @@ def hidden_tokens() -> Figure:
         for row in range(4):
             y = 0.95 + row * 0.38 + (0.22 if row > 1 else 0)
             if not column:
-                write(axes, 0.2, y + size / 2, f"text {row}", size=7.5, colour=SOFT)
+                write(axes, 0.2, y + size / 2, f"text {row}", size=7.5, color=SOFT)
             for place in range(28):
-                colour = PALE[GREY] if maskable[row, place] else "white"
+                color = PALE[GREY] if maskable[row, place] else "white"
                 if chosen[row, place]:
                     kept = shown[row, place] == tokens[row, place]
-                    colour = GREEN if kept else ORANGE
-                    colour = BLUE if shown[row, place] == 200 else colour
-                box(axes, left + place * size, y, size, 0.24, fill=colour, edge=GREY)
+                    color = GREEN if kept else ORANGE
+                    color = BLUE if shown[row, place] == 200 else color
+                box(axes, left + place * size, y, size, 0.24, fill=color, edge=GREY)
     x = 0.75
-    for text, colour, wide in (
+    for text, color, wide in (
         ("the mask", BLUE, 1.0),
         ("another token", ORANGE, 1.25),
         ("itself, but asked for", GREEN, 1.6),
         ("not asked for", PALE[GREY], 1.2),
         ("padding", "white", 1.0),
     ):
-        box(axes, x, 2.83, 0.14, 0.14, fill=colour, edge=GREY)
+        box(axes, x, 2.83, 0.14, 0.14, fill=color, edge=GREY)
         write(axes, x + 0.2, 2.9, text, size=7.5)
         x += wide
     notes = (
         "Drawn by `mask_tokens`: a hash of (the tokens of the text, step, place). So two replicas "
         "with two texts each, or two micro-batches,\nhide what one process with all four hides."
     )
-    write(axes, 0.2, 3.25, notes, size=8, colour=SOFT, linespacing=1.4)
+    write(axes, 0.2, 3.25, notes, size=8, color=SOFT, linespacing=1.4)
     return figure
 
 

@@ -15,7 +15,7 @@ from lightning_par.sizes import ParallelSizes
 
 RANKS, BLOCKS, WIDTH = 4, 32, 4096
 SCALE = 0.075  # inches of a GiB
-COLOURS = {"parameters": BLUE, "gathered": GREY, "gradients": ORANGE, "optimizer": GREEN}
+COLORS = {"parameters": BLUE, "gathered": GREY, "gradients": ORANGE, "optimizer": GREEN}
 
 
 class Blocks(nn.Module):
@@ -64,20 +64,20 @@ def offload() -> Figure:
             for row in found.rows:
                 width = getattr(row, side) / 2**30 * SCALE
                 if width:
-                    colour = COLOURS[row.kind]
-                    box(axes, x, top, width, 0.34, edge=colour, fill=PALE[colour])
+                    color = COLORS[row.kind]
+                    box(axes, x, top, width, 0.34, edge=color, fill=PALE[color])
                 x += width
             total = getattr(found, side) / 2**30
-            write(axes, x + 0.08, top + 0.2, f"{total:.1f} GiB", size=8, colour=SOFT)
+            write(axes, x + 0.08, top + 0.2, f"{total:.1f} GiB", size=8, color=SOFT)
         top += 0.48
     x = left
-    for kind, colour in COLOURS.items():
-        box(axes, x, top + 0.05, 0.16, 0.16, edge=colour, fill=PALE[colour])
+    for kind, color in COLORS.items():
+        box(axes, x, top + 0.05, 0.16, 0.16, edge=color, fill=PALE[color])
         write(axes, x + 0.22, top + 0.15, kind, size=8)
         x += 1.1
     count = sum(p.numel() for p in Blocks().parameters())
     note = f"{count / 1e9:.2f} billion parameters in bfloat16, {RANKS} ranks; without activations"
-    write(axes, 0.2, top + 0.45, note, size=8, colour=SOFT)
+    write(axes, 0.2, top + 0.45, note, size=8, color=SOFT)
     return figure
 
 

@@ -8,12 +8,12 @@ from lightning_par.engine.pipeline.schedules import build_schedule
 from lightning_par.engine.pipeline.simulator import simulate, Simulation
 from lightning_par.plan import ParallelPlan
 from lightning_par.profiling.pipeline_record import StepRecord
-from lightning_par.profiling.pipeline_summary import PipelineSummary, summarise_pipeline
-from lightning_par.resolved_plan import balance_blocks, ModelLayout
+from lightning_par.profiling.pipeline_summary import PipelineSummary, summarize_pipeline
+from lightning_par.resolved_plan import balance_blocks, ResolvedPlan
 
 BLOCKS, STAGES, MICRO_BATCHES, MESSAGE, HEAD = 12, 3, 6, 0.5, 2.0
 SCHEDULE = build_schedule("1f1b", STAGES, MICRO_BATCHES)
-LAYOUT = ModelLayout(
+LAYOUT = ResolvedPlan(
     plan=ParallelPlan(),
     block_names=tuple(f"blocks.{number}" for number in range(BLOCKS)),
     block_weights=(1,) * BLOCKS,
@@ -32,7 +32,7 @@ def run(counts: tuple[int, ...], p2p: float) -> Simulation:
     return simulate(SCHEDULE, forward=forward, backward=[2 * f for f in forward], p2p=p2p)
 
 
-def summarise(step: Simulation) -> PipelineSummary:
+def summarize(step: Simulation) -> PipelineSummary:
     """Give a simulated step to the profiler as if it had been measured."""
     bounds = balance_blocks(LAYOUT, STAGES)
     records = [
@@ -49,13 +49,13 @@ def summarise(step: Simulation) -> PipelineSummary:
         )
         for rank, row in enumerate(step.events)
     ]
-    return summarise_pipeline(records, LAYOUT, bounds)
+    return summarize_pipeline(records, LAYOUT, bounds)
 
 
 def profilers() -> Figure:
     counts = tuple(hi - lo for lo, hi in balance_blocks(LAYOUT, STAGES))
     measured = run(counts, MESSAGE)
-    found = summarise(measured)
+    found = summarize(measured)
     assert found.split is not None
     better = run(found.split.stage_blocks, 0.0)
     figure, axes = canvas(10, 5.35, title="What the profiler says of a step")
@@ -70,7 +70,7 @@ def profilers() -> Figure:
         write(axes, 0.2, top - 0.15, f"{text} {percent(share)}", weight="bold")
         draw_grid(axes, simulation.events, top, unit, "stage")
         end = 0.85 + simulation.makespan * unit
-        write(axes, end + 0.08, top + 0.5, f"{simulation.makespan:g} slots", size=8, colour=SOFT)
+        write(axes, end + 0.08, top + 0.5, f"{simulation.makespan:g} slots", size=8, color=SOFT)
         top += 1.45
     keys = ((0.85, BLUE, "forward"), (1.95, ORANGE, "backward"), (3.15, PALE[GREY], "idle"))
     draw_keys(axes, top - 0.12, keys)
@@ -79,7 +79,7 @@ def profilers() -> Figure:
         "backward takes twice as long.\nThe suggestion leaves the last stage fewer blocks, because "
         f"it has the head: imbalance {percent(found.imbalance)} before."
     )
-    write(axes, 4.0, top - 0.1, note, size=7.6, colour=SOFT, linespacing=1.4)
+    write(axes, 4.0, top - 0.1, note, size=7.6, color=SOFT, linespacing=1.4)
     return figure
 
 

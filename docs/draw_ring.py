@@ -14,7 +14,7 @@ from lightning_par.engine.context.ring_schedule import (
 )
 
 RANKS, CHUNK = 4, 2  # tokens of a chunk, so that the diagonal shows
-COLOURS = (BLUE, ORANGE, GREEN, GREY)
+COLORS = (BLUE, ORANGE, GREEN, GREY)
 CORNERS = ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0))
 LAYOUT = SequenceLayout(length=2 * RANKS * CHUNK, ring=RANKS)
 CELL = 0.115
@@ -25,7 +25,7 @@ def tokens(member: int) -> list[int]:
 
 
 def draw_pairs(axes: Axes, left: float, top: float, steps: list[RingStep]) -> None:
-    """A square of all pairs of tokens; those of this step in the colour of the rank that computes
+    """A square of all pairs of tokens; those of this step in the color of the rank that computes
     them.
     """
     size = LAYOUT.length * CELL
@@ -37,7 +37,7 @@ def draw_pairs(axes: Axes, left: float, top: float, steps: list[RingStep]) -> No
                 stop = i + 1 if block.causal else block.keys[1]
                 for j in range(block.keys[0], stop):
                     x, y = left + keys[j] * CELL, top + queries[i] * CELL
-                    box(axes, x, y, CELL, CELL, fill=COLOURS[rank])
+                    box(axes, x, y, CELL, CELL, fill=COLORS[rank])
 
 
 def draw_messages(
@@ -56,12 +56,12 @@ def draw_messages(
             shrinkA=11,
             shrinkB=11,
             lw=2.2 if message.tokens == LAYOUT.local else 1.0,
-            color=COLOURS[message.owner],
+            color=COLORS[message.owner],
         )
         axes.add_patch(patch)
     for rank, (x, y) in enumerate(places):
-        box(axes, x - 0.14, y - 0.14, 0.28, 0.28, fill=COLOURS[rank])
-        write(axes, x, y, str(rank), ha="center", colour="white", weight="bold")
+        box(axes, x - 0.14, y - 0.14, 0.28, 0.28, fill=COLORS[rank])
+        write(axes, x, y, str(rank), ha="center", color="white", weight="bold")
 
 
 def draw_layout(axes: Axes, left: float, top: float) -> None:
@@ -69,10 +69,10 @@ def draw_layout(axes: Axes, left: float, top: float) -> None:
     for rank in range(RANKS):
         for chunk in tokens(rank)[::CHUNK]:
             x, wide = left + chunk * 2 * CELL, CHUNK * 2 * CELL
-            box(axes, x, top, wide, 0.24, fill=COLOURS[rank])
-            write(axes, x + wide / 2, top + 0.12, f"{rank}", ha="center", size=8, colour="white")
+            box(axes, x, top, wide, 0.24, fill=COLORS[rank])
+            write(axes, x + wide / 2, top + 0.12, f"{rank}", ha="center", size=8, color="white")
     text = "Rank r holds chunks r and 2N - 1 - r: every rank has the same work."
-    write(axes, left + LAYOUT.length * 2 * CELL + 0.2, top + 0.12, text, size=8, colour=SOFT)
+    write(axes, left + LAYOUT.length * 2 * CELL + 0.2, top + 0.12, text, size=8, color=SOFT)
 
 
 def sequence_ring() -> Figure:
@@ -83,12 +83,12 @@ def sequence_ring() -> Figure:
     left, wide = 1.05, 2.25
     rows = {"queries": 1.25, "sent": 3.85}
     write(axes, 0.2, 2.15, "who attends", weight="bold", size=8.5)
-    write(axes, 0.2, 2.33, "rows: queries", size=7.5, colour=SOFT)
-    write(axes, 0.2, 2.49, "columns: keys", size=7.5, colour=SOFT)
+    write(axes, 0.2, 2.33, "rows: queries", size=7.5, color=SOFT)
+    write(axes, 0.2, 2.49, "columns: keys", size=7.5, color=SOFT)
     write(axes, 0.2, 4.3, "who sends", weight="bold", size=8.5)
-    write(axes, 0.2, 4.48, "thick: all", size=7.5, colour=SOFT)
-    write(axes, 0.2, 4.64, "thin: the", size=7.5, colour=SOFT)
-    write(axes, 0.2, 4.80, "front chunk", size=7.5, colour=SOFT)
+    write(axes, 0.2, 4.48, "thick: all", size=7.5, color=SOFT)
+    write(axes, 0.2, 4.64, "thin: the", size=7.5, color=SOFT)
+    write(axes, 0.2, 4.80, "front chunk", size=7.5, color=SOFT)
     for index in range(RANKS):
         x, now = left + index * wide, [row[index] for row in steps]
         write(axes, x, rows["queries"] - 0.14, f"step {index}", weight="bold", size=8.5)
@@ -97,7 +97,7 @@ def sequence_ring() -> Figure:
         if messages:
             draw_messages(axes, x + 0.3, rows["sent"] - 0.1, messages)
         else:
-            write(axes, x, 4.4, "nothing: own tokens", size=8, colour=SOFT)
+            write(axes, x, 4.4, "nothing: own tokens", size=8, color=SOFT)
     sent = [schedule.tokens_sent(rank) for rank in range(RANKS)]
     unit = LAYOUT.local * RANKS
     forward, gradients = sum(v for v, _ in sent) / unit, sum(g for _, g in sent) / unit
@@ -107,7 +107,7 @@ def sequence_ring() -> Figure:
         f"the arrows ({gradients:g} M). M: keys and values of one rank. "
         f"Together {2 * forward + gradients:g} M = 2.25 (N-1) M."
     )
-    write(axes, 0.2, 5.75, notes, size=8, colour=SOFT, linespacing=1.4)
+    write(axes, 0.2, 5.75, notes, size=8, color=SOFT, linespacing=1.4)
     return figure
 
 

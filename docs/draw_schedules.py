@@ -13,7 +13,7 @@ from lightning_par.engine.pipeline.schedules import build_schedule
 from lightning_par.engine.pipeline.simulator import simulate, Simulation
 
 STAGES, MICRO_BATCHES = 4, 8
-COLOURS = {
+COLORS = {
     ActionKind.FORWARD: BLUE,
     ActionKind.BACKWARD: ORANGE,
     ActionKind.BACKWARD_INPUT: ORANGE,
@@ -33,14 +33,14 @@ def draw_grid(
         box(axes, 0.85, y, span * unit, 0.3, fill=PALE[GREY])
         lowest = min(event.action.stage for event in row)
         places = [(0.85 + e.start * unit, (e.end - e.start) * unit, e.action) for e in row]
-        for kind, colour in COLOURS.items():
-            boxes(axes, [(x, y, w, 0.3) for x, w, a in places if a.kind is kind], colour, 0.8)
+        for kind, color in COLORS.items():
+            boxes(axes, [(x, y, w, 0.3) for x, w, a in places if a.kind is kind], color, 0.8)
         rims = [(x, y + 0.25, w, 0.04) for x, w, a in places if a.stage > lowest]
         boxes(axes, rims, "black", 0.3)
         for x, w, action in places:
             size = min(8.0, 72 * w / 1.3)
             number = str(action.microbatch)
-            write(axes, x + w / 2, y + 0.15, number, ha="center", size=size, colour="white")
+            write(axes, x + w / 2, y + 0.15, number, ha="center", size=size, color="white")
 
 
 def boxes(
@@ -57,7 +57,7 @@ def boxes(
 
 def draw_held(axes: Axes, x: float, top: float, peaks: Sequence[float]) -> None:
     """A small box per micro-batch that a rank holds at its peak; half a box is half its stages."""
-    write(axes, x, top - 0.15, "micro-batches held", size=8, colour=SOFT)
+    write(axes, x, top - 0.15, "micro-batches held", size=8, color=SOFT)
     for rank, peak in enumerate(peaks):
         y = top + rank * ROW
         for held in range(int(peak)):
@@ -68,8 +68,8 @@ def draw_held(axes: Axes, x: float, top: float, peaks: Sequence[float]) -> None:
 
 
 def draw_keys(axes: Axes, y: float, keys: Sequence[tuple[float, str, str]]) -> None:
-    for x, colour, text in keys:
-        box(axes, x, y - 0.08, 0.2, 0.16, fill=colour)
+    for x, color, text in keys:
+        box(axes, x, y - 0.08, 0.2, 0.16, fill=color)
         write(axes, x + 0.27, y, text, size=8)
 
 

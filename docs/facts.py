@@ -1,6 +1,6 @@
 """What the pictures show, asked of the engine: a real GPT, cut and counted in one process.
 
-Traffic is counted by the engine's own `Ledger` on a process group of torch that moves nothing, so
+Traffic is counted by the engine's own `CommVolume` on a process group that moves nothing, so
 that one process can play rank 0 of two; the values that it computes mean nothing, the calls and the
 bytes do. B batch, T tokens, D model dim.
 """
@@ -18,14 +18,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_par.engine.data.fsdp import shard_model, Sharding
 from lightning_par.engine.init.deferred_init import record_construction
-from lightning_par.engine.init.materialize import Materialiser
+from lightning_par.engine.init.materialize import Materializer
 from lightning_par.engine.pipeline.module_split import cut_stages
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.tensor.apply import apply_tensor_parallel
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.models import GPT, GPTConfig
-from lightning_par.profiling.comm_volume import Ledger
-from lightning_par.resolved_plan import balance_blocks, ModelLayout, resolve_plan
+from lightning_par.profiling.comm_volume import CommVolume
+from lightning_par.resolved_plan import balance_blocks, resolve_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
 BATCH, TOKENS, MICRO_BATCHES = 2, 8, 2
 
 
-def tiny_gpt(**overrides: Any) -> tuple[GPT, ModelLayout, Any]:
+def tiny_gpt(**overrides: Any) -> tuple[GPT, ResolvedPlan, Any]:
     """The smallest reference model on the meta device, its resolved plan, and how it begins."""
     with record_construction() as record:
         model = GPT(GPTConfig.preset("tiny", **overrides))
@@ -57,47 +57,51 @@ def two_ranks(sizes: ParallelSizes) -> ParallelMesh:
     return build_mesh(sizes, "cpu")
 
 
-def put_on(mesh: ParallelMesh, *, zero_stage: int = 1) -> tuple[GPT, ModelLayout, Sharding]:
+def put_on(mesh: ParallelMesh, *, zero_stage: int = 1) -> tuple[GPT, ResolvedPlan, Sharding]:
     """The smallest model as rank 0 of `mesh` holds it."""
-    model, layout, record = tiny_gpt()
+    model, resolved, record = tiny_gpt()
     tensor = None
     if mesh.sizes.tensor > 1:
         axis = mesh.device_mesh["tp"]
-        tensor = apply_tensor_parallel(model, layout, axis, sequence_parallel=True)
-    materialiser = Materialiser(
-        canonical=layout.canonical,
+        tensor = apply_tensor_parallel(model, resolved, axis, sequence_parallel=True)
+    materializer = Materializer(
+        canonical=resolved.canonical,
         record=record,
         seed=0,
         device=torch.device("cpu"),
         tensor=tensor,
     )
-    give = materialiser.materialise
-    return model, layout, shard_model(model, layout, mesh, zero_stage=zero_stage, materialise=give)
+    give = materializer.materialize
+    return (
+        model,
+        resolved,
+        shard_model(model, resolved, mesh, zero_stage=zero_stage, materialize=give),
+    )
 
 
 def parameters_per_rank(sizes: ParallelSizes) -> list[int]:
     """How many parameters every rank of a pp x dp x tp 2 mesh computes with."""
-    model, layout, _ = tiny_gpt()
+    model, resolved, _ = tiny_gpt()
     shapes = dict(model.named_parameters(remove_duplicate=False))
     axis = two_ranks(ParallelSizes(tensor=2)).device_mesh["tp"]
-    places = apply_tensor_parallel(model, layout, axis, sequence_parallel=True).placements
-    bounds = balance_blocks(layout, sizes.pipeline)
+    places = apply_tensor_parallel(model, resolved, axis, sequence_parallel=True).placements
+    bounds = balance_blocks(resolved, sizes.pipeline)
     counts = []
     for rank in range(sizes.world_size):
         stage = sizes.coordinates(rank)["pp"]
         held: dict[str, int] = {}
         for name, parameter in shapes.items():
-            if stage in layout.stages_of(name, bounds):
+            if stage in resolved.stages_of(name, bounds):
                 parts = sizes.tensor if isinstance(places[name], Shard) else 1
-                held[layout.canonical[name]] = parameter.numel() // parts
+                held[resolved.canonical[name]] = parameter.numel() // parts
         counts.append(sum(held.values()))
     return counts
 
 
 def stage_modules(index: int, num_stages: int, names: list[str]) -> Mapping[str, str]:
     """Name of a module -> "here", or the kind of stub that stands for it on a stage."""
-    model, layout, _ = tiny_gpt()
-    cut_stages(model, layout, [index], balance_blocks(layout, num_stages))
+    model, resolved, _ = tiny_gpt()
+    cut_stages(model, resolved, [index], balance_blocks(resolved, num_stages))
     found = {}
     for name in names:
         kind = type(model.get_submodule(name))
@@ -121,7 +125,7 @@ def run_step(model: nn.Module, sharding: Sharding, micro_batches: int) -> None:
         value.backward()
 
 
-def activation_shapes() -> tuple[dict[str, tuple[int, ...]], Ledger]:
+def activation_shapes() -> tuple[dict[str, tuple[int, ...]], CommVolume]:
     """Shapes into and out of the modules of a block on one of two tensor-parallel ranks, and what
     the block's forward moved.
     """
@@ -144,7 +148,7 @@ def activation_shapes() -> tuple[dict[str, tuple[int, ...]], Ledger]:
     hidden = torch.zeros(BATCH, TOKENS // 2, model.config.model_dim)
     assert model.rotary is not None
     rotary = model.rotary(torch.arange(TOKENS)[None])
-    with Ledger(mesh.named_groups()) as ledger:
+    with CommVolume(mesh.named_groups()) as ledger:
         block(hidden, rotary)
     return shapes, ledger
 
@@ -167,7 +171,7 @@ def zero_facts(zero_stage: int) -> ZeroFacts:
     sizes = ParallelSizes(data_replicate=2) if zero_stage == 0 else ParallelSizes(data_shard=2)
     model, _, sharding = put_on(two_ranks(sizes), zero_stage=zero_stage)
     run_step(model, sharding, MICRO_BATCHES)
-    with Ledger() as ledger:
+    with CommVolume() as ledger:
         run_step(model, sharding, MICRO_BATCHES)
     sharding.release()
     local = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
@@ -180,5 +184,5 @@ def initial_values(name: str, seed: int, **overrides: Any) -> Tensor:
     """The initial values of one parameter, as every layout makes them."""
     model, _, record = tiny_gpt(**overrides)
     parameter = model.get_parameter(name)
-    value: Tensor = record.initialise(parameter, name=name, seed=seed, device="cpu")
+    value: Tensor = record.initialize(parameter, name=name, seed=seed, device="cpu")
     return value

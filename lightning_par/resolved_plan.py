@@ -26,7 +26,7 @@ from lightning_par.stage_partition import (
     role_problems,
 )
 
-__all__ = ["ModelLayout", "balance_blocks", "check_plan", "resolve_plan"]
+__all__ = ["ResolvedPlan", "balance_blocks", "check_plan", "resolve_plan"]
 
 _T = TypeVar("_T")
 
@@ -46,7 +46,7 @@ _MOST_DEGREES = 64  # of those that a message lists
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ModelLayout:
+class ResolvedPlan:
     """Where every part of one model belongs.
 
     Attributes:
@@ -95,7 +95,7 @@ class ModelLayout:
         return frozenset(range(len(bounds)))
 
 
-def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ModelLayout:
+def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
     """Match every name and pattern of `plan` against `model`.
 
     Args:
@@ -140,7 +140,7 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ModelLayout:
             )
     raise_problems(PlanError, problems)
     units = classify_units(model, plan)
-    return ModelLayout(
+    return ResolvedPlan(
         plan=plan,
         block_names=tuple(blocks),
         block_weights=tuple(_num_parameters(modules[name]) for name in blocks),
@@ -160,7 +160,7 @@ def check_plan(
     sequence_parallel: bool = True,
     stage_blocks: Sequence[int] | None = None,
     stages_per_rank: int = 1,
-) -> ModelLayout:
+) -> ResolvedPlan:
     """Check that `plan` fits `model` and, where given, that both fit the sizes.
 
     Args:
@@ -177,17 +177,17 @@ def check_plan(
     Raises:
         PlanError: With every problem in one message.
     """
-    layout = resolve_plan(model, plan)
+    resolved = resolve_plan(model, plan)
     if sizes is not None:
         stages = sizes.pipeline * (stages_per_rank if sizes.pipeline > 1 else 1)
-        problems = _check_pipeline(model, layout, stages, sizes.pipeline, stage_blocks)
-        problems += _check_tensor(model, layout, sizes.tensor, sequence_parallel)
+        problems = _check_pipeline(model, resolved, stages, sizes.pipeline, stage_blocks)
+        problems += _check_tensor(model, resolved, sizes.tensor, sequence_parallel)
         raise_problems(PlanError, problems)
-    return layout
+    return resolved
 
 
 def balance_blocks(
-    layout: ModelLayout, num_stages: int, stage_blocks: Sequence[int] | None = None
+    resolved: ResolvedPlan, num_stages: int, stage_blocks: Sequence[int] | None = None
 ) -> tuple[tuple[int, int], ...]:
     """Return first and one-past-last block of every stage.
 
@@ -196,12 +196,12 @@ def balance_blocks(
     the first and last stage).
 
     Args:
-        layout: The resolved plan.
+        resolved: The resolved plan.
         num_stages: 1 .. number of blocks; 1 if there are none.
         stage_blocks: Number of blocks of every stage, by hand.
     """
     if stage_blocks is None:
-        stage_blocks = partition_blocks(layout.block_weights, layout.edge_weights, num_stages)
+        stage_blocks = partition_blocks(resolved.block_weights, resolved.edge_weights, num_stages)
     ends = list(accumulate(stage_blocks))
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -269,18 +269,18 @@ def _num_parameters(module: nn.Module) -> int:
 
 def _check_pipeline(
     model: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     num_stages: int,
     num_ranks: int,
     stage_blocks: Sequence[int] | None,
 ) -> list[str]:
-    count = len(layout.block_names)
+    count = len(resolved.block_names)
     asked = f"pipeline_parallel_size={num_ranks}"
     each = "" if num_stages == num_ranks else f" with {num_stages // num_ranks} stages per rank"
     if num_stages == 1:
         return []
-    if "pipeline" in layout.plan.refusals:
-        return [f"{asked}: {layout.plan.refusals['pipeline']}"]
+    if "pipeline" in resolved.plan.refusals:
+        return [f"{asked}: {resolved.plan.refusals['pipeline']}"]
     if not count:
         lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
         near = f'ParallelPlan(blocks="{lists[0]}")' if lists else "ParallelPlan(blocks=...)"
@@ -296,24 +296,24 @@ def _check_pipeline(
         return [
             f"stage_blocks={list(stage_blocks)} has {len(stage_blocks)} entries with the sum "
             f"{sum(stage_blocks)}; {asked}{each} takes {num_stages} numbers of 1 or more "
-            f"that sum to the {count} blocks of {layout.plan.blocks}, or leave stage_blocks out."
+            f"that sum to the {count} blocks of {resolved.plan.blocks}, or leave stage_blocks out."
         ]
     if num_stages > count:
         return [
-            f"{asked}{each}: {layout.plan.blocks} has {count} blocks, and every stage needs one. "
+            f"{asked}{each}: {resolved.plan.blocks} has {count} blocks, and every stage needs one. "
             f"Use at most {count * num_ranks // num_stages}."
         ]
     return []
 
 
 def _check_tensor(
-    model: nn.Module, layout: ModelLayout, degree: int, sequence_parallel: bool
+    model: nn.Module, resolved: ResolvedPlan, degree: int, sequence_parallel: bool
 ) -> list[str]:
     if degree == 1:
         return []
-    if "tensor" in layout.plan.refusals:
-        return [f"tensor_parallel_size={degree}: {layout.plan.refusals['tensor']}"]
-    if not layout.styles:
+    if "tensor" in resolved.plan.refusals:
+        return [f"tensor_parallel_size={degree}: {resolved.plan.refusals['tensor']}"]
+    if not resolved.styles:
         return [
             f"tensor_parallel_size={degree}: the plan of {type(model).__name__} has no tensor "
             "styles; return "
@@ -323,13 +323,13 @@ def _check_tensor(
     modules = dict(model.named_modules())
     counts = [
         (fqn, f" has {name}={getattr(modules[fqn], name)}", getattr(modules[fqn], name))
-        for fqn, names in layout.divided.items()
+        for fqn, names in resolved.divided.items()
         for name in names
     ]
     problems: list[str] = []
-    numbers = _match_patterns(layout.plan.counts, list(modules), "counts", problems)
+    numbers = _match_patterns(resolved.plan.counts, list(modules), "counts", problems)
     counts += [(f, f" has {n}={v}", v) for f, named in numbers.items() for n, v in named.items()]
-    for fqn, style in layout.styles.items():
+    for fqn, style in resolved.styles.items():
         counts += _sharded_sizes(fqn, modules[fqn], style, degree, problems)
     fit = _fitting_degrees([size for *_, size in counts])
     misfits = [(f, t) for f, t, size in counts if size % degree]
@@ -341,7 +341,7 @@ def _check_tensor(
     if sequence_parallel:
         owners = dict.fromkeys(n.rpartition(".")[0] for n, _ in model.named_parameters())
         itself = f"{type(model).__name__} itself"
-        bare = [(owner or itself, "") for owner in owners if owner not in layout.styles]
+        bare = [(owner or itself, "") for owner in owners if owner not in resolved.styles]
         if bare:
             problems.append(
                 f"{asked} with sequence_parallel=True: these modules hold parameters and have no "

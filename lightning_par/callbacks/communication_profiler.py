@@ -8,7 +8,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_par.callbacks.profiler import Chapter, Profiler, Recording
-from lightning_par.profiling.comm_volume import LedgerEntry
+from lightning_par.profiling.comm_volume import CommVolumeEntry
 from lightning_par.profiling.html_report import Table
 from lightning_par.profiling.pipeline_record import RankRecord, StepRecord
 
@@ -119,7 +119,7 @@ class CommunicationProfiler(Profiler):
         return chapter
 
 
-_Parts = dict[tuple[str, str], tuple[LedgerEntry | None, LedgerEntry | None, float, float]]
+_Parts = dict[tuple[str, str], tuple[CommVolumeEntry | None, CommVolumeEntry | None, float, float]]
 
 
 def _row_parts(step: StepRecord) -> _Parts:

@@ -134,8 +134,8 @@ class MixedPrecision(pl.Callback):
         elsewhere: frozenset[int] = frozenset()
         departed, factor = None, 1.0
         if isinstance(strategy, MeshStrategy):
-            elsewhere = strategy.parallelised.counted_elsewhere
-            host = strategy.parallelised.host
+            elsewhere = strategy.parallel_model.counted_elsewhere
+            host = strategy.parallel_model.host
             if host is not None:
                 departed, factor = host.gradients(), float(host.departed.factor)
         smallest = torch.finfo(_COMPUTES[self.precision]).tiny / scale

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_par.callbacks.profiler import Chapter, mesh_strategy, Profiler, Recording
 from lightning_par.profiling.html_report import Table
 from lightning_par.profiling.pipeline_record import RankRecord
-from lightning_par.profiling.pipeline_summary import PipelineSummary, RankTimes, summarise_pipeline
+from lightning_par.profiling.pipeline_summary import PipelineSummary, RankTimes, summarize_pipeline
 from lightning_par.profiling.timeline_plot import draw_timeline
 
 __all__ = ["PipelineProfiler"]
@@ -72,7 +72,7 @@ class PipelineProfiler(Profiler):
         if recording.mesh.sizes.pipeline == 1:
             return {}
         records = recording.gather(recording.mesh.group("pp"), last=True)
-        found = _summarise(recording, records)
+        found = _summarize(recording, records)
         values = {
             "step": 1e3 * found.makespan,
             "bubble": found.bubble,
@@ -93,7 +93,7 @@ class PipelineProfiler(Profiler):
         if recording.mesh.sizes.pipeline == 1:
             return chapter
         pipelines = _pipelines(recording, records)
-        found = _summarise(recording, pipelines[0])
+        found = _summarize(recording, pipelines[0])
         chapter.predicted = found.simulation.events
         chapter.headline = {
             "bubble, measured": _percent(found.bubble),
@@ -128,11 +128,11 @@ class PipelineProfiler(Profiler):
         draw_timeline(rows, folder / "timeline.png", title=title)
 
 
-def _summarise(recording: Recording, records: Sequence[RankRecord]) -> PipelineSummary:
-    """Summarise the last step of one pipeline."""
-    parallelised = recording.parallelised
+def _summarize(recording: Recording, records: Sequence[RankRecord]) -> PipelineSummary:
+    """Summarize the last step of one pipeline."""
+    parallel_model = recording.parallel_model
     steps = [record.steps[-1] for record in records]
-    return summarise_pipeline(steps, parallelised.layout, parallelised.bounds)
+    return summarize_pipeline(steps, parallel_model.resolved, parallel_model.bounds)
 
 
 def _pipelines(recording: Recording, records: Sequence[RankRecord]) -> list[list[RankRecord]]:
@@ -160,7 +160,7 @@ def _advice(found: PipelineSummary) -> str:
 
 
 def _table(recording: Recording, records: Sequence[RankRecord], number: int, count: int) -> Table:
-    found = _summarise(recording, records)
+    found = _summarize(recording, records)
     return Table(
         key="stages" if number == 0 else f"stages-{number}",
         title="Stages" if count == 1 else f"Stages, pipeline {number + 1} of {count}",

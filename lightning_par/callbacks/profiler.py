@@ -17,7 +17,7 @@ from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError
 from lightning_par.profiling.chrome_trace import write_trace
-from lightning_par.profiling.comm_volume import Ledger, LedgerEntry
+from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry
 from lightning_par.profiling.expected_comm_volume import Forecast, Parts
 from lightning_par.profiling.html_report import Report, Table, write_report
 from lightning_par.profiling.pipeline_record import RankRecord, StepRecorder
@@ -54,23 +54,23 @@ class Recording:
 
     def __init__(self, trainer: pl.Trainer, keep: int) -> None:
         strategy = mesh_strategy(trainer)
-        self.mesh, self.parallelised = strategy.mesh, strategy.parallelised
+        self.mesh, self.parallel_model = strategy.mesh, strategy.parallel_model
         clock = clock_for(strategy.root_device)
         self.steps = StepRecorder(
             clock=clock,
-            ledger=Ledger(self._axes(), clock),
+            ledger=CommVolume(self._axes(), clock),
             blocks=self._blocks(),
             keep=keep,
         )
         self._forecast = Forecast(self._parts(trainer, strategy), self.steps.ledger)
-        self._foreseen: dict[Hashable, tuple[LedgerEntry, ...]] = {}
+        self._foreseen: dict[Hashable, tuple[CommVolumeEntry, ...]] = {}
         self._kind: Hashable = None
         self._watch: ExitStack | None = None
         self._open = ExitStack()
 
     def start(self) -> None:
         """Begin to listen."""
-        executor = self.parallelised.steps.executor
+        executor = self.parallel_model.steps.executor
         if executor is not None:
             before, executor.clock = executor.clock, self.steps.clock
             self._open.callback(setattr, executor, "clock", before)
@@ -80,14 +80,14 @@ class Recording:
         """Stop listening; may be called again."""
         self._open.close()
 
-    def begin(self, batch: Any, *, synchronises: bool) -> None:
+    def begin(self, batch: Any, *, synchronizes: bool) -> None:
         """Begin a step.
 
         Args:
             batch: Its shapes tell whether steps of the same kind have been seen.
-            synchronises: Whether gradients are reduced at its end.
+            synchronizes: Whether gradients are reduced at its end.
         """
-        self._kind = signature(batch, synchronises)
+        self._kind = signature(batch, synchronizes)
         if self._kind not in self._foreseen:
             self._watch = self._forecast.watch()
         self.steps.begin()
@@ -98,13 +98,13 @@ class Recording:
         Args:
             step: Number of the batch.
         """
-        run = self.parallelised.steps.last_run
+        run = self.parallel_model.steps.last_run
         if self._watch is not None:
             self._watch.close()
             self._watch = None
             actions = [] if run is None else [action for action, *_ in run.marks]
-            synchronises = bool(self._kind[-1])  # type: ignore[index]
-            rows = self._forecast.rows(actions, synchronises=synchronises)
+            synchronizes = bool(self._kind[-1])  # type: ignore[index]
+            rows = self._forecast.rows(actions, synchronizes=synchronizes)
             self._foreseen[self._kind] = rows
         self.steps.end(step, run, self._foreseen[self._kind])
 
@@ -131,9 +131,9 @@ class Recording:
         return found
 
     def _axes(self) -> dict[str, dist.ProcessGroup]:
-        axes = dict(self.parallelised.groups)
+        axes = dict(self.parallel_model.groups)
         known = {group.group_name for group in axes.values()}
-        others = [s.group for s in self.parallelised.shared if s.group.group_name not in known]
+        others = [s.group for s in self.parallel_model.shared if s.group.group_name not in known]
         for number, group in enumerate(others, 1):
             axes["pp shared weights" + (f" {number}" if number > 1 else "")] = group
         return axes
@@ -144,21 +144,21 @@ class Recording:
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         return Parts(
             takes_norm=judges or clips,
-            compresses=self.parallelised.compression is not None,
-            module=self.parallelised.module,
-            layout=self.parallelised.layout,
+            compresses=self.parallel_model.compression is not None,
+            module=self.parallel_model.module,
+            resolved=self.parallel_model.resolved,
             mesh=self.mesh,
-            bounds=self.parallelised.bounds,
-            owners=self.parallelised.rank_of_stage,
-            shared=[s for s in self.parallelised.shared if isinstance(s, SharedGradients)],
+            bounds=self.parallel_model.bounds,
+            owners=self.parallel_model.rank_of_stage,
+            shared=[s for s in self.parallel_model.shared if isinstance(s, SharedGradients)],
             zero_stage=strategy.zero_stage,
             sequence_parallel=strategy.sequence_parallel,
             compiled=strategy.compile_blocks is not False,
         )
 
     def _blocks(self) -> dict[int, Any]:
-        module = self.parallelised.module
-        names = enumerate(self.parallelised.layout.block_names)
+        module = self.parallel_model.module
+        names = enumerate(self.parallel_model.resolved.block_names)
         blocks = {number: module.get_submodule(name) for number, name in names}
         return {n: block for n, block in blocks.items() if not isinstance(block, StageStub)}
 
@@ -216,8 +216,8 @@ class Profiler(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._records(trainer):
-            synchronises = not trainer.fit_loop._should_accumulate()
-            self.recording.begin(batch, synchronises=synchronises)
+            synchronizes = not trainer.fit_loop._should_accumulate()
+            self.recording.begin(batch, synchronizes=synchronizes)
 
     @override
     def on_train_batch_end(
@@ -293,7 +293,7 @@ class Profiler(Callback):
         chapters = [p.describe(recording, records) for p in _profilers(trainer)]
         predicted = [c.predicted for c in chapters if c.predicted]
         report = Report(
-            title=f"{type(recording.parallelised.module).__name__} on {recording.mesh.sizes}",
+            title=f"{type(recording.parallel_model.module).__name__} on {recording.mesh.sizes}",
             headline={k: v for c in chapters for k, v in c.headline.items()},
             remarks=[remark for c in chapters for remark in c.remarks],
             records=records,

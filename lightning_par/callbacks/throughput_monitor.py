@@ -99,7 +99,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
     ) -> None:
         self._stop()
         if self._started is None:  # this step was counted, and is no measure
-            self._synchronise(trainer)
+            self._synchronize(trainer)
             self._restart(time.monotonic())
             return
         counter = self.counted
@@ -108,7 +108,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
         self._batches += 1
         self._sums = [s + n for s, n in zip(self._sums, (samples, tokens, *flops), strict=True)]
         if trainer._logger_connector.should_update_logs:
-            self._synchronise(trainer)
+            self._synchronize(trainer)
             now = time.monotonic()
             values = self._measure(trainer, now - self._started - self._paused)
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
@@ -118,7 +118,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
         self._started, self._paused = now, 0.0
         self._sums, self._batches = [0.0, 0.0, 0.0, 0.0], 0
 
-    def _synchronise(self, trainer: pl.Trainer) -> None:
+    def _synchronize(self, trainer: pl.Trainer) -> None:
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(trainer.strategy.root_device)
 
@@ -148,7 +148,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
             return 0, 0
         if self._tokens is not None:
             return batch_size(batch), self._tokens(batch)
-        layout = strategy.parallelised.layout.plan.batch
+        layout = strategy.parallel_model.resolved.plan.batch
         for name, dim in layout.sequence_dims.items():
             entry = batch_entry(batch, name)
             return batch_size(batch), entry.shape[0] * entry.shape[dim]

@@ -11,7 +11,7 @@ from math import prod
 
 from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.engine.init.deferred_init import record_construction
-from lightning_par.engine.memory.placement import find_holdings, Holding
+from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
 from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.plan import find_plan
 from lightning_par.sizes import ParallelSizes
@@ -49,13 +49,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _find(run: ConfiguredRun, strategy: MeshStrategy) -> list[Holding]:
+def _find(run: ConfiguredRun, strategy: MeshStrategy) -> list[ParameterPlacement]:
     with record_construction(), run.trainer.precision_plugin.module_init_context():
         run.model.configure_model()
     plan = strategy.plan if strategy.plan is not None else find_plan(run.model)
     layout = check_module(run.model, plan, strategy)
     ranks, chunks = strategy.sizes.pipeline, strategy.virtual_pipeline_size
-    return find_holdings(
+    return find_placements(
         run.model,
         layout,
         strategy.sizes,
@@ -64,7 +64,7 @@ def _find(run: ConfiguredRun, strategy: MeshStrategy) -> list[Holding]:
     )
 
 
-def _row(holding: Holding, sizes: ParallelSizes) -> tuple[str, ...]:
+def _row(holding: ParameterPlacement, sizes: ParallelSizes) -> tuple[str, ...]:
     cuts = ", ".join(f"dim {cut.dim} by {cut.axis} {cut.parts}" for cut in holding.cuts)
     most = max(holding.local_bytes(rank, sizes) for rank in range(sizes.world_size))
     ties = f" = {', '.join(holding.ties)}" if holding.ties else ""
@@ -105,7 +105,7 @@ def _format(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _totals(holdings: Sequence[Holding], sizes: ParallelSizes) -> Iterator[str]:
+def _totals(holdings: Sequence[ParameterPlacement], sizes: ParallelSizes) -> Iterator[str]:
     whole = sum(prod(h.shape) * h.dtype.itemsize for h in holdings)
     for rank in range(sizes.world_size):
         held = sum(h.local_bytes(rank, sizes) for h in holdings)

@@ -17,7 +17,7 @@ from torch import nn, Tensor
 
 from lightning_par.checkpoint.pieces import local_part
 from lightning_par.engine.data.gradient_reduction import is_counted_here, local_gradients
-from lightning_par.engine.offload.offloaded_gradients import DepartedGradients
+from lightning_par.engine.offload.offloaded_gradients import OffloadedGradients
 
 __all__ = ["MeshGradScaler", "underflow_share"]
 
@@ -31,7 +31,7 @@ class MeshGradScaler(torch.amp.GradScaler):
         departed: Gradients that are on the host, which are divided when they are used.
     """
 
-    departed: DepartedGradients | None = None
+    departed: OffloadedGradients | None = None
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)

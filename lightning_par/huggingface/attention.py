@@ -14,7 +14,7 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.engine.context.attention import attention
-from lightning_par.engine.context.sequence_shard import SequenceAxis
+from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.errors import ConfigurationError
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.plan import BatchLayout
@@ -24,7 +24,7 @@ __all__ = ["divide_attention"]
 _NAME = "lightning_par"
 
 
-def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceAxis) -> None:
+def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard) -> None:
     """Let the Hugging Face model inside `module`, if there is one, attend over all ranks.
 
     Args:

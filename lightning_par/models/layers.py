@@ -28,7 +28,7 @@ NormKind = Literal["rmsnorm", "layernorm"]
 
 
 def make_norm(kind: NormKind, dim: int, *, eps: float, bias: bool) -> nn.Module:
-    """Return a normalisation over the last dim.
+    """Return a normalization over the last dim.
 
     Args:
         kind: ``"rmsnorm"`` (never has a bias) or ``"layernorm"``.

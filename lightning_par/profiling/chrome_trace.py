@@ -133,7 +133,7 @@ def _transfer(
 
 
 def _arrows(records: Sequence[RankRecord], origin: float) -> Iterator[_Event]:
-    """From an action to the one of the neighbouring stage, on another rank, that needs it."""
+    """From an action to the one of the neighboring stage, on another rank, that needs it."""
     for pipeline in _pipelines(records):
         for index in range(min(len(record.steps) for record in pipeline)):
             ran = {

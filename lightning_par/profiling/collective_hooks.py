@@ -12,7 +12,7 @@ held, as calling a kernel object would. The functional operators have one compos
 backend: under the key of another backend it is reached without coming back here, and redispatching
 lets go of the lock.
 
-The replacement is of the process. Wiretaps may be nested; the one entered last is left first.
+The replacement is of the process. Hooks may be nested; the one entered last is left first.
 Communication that C++ code starts by itself, as DDP's reducer does, is not heard. Copies between
 the device and the host are heard where an offloaded optimizer makes them.
 """
@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import get_kernel, Library
 
-from lightning_par.engine.offload.copy_stream import Courier
+from lightning_par.engine.offload.copy_stream import CopyStream
 
-__all__ = ["Call", "Wiretap"]
+__all__ = ["Call", "CollectiveHook"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ _ELSEWHERE = torch._C.DispatchKeySet(torch._C.DispatchKey.Lazy)
 """Another backend's key; see Note [Interpreter lock]."""
 
 
-class Wiretap(ABC):
+class CollectiveHook(ABC):
     """Hears the communication of this process while it is entered; see Note [Where to listen]."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Wiretap(ABC):
                 self._replace(dist.ProcessGroup, name, partial(self._method, form))
         self._replace(dist.Work, "wait", self._wait_method)
         for name in ("to_host", "to_device"):
-            self._replace(Courier, name, partial(self._copy_method, name))
+            self._replace(CopyStream, name, partial(self._copy_method, name))
         self._library = Library(_NAMESPACE, "IMPL")
         for key in ("CPU", "CUDA"):
             for name, form in _OPERATORS.items():
@@ -239,7 +239,7 @@ class Wiretap(ABC):
         return wait
 
     def _copy_method(self, name: str, original: Any) -> Callable[..., Any]:
-        def copy(courier: Courier, source: Tensor, target: Tensor) -> None:
+        def copy(courier: CopyStream, source: Tensor, target: Tensor) -> None:
             original(courier, source, target)
             self._copied(name, source)
 

@@ -44,13 +44,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_par.engine.clock import Clock
-from lightning_par.profiling.collective_hooks import Call, Wiretap
+from lightning_par.profiling.collective_hooks import Call, CollectiveHook
 
-__all__ = ["Ledger", "LedgerEntry", "Transfer", "ring_bytes"]
+__all__ = ["CommVolume", "CommVolumeEntry", "Transfer", "ring_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LedgerEntry:
+class CommVolumeEntry:
     """What one axis carried in one operation.
 
     Attributes:
@@ -73,7 +73,7 @@ class Transfer:
     """One communication of this rank, timed.
 
     Attributes:
-        axis: As in `LedgerEntry`.
+        axis: As in `CommVolumeEntry`.
         operation: As in the table of this module.
         payload: Bytes of the whole tensor.
         sent: Bytes that this rank sent.
@@ -141,7 +141,7 @@ class _Count:
         self.sent += other.sent
 
 
-class Ledger(Wiretap):
+class CommVolume(CollectiveHook):
     """Counts the communication of this rank while it is entered; entering again goes on counting.
 
     It hears forward and backward passes, FSDP2, DTensor, functional collectives, point-to-point and
@@ -158,7 +158,7 @@ class Ledger(Wiretap):
         transfers: What was heard since they were last taken out, in order; empty without a clock.
 
     Example:
-        >>> with Ledger({"tp": mesh.get_group("tp")}) as ledger:
+        >>> with CommVolume({"tp": mesh.get_group("tp")}) as ledger:
         ...     model(batch).sum().backward()
         >>> ledger.total(axis="tp", operation="all_gather").sent
     """
@@ -191,14 +191,14 @@ class Ledger(Wiretap):
         """Return the group of an axis that was given."""
         return self._groups[axis]
 
-    def entries(self) -> tuple[LedgerEntry, ...]:
+    def entries(self) -> tuple[CommVolumeEntry, ...]:
         """Return what was counted, by axis (given ones first, in their order) and operation."""
         order = list(self._axes.values())
         place = {axis: number for number, axis in enumerate(order)}
         keys = sorted(self._counts, key=lambda k: (place.get(k[0], len(order)), *k))
         return tuple(_entry(axis, op, self._counts[axis, op]) for axis, op in keys)
 
-    def total(self, *, axis: str | None = None, operation: str | None = None) -> LedgerEntry:
+    def total(self, *, axis: str | None = None, operation: str | None = None) -> CommVolumeEntry:
         """Return the sum over what matches; None matches everything and reads "all" in the result.
 
         Args:
@@ -292,8 +292,8 @@ class Ledger(Wiretap):
         return self._axes.get(name, "world" if world else name)
 
 
-def _entry(axis: str, operation: str, count: _Count) -> LedgerEntry:
-    return LedgerEntry(
+def _entry(axis: str, operation: str, count: _Count) -> CommVolumeEntry:
+    return CommVolumeEntry(
         axis=axis,
         operation=operation,
         calls=count.calls,
@@ -302,5 +302,5 @@ def _entry(axis: str, operation: str, count: _Count) -> LedgerEntry:
     )
 
 
-def _cells(e: LedgerEntry) -> tuple[str, ...]:
+def _cells(e: CommVolumeEntry) -> tuple[str, ...]:
     return (e.axis, e.operation, f"{e.calls:,}", f"{e.payload:,}", f"{e.sent:,}")

@@ -43,8 +43,8 @@ from lightning_par.engine.pipeline.actions import Action, ActionKind
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.pipeline.stage_links import group_name
 from lightning_par.mesh import ParallelMesh
-from lightning_par.profiling.comm_volume import Ledger, LedgerEntry, ring_bytes
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, ring_bytes
+from lightning_par.resolved_plan import ResolvedPlan
 
 __all__ = ["Forecast", "Parts"]
 
@@ -65,7 +65,7 @@ class Parts:
 
     Attributes:
         module: Holds this rank's part.
-        layout: Its resolved plan.
+        resolved: Its resolved plan.
         mesh: Where it is.
         bounds: First and one-past-last block of every pipeline stage.
         owners: The pipeline rank of every stage.
@@ -78,7 +78,7 @@ class Parts:
     """
 
     module: nn.Module
-    layout: ModelLayout
+    resolved: ResolvedPlan
     mesh: ParallelMesh
     bounds: Sequence[tuple[int, int]]
     owners: Sequence[int]
@@ -108,7 +108,7 @@ class Forecast:
     """
 
     parts: Parts
-    ledger: Ledger
+    ledger: CommVolume
     _found: dict[tuple[str, str], _Sum] = field(default_factory=dict)
     _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
@@ -120,15 +120,15 @@ class Forecast:
             hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         return hooks
 
-    def rows(self, actions: Sequence[Action], *, synchronises: bool) -> tuple[LedgerEntry, ...]:
+    def rows(self, actions: Sequence[Action], *, synchronizes: bool) -> tuple[CommVolumeEntry, ...]:
         """Return what the step that was watched has to communicate, by axis and operation.
 
         Args:
             actions: What this rank ran of the schedule; empty without a pipeline.
-            synchronises: Whether gradients are reduced over the replicas at its end.
+            synchronizes: Whether gradients are reduced over the replicas at its end.
         """
-        self._foresee_replicas(actions, synchronises)
-        if synchronises:
+        self._foresee_replicas(actions, synchronizes)
+        if synchronizes:
             for shared in self.parts.shared:
                 self._foresee_shared(shared)
             if self.parts.takes_norm and dist.group.WORLD is not None:
@@ -137,7 +137,7 @@ class Forecast:
         for (axis, operation), total in self._found.items():
             ranks = self._groups[axis].size()
             rows.append(
-                LedgerEntry(
+                CommVolumeEntry(
                     axis=axis,
                     operation=operation,
                     calls=total.calls,
@@ -160,13 +160,13 @@ class Forecast:
         parts = self.parts
         if parts.mesh.sizes.tensor > 1 and not parts.compiled:
             held = _own_modules(parts.module)
-            for fqn, style in parts.layout.styles.items():
+            for fqn, style in parts.resolved.styles.items():
                 if fqn in held and style in (*_ENTRIES, *_EXITS):
                     yield held[fqn], _TensorHook(self, style)
         for stage, (lo, hi) in enumerate(parts.bounds):
             if parts.owners[stage] != parts.mesh.place["pp"]:
                 continue
-            names = parts.layout.block_names
+            names = parts.resolved.block_names
             if stage > 0:
                 yield parts.module.get_submodule(names[lo]), _BoundaryHook(self, stage - 1, False)
             if stage < len(parts.bounds) - 1:
@@ -181,13 +181,13 @@ class Forecast:
         for payload in by_dtype.values():
             self._add(shared.group, "all_reduce", payload)
 
-    def _foresee_replicas(self, actions: Sequence[Action], synchronises: bool) -> None:
+    def _foresee_replicas(self, actions: Sequence[Action], synchronizes: bool) -> None:
         parts, sizes = self.parts, self.parts.mesh.sizes
         if sizes.data == 1 or parts.mesh.expert_mesh is not None or parts.compresses:
             return
         self._add(parts.mesh.data_group, "all_reduce", _WEIGHTS_OF_THE_LOSS)
         walk = actions or (Action(0, _F, 0), Action(0, _B, 0))
-        once = not synchronises or parts.zero_stage < 2 or any(a.kind is _W for a in walk)
+        once = not synchronizes or parts.zero_stage < 2 or any(a.kind is _W for a in walk)
         backwards = 1 if once else sum(a.kind is _B for a in walk)
         shard, replicate = parts.mesh.group("dp_shard"), parts.mesh.group("dp_replicate")
         for block, parameters in self._units():
@@ -198,7 +198,7 @@ class Forecast:
             trained = [p for p in parameters if p.requires_grad]
             reduced = sum(_padded(p, parts.mesh) * p.element_size() for p in trained)
             self._add(shard, "all_gather", whole, gathers)
-            if synchronises and trained:
+            if synchronizes and trained:
                 self._add(shard, "reduce_scatter", reduced, backwards)
                 self._add(replicate, "all_reduce", reduced // sizes.data_shard, backwards)
 
@@ -206,7 +206,7 @@ class Forecast:
         """Give the units of sharding that this rank holds: block or None, and its parameters."""
         seen: set[int] = set()
         held = _own_modules(self.parts.module)
-        for number, name in enumerate(self.parts.layout.block_names):
+        for number, name in enumerate(self.parts.resolved.block_names):
             if name in held:
                 parameters = list(held[name].parameters())
                 seen |= {id(p) for p in parameters}

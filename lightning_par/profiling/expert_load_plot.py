@@ -26,7 +26,7 @@ def draw_expert_load(
     title: str,
     width: float = 9.0,
 ) -> Path:
-    """Draws one band per layer: experts downwards, time to the right, colour is the load.
+    """Draws one band per layer: experts downwards, time to the right, color is the load.
 
     The load is relative to the mean of the layer at that time: 1 is even. Beside each band stands
     the entropy of its last column, as a share of the largest possible one.

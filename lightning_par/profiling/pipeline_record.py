@@ -11,7 +11,7 @@ from torch import nn
 from lightning_par.engine.clock import Clock
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineRun
-from lightning_par.profiling.comm_volume import Ledger, LedgerEntry, Transfer
+from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, Transfer
 
 __all__ = ["RankRecord", "StepRecord", "StepRecorder", "TimedTransfer"]
 
@@ -66,8 +66,8 @@ class StepRecord:
     actions: tuple[TimedAction, ...]
     waits: tuple[float, ...]
     transfers: tuple[TimedTransfer, ...]
-    entries: tuple[LedgerEntry, ...]
-    foreseen: tuple[LedgerEntry, ...]
+    entries: tuple[CommVolumeEntry, ...]
+    foreseen: tuple[CommVolumeEntry, ...]
     blocks: Mapping[int, float]
 
     def shifted(self, seconds: float) -> "StepRecord":
@@ -125,8 +125,8 @@ class _Open:
     end: Any
     run: PipelineRun | None
     transfers: list[Transfer]
-    entries: tuple[LedgerEntry, ...]
-    foreseen: tuple[LedgerEntry, ...]
+    entries: tuple[CommVolumeEntry, ...]
+    foreseen: tuple[CommVolumeEntry, ...]
     blocks: list[tuple[int, Any, Any]]
 
 
@@ -142,7 +142,7 @@ class StepRecorder:
     """
 
     clock: Clock
-    ledger: Ledger
+    ledger: CommVolume
     blocks: Mapping[int, nn.Module]
     keep: int
     _steps: list[_Open | StepRecord] = field(default_factory=list)
@@ -173,7 +173,7 @@ class StepRecorder:
         self._start = self.clock.mark()
 
     def end(
-        self, step: int, run: PipelineRun | None, foreseen: tuple[LedgerEntry, ...] = ()
+        self, step: int, run: PipelineRun | None, foreseen: tuple[CommVolumeEntry, ...] = ()
     ) -> None:
         """End the step.
 

@@ -21,9 +21,9 @@ from statistics import mean, median
 from lightning_par.engine.pipeline.actions import ActionKind, Schedule, TimedAction
 from lightning_par.engine.pipeline.simulator import bubble_fraction, simulate, Simulation
 from lightning_par.profiling.pipeline_record import StepRecord
-from lightning_par.resolved_plan import balance_blocks, ModelLayout
+from lightning_par.resolved_plan import balance_blocks, ResolvedPlan
 
-__all__ = ["PipelineSummary", "RankTimes", "Split", "summarise_pipeline"]
+__all__ = ["PipelineSummary", "RankTimes", "Split", "summarize_pipeline"]
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
@@ -94,14 +94,14 @@ class PipelineSummary:
     simulation: Simulation
 
 
-def summarise_pipeline(
-    steps: Sequence[StepRecord], layout: ModelLayout, bounds: Sequence[tuple[int, int]]
+def summarize_pipeline(
+    steps: Sequence[StepRecord], resolved: ResolvedPlan, bounds: Sequence[tuple[int, int]]
 ) -> PipelineSummary:
     """Say where the time of a step went.
 
     Args:
         steps: The same step of every rank of a pipeline, in its order, on one clock.
-        layout: Of the model.
+        resolved: Of the model.
         bounds: First and one-past-last block of every stage.
     """
     rows = [step.actions for step in steps]
@@ -121,7 +121,7 @@ def summarise_pipeline(
         predicted_makespan=simulation.makespan,
         balanced=costs.levelled().simulate(schedule).bubble,
         imbalance=max(total) / mean(total) - 1,
-        split=_best_split(steps, schedule, costs, layout, bounds),
+        split=_best_split(steps, schedule, costs, resolved, bounds),
         simulation=simulation,
     )
 
@@ -229,7 +229,7 @@ def _best_split(
     steps: Sequence[StepRecord],
     schedule: Schedule,
     costs: _Costs,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     bounds: Sequence[tuple[int, int]],
 ) -> Split | None:
     """Give every block the share of its stage's time that its forward has of the stage's; what is
@@ -252,7 +252,7 @@ def _best_split(
         if stage in (0, last):
             edges[0 if stage == 0 else 1] = left
     nanoseconds = replace(
-        layout,
+        resolved,
         block_weights=tuple(round(w * 1e9) for w in weights),
         edge_weights=(round(edges[0] * 1e9), round(edges[1] * 1e9)),
     )

@@ -29,7 +29,7 @@ _LABELS: Mapping[ActionKind, str] = MappingProxyType(
         ActionKind.BACKWARD_WEIGHT: "backward, weights",
     }
 )
-_COLOURS: Mapping[ActionKind, str] = MappingProxyType(
+_COLORS: Mapping[ActionKind, str] = MappingProxyType(
     {
         ActionKind.FORWARD: "#3b76af",
         ActionKind.BACKWARD: "#e08a2e",
@@ -136,7 +136,7 @@ def _draw_boxes(
                 length,
                 left=start,
                 height=_BOX_HEIGHT,
-                color=_COLOURS[kind],
+                color=_COLORS[kind],
                 edgecolor="white",
                 linewidth=min(0.8, 0.1 * length * points_per_unit),
                 label=None if kind in seen else _LABELS[kind],

@@ -27,7 +27,7 @@ from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.errors import LightningParError
 from lightning_par.plan import find_plan, ParallelPlan
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.sizes import AutoRule, Size
 from lightning_par.strategies.components.gradient_guard import check_nonfinite_choice, GradientGuard
 from lightning_par.strategies.components.host_offload import OffloadedProcesses
@@ -43,8 +43,8 @@ from lightning_par.strategies.setup.checks import (
     read_context_options,
 )
 from lightning_par.strategies.setup.memory_check import check_memory
-from lightning_par.strategies.setup.parallel_model import Parallelised
-from lightning_par.strategies.setup.parallelize import parallelise
+from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.setup.parallelize import parallelize
 from lightning_par.strategies.setup.precision import share_overflows
 from lightning_par.strategies.setup.stage_optimizers import check_optimizers, optimizers_of_a_stage
 from lightning_par.strategies.step.batch_broadcast import BatchSharing
@@ -106,7 +106,7 @@ class MeshStrategy(OffloadedProcesses):
     reduce_dtype: torch.dtype | None = None
 
     _record: ConstructionRecord | None = None
-    _parallelised: Parallelised | None = None
+    _parallel_model: ParallelModel | None = None
     _sharing: BatchSharing | None = None
     _guard: GradientGuard | None = None
 
@@ -167,15 +167,15 @@ class MeshStrategy(OffloadedProcesses):
 
     @property
     @override
-    def parallelised(self) -> Parallelised:
+    def parallel_model(self) -> ParallelModel:
         """The model on the mesh; made by `setup`."""
-        assert self._parallelised is not None
-        return self._parallelised
+        assert self._parallel_model is not None
+        return self._parallel_model
 
     @property
     @override
     def _is_offloaded(self) -> bool:
-        return self._parallelised is not None and self._parallelised.host is not None
+        return self._parallel_model is not None and self._parallel_model.host is not None
 
     def pipeline_timeline(self) -> list[list[TimedAction]]:
         """Return when every stage ran its actions in the last pipelined step, in seconds.
@@ -185,7 +185,7 @@ class MeshStrategy(OffloadedProcesses):
 
         **Communicates**: the actions of every stage, over the ``pp`` axis.
         """
-        run = self.parallelised.steps.last_run
+        run = self.parallel_model.steps.last_run
         if run is None:
             return []
         rows: list[Any] = [None] * self.sizes.pipeline
@@ -196,7 +196,7 @@ class MeshStrategy(OffloadedProcesses):
         """Refuse what cannot work before any other process starts."""
         if trainer is not None and isinstance(model, pl.LightningModule):
             check_trainer(trainer, model, self.sizes)
-            if self._parallelised is None and next(model.parameters(), None) is not None:
+            if self._parallel_model is None and next(model.parameters(), None) is not None:
                 check_module(model, self._find_plan(model), self)
 
     def _find_plan(self, model: nn.Module) -> ParallelPlan | None:
@@ -206,7 +206,7 @@ class MeshStrategy(OffloadedProcesses):
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Inside `configure_model`, parameters are made on the meta device."""
-        if self._parallelised is not None:
+        if self._parallel_model is not None:
             yield
             return
         with record_construction() as self._record:
@@ -219,15 +219,15 @@ class MeshStrategy(OffloadedProcesses):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
-        if self._parallelised is None or self._parallelised.module is not module:
-            layout = self._check(trainer, module)
+        if self._parallel_model is None or self._parallel_model.module is not module:
+            resolved = self._check(trainer, module)
             if self._record is not None:
                 self._record.remember(module)
             self.model = self.precision_plugin.convert_module(self.model)
-            self._parallelised = parallelise(module, layout, self.mesh, self._record, self)
+            self._parallel_model = parallelize(module, resolved, self.mesh, self._record, self)
             plugin = self._precision_plugin = self.precision_plugin
-            self._parallelised.steps.scaler = share_overflows(plugin)
-            self._guard = GradientGuard(self._parallelised, plugin, self.on_nonfinite)
+            self._parallel_model.steps.scaler = share_overflows(plugin)
+            self._guard = GradientGuard(self._parallel_model, plugin, self.on_nonfinite)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             if self.sizes.pipeline > 1:
@@ -240,18 +240,18 @@ class MeshStrategy(OffloadedProcesses):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ModelLayout:
+    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedPlan:
         """Refuse what cannot work; of the processes that a script started, the first one speaks."""
         assert self.cluster_environment is not None
         try:
             check_trainer(trainer, module, self.sizes)
             check_whole(module)
-            layout = check_module(module, self._find_plan(module), self)
-            check_memory(module, layout, self)
+            resolved = check_module(module, self._find_plan(module), self)
+            check_memory(module, resolved, self)
             if self.recomputation is not None:
                 ranks, chunks = self.sizes.pipeline, self.virtual_pipeline_size
                 num_stages = len(place_stages(self.schedule, ranks, chunks))
-                check_recomputation(module, layout, self.recomputation, num_stages)
+                check_recomputation(module, resolved, self.recomputation, num_stages)
         except LightningParError:
             if self.local_rank and not self.cluster_environment.creates_processes_externally:
                 raise SystemExit(1) from None
@@ -259,7 +259,7 @@ class MeshStrategy(OffloadedProcesses):
         if self.sizes.data == 1:
             # All ranks log the same values; Lightning cannot know.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
-        return layout
+        return resolved
 
     @override
     def model_to_device(self) -> None:
@@ -270,17 +270,17 @@ class MeshStrategy(OffloadedProcesses):
         if self.sizes.pipeline > 1:
             check_loader(dataloader, self.num_microbatches)
         dataloader = super().process_dataloader(dataloader)
-        module = self.parallelised.module
+        module = self.parallel_model.module
         shared = module.trainer.predicting and self.sizes.data > 1
         if shared and samples_differ(dataloader, self.root_device):
-            self.parallelised.sharding.hold()
+            self.parallel_model.sharding.hold()
         return join_ranks(dataloader, module.trainer, self.root_device)
 
     @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        module = self.parallelised.module
+        module = self.parallel_model.module
         self.activity.step = module.trainer.global_step
         self.activity.begin("sharing of the batch")
         batch = super().batch_to_device(batch, device, dataloader_idx)
@@ -289,7 +289,7 @@ class MeshStrategy(OffloadedProcesses):
         batch = self._sharing.share(batch)
         check_batch(
             batch,
-            self.parallelised.layout.plan.batch,
+            self.parallel_model.resolved.plan.batch,
             self.sizes,
             self.sequence_parallel,
             labels_needed=not module.trainer.predicting,
@@ -300,7 +300,7 @@ class MeshStrategy(OffloadedProcesses):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         context = self.precision_plugin.train_step_context
-        return self.parallelised.steps.training(context, [*args, *kwargs.values()])
+        return self.parallel_model.steps.training(context, [*args, *kwargs.values()])
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -320,7 +320,7 @@ class MeshStrategy(OffloadedProcesses):
     def _evaluate(
         self, name: str, context: Callable[[], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        return self.parallelised.steps.evaluation(name, context, [*args, *kwargs.values()])
+        return self.parallel_model.steps.evaluation(name, context, [*args, *kwargs.values()])
 
     @override
     def backward(
@@ -328,11 +328,11 @@ class MeshStrategy(OffloadedProcesses):
     ) -> Tensor:
         module = self.lightning_module
         assert module is not None
-        steps, plugin = self.parallelised.steps, self.precision_plugin
+        steps, plugin = self.parallel_model.steps, self.precision_plugin
         self.pre_backward(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
         if steps.executor is None:
-            self.parallelised.sharding.before_backward()
+            self.parallel_model.sharding.before_backward()
         self.begin_offload()
         scale = steps.loss_scale
         weighted = loss if scale is None else torch.where(scale > 0, loss, 0) * scale.to(loss.dtype)
@@ -342,7 +342,7 @@ class MeshStrategy(OffloadedProcesses):
         with steps.backward_of_step():
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
         steps.sequence.close()
-        self.parallelised.finish_gradients(None if self._guard is None else self._guard.loss)
+        self.parallel_model.finish_gradients(None if self._guard is None else self._guard.loss)
         self.activity.begin("optimizer step")
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)
@@ -356,22 +356,22 @@ class MeshStrategy(OffloadedProcesses):
 
     @override
     def on_validation_end(self) -> None:
-        self.parallelised.sharding.release()
+        self.parallel_model.sharding.release()
 
     @override
     def on_test_end(self) -> None:
-        self.parallelised.sharding.release()
+        self.parallel_model.sharding.release()
 
     @override
     def on_predict_end(self) -> None:
-        self.parallelised.sharding.release()
+        self.parallel_model.sharding.release()
 
     @override
     def teardown(self) -> None:
         self.finish_saving()
         self._close_host()
-        if self._parallelised is not None:
-            self._parallelised.sharding.release()
+        if self._parallel_model is not None:
+            self._parallel_model.sharding.release()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -382,7 +382,7 @@ class MeshStrategy(OffloadedProcesses):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, and what holds them, behind."""
-        left = ("_mesh", "_parallelised", "_sharing", "_record", "_launcher", "_guard", "_watch")
+        left = ("_mesh", "_parallel_model", "_sharing", "_record", "_launcher", "_guard", "_watch")
         return {**super().__getstate__(), **dict.fromkeys(left)}
 
 

@@ -86,7 +86,7 @@ class _Recorder(Callback):
         trace, strategy = self._trace, trainer.strategy
         assert isinstance(strategy, MeshStrategy)
         named = dict(pl_module.named_parameters())
-        layout = strategy.parallelised.layout
+        layout = strategy.parallel_model.resolved
         trace.styles = {fqn: str(style) for fqn, style in layout.styles.items()}
         trace.ties = dict(layout.canonical)
         trace.whole = frozenset(n for n, p in named.items() if not isinstance(p, DTensor))

@@ -130,7 +130,7 @@ OPTIONS = {
         options={"pp": 1, "stage_blocks": [3, 1]},
         says=r"stage_blocks=\[3, 1\] needs pipeline_parallel_size=2, but it is 1; give that size",
     ),
-    "manual optimisation": Case(
+    "manual optimization": Case(
         error=ConfigurationError,
         options={"pp": 2},
         module=Manual,
@@ -144,7 +144,7 @@ OPTIONS = {
         says=r"precision='16-true' is not supported on tp 2: use 32-true, 64-true, "
         r"16-mixed, bf16-mixed or bf16",
     ),
-    "synchronised batch norm": Case(
+    "synchronized batch norm": Case(
         error=ConfigurationError,
         options={"tp": 2},
         trainer=lambda: {"sync_batchnorm": True},

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.profiling.comm_volume import CommVolume
 from tests.contract.subject import data
 from tests.support.models.toy_gpt import loader, TOKENS, ToyModule, VOCAB
 from tests.support.parity import quiet_trainer
@@ -163,10 +163,10 @@ class BatchLedger(Callback):
 
     def __init__(self) -> None:
         self.batches: list[dict[tuple[str, str], int]] = []
-        self._ledger = Ledger()
+        self._ledger = CommVolume()
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self._ledger = Ledger(trainer.strategy.parallelised.groups)
+        self._ledger = CommVolume(trainer.strategy.parallel_model.groups)
         self._ledger.__enter__()
 
     def on_train_batch_end(self, *_: Any) -> None:

@@ -64,7 +64,7 @@ def evaluate(rank: int, world: int) -> bool:
         enable_model_summary=False,
     )
     trainer.fit(module, loader(ToyData(8), 4))
-    sharding = trainer.strategy.parallelised.sharding
+    sharding = trainer.strategy.parallel_model.sharding
     ids = ToyData(4).ids[:, :-1]
     with torch.inference_mode():
         logits = sharding.call(lambda: module.model(ids))

@@ -152,9 +152,9 @@ def test_fixtures_reach_the_ranks(rank, world, tmp_path):
     assert len(list(tmp_path.iterdir())) == world
 
 
-@ranks(2, env={"COLOUR": "blue"}, fresh=True)
+@ranks(2, env={"COLOR": "blue"}, fresh=True)
 def test_environment_variables_reach_the_ranks_and_look_like_torchrun(rank, world):
-    assert (os.environ["COLOUR"], os.environ["RANK"]) == ("blue", str(rank))
+    assert (os.environ["COLOR"], os.environ["RANK"]) == ("blue", str(rank))
     assert dist.is_torchelastic_launched()
     assert torch.get_num_threads() == 1
 

@@ -21,7 +21,7 @@ class Seen(Callback):
     """What the device and the host hold at the end."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        host = trainer.strategy.parallelised.host
+        host = trainer.strategy.parallel_model.host
         held = list(host._held.values())
         self.pinned = all(slot.is_pinned() for h in held for slot in h.slots)
         self.places = {t.device.type for h in held for t in (h.master, h.mean, h.square)}

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_par.engine.context.apply import build_axis
-from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceAxis
+from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceShard
 from lightning_par.mesh import build_mesh, ParallelSizes
 
 
@@ -68,12 +68,12 @@ class Case:
         return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[misc]
 
 
-def make_axis(world: int, **options: Any) -> SequenceAxis:
+def make_axis(world: int, **options: Any) -> SequenceShard:
     """The context axis of a mesh of nothing else."""
     return build_axis(build_mesh(ParallelSizes(context=world), "cpu"), ContextOptions(**options))
 
 
-def attend_divided(case: Case, axis: SequenceAxis) -> list[Tensor]:
+def attend_divided(case: Case, axis: SequenceShard) -> list[Tensor]:
     """Output and gradients of this rank's tokens."""
     axis.lay_out(case.tokens)
     *inputs, grad = (axis.part(x, 2) for x in case.draw())
@@ -98,7 +98,7 @@ def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
     return [float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs]
 
 
-def worst_error(case: Case, axis: SequenceAxis) -> float:
+def worst_error(case: Case, axis: SequenceShard) -> float:
     """Of output and gradients of this rank against float64 in one process."""
     wanted = replace(case).attend_whole(torch.float64)
     found = attend_divided(case, axis)

@@ -34,7 +34,7 @@ class HostDiary(Callback):
         )
 
     def on_train_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        host = trainer.strategy.parallelised.host
+        host = trainer.strategy.parallel_model.host
         metrics = trainer.callback_metrics
         self.seen = {"logged": {k: float(v) for k, v in metrics.items() if "precision" in k}}
         if host is None:

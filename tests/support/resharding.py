@@ -94,7 +94,7 @@ def whole_state(trainer: Any) -> Run:
     strategy, module = trainer.strategy, trainer.lightning_module
     if hasattr(strategy, "gather_state_dict"):
         weights = strategy.gather_state_dict()
-        states = strategy.parallelised.states
+        states = strategy.parallel_model.states
         optimizers = [states.gather_optimizer(module, o) for o in trainer.optimizers]
     else:
         weights, optimizers = module.state_dict(), [o.state_dict() for o in trainer.optimizers]

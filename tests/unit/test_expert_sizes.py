@@ -3,7 +3,7 @@
 from lightning_par.sizes import EXPERT_AXES, fit_sizes, ParallelSizes
 
 
-def test_experts_are_divided_among_neighbours_that_shard():
+def test_experts_are_divided_among_neighbors_that_shard():
     sizes = ParallelSizes(
         pipeline=2, data_replicate=3, data_shard=4, context=5, tensor=7, expert=10
     )

@@ -14,12 +14,12 @@ from torch import nn
 
 from lightning_par.engine.context.attention import take_over
 from lightning_par.engine.context.ring_p2p import Mailbox
-from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceAxis
+from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceShard
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import match_pattern, ParallelPlan
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 
 __all__ = ["apply_context_parallel", "build_axis", "check_context"]
 
@@ -92,7 +92,7 @@ def _positions_of(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, st
     return found
 
 
-def build_axis(mesh: ParallelMesh, options: ContextOptions, *, divisor: int = 1) -> SequenceAxis:
+def build_axis(mesh: ParallelMesh, options: ContextOptions, *, divisor: int = 1) -> SequenceShard:
     """Make the groups of the context axis; every rank must call this.
 
     Args:
@@ -116,7 +116,7 @@ def build_axis(mesh: ParallelMesh, options: ContextOptions, *, divisor: int = 1)
     if rings > 1 and mesh.device_type == "cuda":
         # NCCL wants all members in a group's first call; a message has only two.
         dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=ring)
-    return SequenceAxis(
+    return SequenceShard(
         options=options,
         group=mesh.group("cp"),
         heads=heads if ulysses > 1 else None,
@@ -132,21 +132,21 @@ def _own_group(mesh: ParallelMesh, places: list[range]) -> dist.ProcessGroup:
     return own
 
 
-def apply_context_parallel(model: nn.Module, layout: ModelLayout, axis: SequenceAxis) -> None:
+def apply_context_parallel(model: nn.Module, resolved: ResolvedPlan, axis: SequenceShard) -> None:
     """Divide the attention of the plan's blocks, and give the model the positions of its tokens.
 
     Args:
         model: Changed in place.
-        layout: The resolved plan.
+        resolved: The resolved plan.
         axis: Of this rank.
     """
-    blocks = [model.get_submodule(name) for name in layout.block_names]
+    blocks = [model.get_submodule(name) for name in resolved.block_names]
     take_over([block for block in blocks if not isinstance(block, StageStub)], axis)
-    for name, keyword in _positions_of(model, layout.plan.positions or {}).items():
+    for name, keyword in _positions_of(model, resolved.plan.positions or {}).items():
         _give_positions(model.get_submodule(name), keyword, axis)
 
 
-def _give_positions(module: nn.Module, keyword: str, axis: SequenceAxis) -> None:
+def _give_positions(module: nn.Module, keyword: str, axis: SequenceShard) -> None:
     """Fill in the positions [1, t] wherever the caller leaves them out."""
     signature = inspect.signature(module.forward)
 

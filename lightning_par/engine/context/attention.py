@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function, TorchFunctionMode
 
 from lightning_par.engine.annotations import Bool, Float
-from lightning_par.engine.context.sequence_shard import SequenceAxis
+from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.errors import ConfigurationError
 
 __all__ = ["attention", "take_over"]
@@ -102,7 +102,7 @@ def _bounds(cu_seqlens: Tensor | Sequence[int] | None) -> list[int]:
 class _TakeOver(TorchFunctionMode):
     """Sends the attention of the running thread through the context axis."""
 
-    def __init__(self, axis: SequenceAxis) -> None:
+    def __init__(self, axis: SequenceShard) -> None:
         super().__init__()
         self._axis = axis
         self.is_active = False
@@ -200,7 +200,7 @@ def _own_parts(block: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def take_over(blocks: Iterable[nn.Module], axis: SequenceAxis) -> None:
+def take_over(blocks: Iterable[nn.Module], axis: SequenceShard) -> None:
     """Let the attention in these blocks see the tokens of all ranks; see Note [Taking over].
 
     Args:

@@ -212,9 +212,9 @@ def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> No
     """Add a part to the output of the parts before, in place.
 
     Args:
-        out: [B, N, S, H], normalised over the parts before.
+        out: [B, N, S, H], normalized over the parts before.
         logsum: [B, N, S], -inf where these saw nothing.
-        part: [B, N, S, H], normalised by itself.
+        part: [B, N, S, H], normalized by itself.
         part_logsum: [B, N, S].
     """
     merged = torch.logaddexp(logsum, part_logsum)

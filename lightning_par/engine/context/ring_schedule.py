@@ -11,7 +11,7 @@ contiguous shares are unequal work. Cut into 2N chunks of which rank r holds num
 
 Note [Direct schedule]: at step s, rank r receives from rank r - s what it needs of that rank's keys
 and values, and no more, and sends their gradient straight home, where it is added in the order of
-the steps. The neighbour ring hands everything to rank r + 1 instead, which is for machines that
+the steps. The neighbor ring hands everything to rank r + 1 instead, which is for machines that
 share one network card; a gradient then grows from rank to rank on its way home.
 
 **Source**: Liu et al. 2310.01889 (ring attention); Brandon et al. 2311.09431 (balanced causal
@@ -331,7 +331,7 @@ def ring_steps(schedule: RingSchedule, member: int) -> tuple[RingStep, ...]:
         blocks=blocks_of(schedule, member, member),
         needs=_needs(schedule, member, member),
     )
-    make = _direct_step if schedule.route == "direct" else _neighbour_step
+    make = _direct_step if schedule.route == "direct" else _neighbor_step
     return (own, *(make(schedule, member, step) for step in range(1, size)))
 
 
@@ -350,7 +350,7 @@ def _direct_step(schedule: RingSchedule, member: int, step: int) -> RingStep:
     )
 
 
-def _neighbour_step(schedule: RingSchedule, member: int, step: int) -> RingStep:
+def _neighbor_step(schedule: RingSchedule, member: int, step: int) -> RingStep:
     """Hand on what a later member still needs; collect gradients of what earlier members read."""
     size = schedule.layout.ring
     owner, before, after = (member - step) % size, (member - 1) % size, (member + 1) % size

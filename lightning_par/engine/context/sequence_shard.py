@@ -29,7 +29,7 @@ from lightning_par.engine.context.ulysses import gather_tokens, scatter_tokens
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.plan import BatchLayout
 
-__all__ = ["ContextOptions", "SequenceAxis"]
+__all__ = ["ContextOptions", "SequenceShard"]
 
 Method = Literal["ring", "ulysses", "hybrid"]
 _CHOICES = {
@@ -46,11 +46,11 @@ class ContextOptions:
     Attributes:
         method: ``"ring"`` sends keys and values; ``"ulysses"`` exchanges tokens for heads before
             and after attention; ``"hybrid"`` does the latter in groups of `ulysses_size`
-            neighbouring ranks, and a ring joins the groups.
+            neighboring ranks, and a ring joins the groups.
         ulysses_size: Ranks of a group under ``"hybrid"``.
         layout: ``"zigzag"`` gives all members of a ring the same work under a causal mask;
             ``"contiguous"`` gives each a run of tokens.
-        route: ``"direct"`` sends to whom it concerns, ``"ring"`` to the neighbour, for machines
+        route: ``"direct"`` sends to whom it concerns, ``"ring"`` to the neighbor, for machines
             whose devices share one network card.
         backend: Attention kernel; see ``lightning-par backends``.
     """
@@ -82,7 +82,7 @@ class ContextOptions:
         raise_problems(ConfigurationError, problems)
 
     def ulysses(self, degree: int) -> int:
-        """Return how many neighbouring ranks exchange heads.
+        """Return how many neighboring ranks exchange heads.
 
         Args:
             degree: Of the context axis.
@@ -112,7 +112,7 @@ class ContextOptions:
 
 
 @dataclass(kw_only=True, eq=False)
-class SequenceAxis:
+class SequenceShard:
     """The place of this rank on the context axis, and the batch that is divided over it.
 
     Attributes:

@@ -32,11 +32,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
-from lightning_par.engine.data.zero_weight_loss import Silence
+from lightning_par.engine.data.zero_weight_loss import ZeroWeightBackward
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.mesh import ParallelMesh
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 
 __all__ = ["Sharding", "shard_model"]
 
@@ -73,23 +73,23 @@ class Sharding:
         self._root, self._stage = root, zero_stage
         modules = () if root is None else root.modules()
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
-        self._synchronise, self._holds = True, False
+        self._synchronize, self._holds = True, False
         plain = [] if root is None else [root]
-        self.silence = Silence(self._units or plain, divided)
+        self.silence = ZeroWeightBackward(self._units or plain, divided)
 
     @property
-    def synchronises(self) -> bool:
+    def synchronizes(self) -> bool:
         """Whether the next step reduces gradients over the replicas."""
-        return self._synchronise
+        return self._synchronize
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communicating them."""
-        self._synchronise = False
+        self._synchronize = False
         try:
             yield
         finally:
-            self._synchronise = True
+            self._synchronize = True
 
     def call(self, step: Callable[[], Any]) -> Any:
         """Run one forward that may use any parameter of the model.
@@ -115,7 +115,7 @@ class Sharding:
                 kept whole until `finish`, at every ZeRO stage.
         """
         if isinstance(self._root, FSDPModule):
-            reduces = self._synchronise and is_whole and (is_last or self._stage >= 2)
+            reduces = self._synchronize and is_whole and (is_last or self._stage >= 2)
             self._root.set_is_last_backward(is_last)
             for unit in self._units:
                 unit.set_requires_gradient_sync(reduces, recurse=False)
@@ -159,25 +159,25 @@ _ON_DEVICE = OffloadPolicy()
 
 def shard_model(
     model: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     mesh: ParallelMesh,
     *,
     zero_stage: int,
-    materialise: Callable[[nn.Module, str], None],
+    materialize: Callable[[nn.Module, str], None],
     bounds: Sequence[tuple[int, int]] = (),
     experts: ExpertParallel | None = None,
     reduce_dtype: torch.dtype | None = None,
     offload: OffloadPolicy = _ON_DEVICE,
     reduces: bool = True,
 ) -> Sharding:
-    """Materialise and shard the model unit by unit: every block, then the rest.
+    """Materialize and shard the model unit by unit: every block, then the rest.
 
     Args:
         model: Parameters on meta, or whole; changed in place.
-        layout: The resolved plan.
+        resolved: The resolved plan.
         mesh: Its data axes are sharded over.
         zero_stage: 0 to 3.
-        materialise: Gives the parameters below a module (named by its FQN) their values.
+        materialize: Gives the parameters below a module (named by its FQN) their values.
         bounds: First and one-past-last block of every pipeline stage, if there are several.
         experts: Those that are divided among the replicas, which only some of them share.
         reduce_dtype: In which gradients are summed; None: in that of the parameters.
@@ -185,7 +185,7 @@ def shard_model(
         reduces: Over the replicas. Otherwise they stay whole, and somebody else does.
     """
     whole: set[nn.Parameter] = set()
-    units = [n for n in layout.block_names if not isinstance(model.get_submodule(n), StageStub)]
+    units = [n for n in resolved.block_names if not isinstance(model.get_submodule(n), StageStub)]
     shards = mesh.sizes.data > 1 and reduces
     data_mesh = mesh.device_mesh["dp_shard"]
     if mesh.sizes.data_replicate > 1:
@@ -198,19 +198,19 @@ def shard_model(
     }
     for name in units:
         block = model.get_submodule(name)
-        materialise(block, name)
+        materialize(block, name)
         if shards:
             if experts is not None:
                 whole |= experts.shard(name, reshard_after_forward=zero_stage == 3)
             fully_shard(block, reshard_after_forward=zero_stage == 3, **fully)
-    materialise(model, "")
+    materialize(model, "")
     if not shards:
         return Sharding(_StepRoot(model) if mesh.sizes.data > 1 else None, zero_stage)
     root = _StepRoot(model)
     fully_shard(root, reshard_after_forward=False, **fully)
     if mesh.device_type == "cpu":
-        every = [(0, len(layout.block_names))]
-        runs = [layout.block_names[lo:hi] for lo, hi in bounds or every]
+        every = [(0, len(resolved.block_names))]
+        runs = [resolved.block_names[lo:hi] for lo, hi in bounds or every]
         held = [[model.get_submodule(n) for n in r] for r in runs if set(r) & set(units)]
         _gather_ahead(root, held)
     return Sharding(root, zero_stage, () if experts is None else list(experts.modules.values()))

@@ -8,14 +8,14 @@ from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, Sh
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.tensor.apply import TensorParallel
 from lightning_par.mesh import ParallelMesh
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 
 __all__ = ["find_copies"]
 
 
 def find_copies(
     module: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     mesh: ParallelMesh,
     bounds: Sequence[tuple[int, int]],
     rank_of_stage: Sequence[int],
@@ -27,7 +27,7 @@ def find_copies(
 
     Args:
         module: It holds this rank's part.
-        layout: The resolved plan.
+        resolved: The resolved plan.
         mesh: Where it is.
         bounds: First and one-past-last block of every pipeline stage.
         rank_of_stage: The pipeline rank that holds each stage.
@@ -48,12 +48,12 @@ def find_copies(
         unique = tuple({id(p): p for p in partial}.values())
         if unique:
             shared.append(SharedGradients(parameters=unique, group=mesh.group("tp")))
-    for ranks, names in _by_owners(layout, bounds, rank_of_stage).items():
+    for ranks, names in _by_owners(resolved, bounds, rank_of_stage).items():
         group = mesh.subgroup(("pp",), [sorted(ranks)])
         if mesh.place["pp"] not in ranks:
             continue
         assert group is not None
-        held = {layout.canonical[n]: p for n, p in named.items()}
+        held = {resolved.canonical[n]: p for n, p in named.items()}
         parameters = tuple(held[name] for name in names)
         shared.append(SharedGradients(parameters=parameters, group=group))
         if mesh.place["pp"] != min(ranks):
@@ -73,15 +73,15 @@ def find_copies(
 
 
 def _by_owners(
-    layout: ModelLayout, bounds: Sequence[tuple[int, int]], rank_of_stage: Sequence[int]
+    resolved: ResolvedPlan, bounds: Sequence[tuple[int, int]], rank_of_stage: Sequence[int]
 ) -> dict[frozenset[int], list[str]]:
     """Return the canonical names of parameters that several ranks of the pipeline hold, by the
     ranks that do.
     """
     holders: dict[str, frozenset[int]] = {}
-    for name, canonical in layout.canonical.items():
+    for name, canonical in resolved.canonical.items():
         before = holders.get(canonical, frozenset())
-        held = {rank_of_stage[s] for s in layout.stages_of(name, bounds)}
+        held = {rank_of_stage[s] for s in resolved.stages_of(name, bounds)}
         holders[canonical] = before | held
     found: dict[frozenset[int], list[str]] = {}
     for name, ranks in holders.items():

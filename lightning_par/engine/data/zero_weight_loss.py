@@ -1,10 +1,11 @@
 """Backwards of losses that weigh nothing.
 
-Note [Silence]: the mean over a mask without any entry is 0/0. Its value is left out by its weight
-0, but the gradient of the division is 0 * inf = NaN, whatever the weight. The replica cannot leave
-the backward out either, because the others reduce gradients with it. So the backward runs, and
-every parameter takes 0 in place of what reaches it. Experts that are divided among the replicas
-compute for the tokens of the others, too: there, what the silent loss sends into the experts is 0.
+Note [Zero-weight loss]: the mean over a mask without any entry is 0/0. Its weight 0 leaves its
+value out, but the gradient of the division is 0 * inf = NaN, whatever the weight. The replica
+cannot leave the backward out either, because the others reduce gradients with it. So the backward
+runs, and every parameter takes 0 in place of what reaches it. Experts that are divided among the
+replicas compute for the tokens of the others, too: there, what the silent loss sends into the
+experts is 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,10 @@ from torch import nn, Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Silence"]
+__all__ = ["ZeroWeightBackward"]
 
 
-class Silence:
+class ZeroWeightBackward:
     """Gives the parameters of FSDP units zero gradients where a loss weighs nothing.
 
     Args:

@@ -3,7 +3,7 @@
 Shapes: A rows (tokens times the experts of each) of this rank, M rows that arrive here, D model
 dim, E experts, n ranks of the ``ep`` axis; a rank holds E/n experts.
 
-Note [Which ranks]: ``ep`` divides the ranks of ``dp_shard x cp``, neighbours first; these see other
+Note [Which ranks]: ``ep`` divides the ranks of ``dp_shard x cp``, neighbors first; these see other
 tokens anyway. Ranks at the same place of different ``ep`` groups hold the same experts: FSDP2
 shards these over such ranks only, as the ZeRO stage says. With one group, the gradients of experts
 take part in no reduction at all.
@@ -36,7 +36,7 @@ from lightning_par.engine.tensor.apply import local_parameters
 from lightning_par.errors import either, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import match_pattern
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 
 __all__ = [
@@ -134,12 +134,12 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
     }
 
 
-def check_experts(model: nn.Module, layout: ModelLayout, sizes: ParallelSizes) -> None:
+def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes) -> None:
     """Refuse a model whose experts cannot be divided among the ``ep`` ranks.
 
     Args:
         model: Its parameters may be on meta; nothing is changed.
-        layout: The resolved plan.
+        resolved: The resolved plan.
         sizes: Of the mesh.
 
     Raises:
@@ -148,7 +148,7 @@ def check_experts(model: nn.Module, layout: ModelLayout, sizes: ParallelSizes) -
     if sizes.expert == 1:
         return
     asked = f"expert_parallel_size={sizes.expert}"
-    found = _matching(model, layout.plan.experts)
+    found = _matching(model, resolved.plan.experts)
     if not found:
         raise PlanError(
             f"{asked}: the plan of {type(model).__name__} names no experts; return "
@@ -175,19 +175,19 @@ def check_experts(model: nn.Module, layout: ModelLayout, sizes: ParallelSizes) -
 
 
 def apply_expert_parallel(
-    model: nn.Module, layout: ModelLayout, mesh: ParallelMesh
+    model: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh
 ) -> ExpertParallel | None:
     """Make every module with experts send rows to where their experts are; parameters are sharded
     later, as `ExpertParallel.placed` says.
 
     Args:
         model: Parameters may be on meta. Modules of other pipeline stages may be missing.
-        layout: The resolved plan.
+        resolved: The resolved plan.
         mesh: With an ``ep`` axis, or without: then nothing changes.
     """
     if mesh.expert_mesh is None:
         return None
-    modules = _matching(model, layout.plan.experts)
+    modules = _matching(model, resolved.plan.experts)
     names = set()
     for fqn, module in modules.items():
         names |= {f"{fqn}.{key}" for key, _ in module.named_parameters()}
@@ -198,19 +198,19 @@ def apply_expert_parallel(
     return ExpertParallel(mesh=mesh.expert_mesh, modules=modules, parameters=frozenset(names))
 
 
-def apply_replica_sums(model: nn.Module, layout: ModelLayout, group: dist.ProcessGroup) -> None:
+def apply_replica_sums(model: nn.Module, resolved: ResolvedPlan, group: dist.ProcessGroup) -> None:
     """Let what `ParallelPlan.replica_sums` names give the sum over the replicas in training.
 
     Args:
         model: Its modules are changed.
-        layout: The resolved plan.
+        resolved: The resolved plan.
         group: The replicas.
 
     **Communicates**: one all-reduce of each output.
     """
     if group.size() == 1:
         return
-    for module in _matching(model, layout.plan.replica_sums).values():
+    for module in _matching(model, resolved.plan.replica_sums).values():
         module.forward = _summed(module, module.forward, group)
 
 

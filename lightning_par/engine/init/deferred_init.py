@@ -1,7 +1,7 @@
-"""Initialisation that does not depend on the layout: same seed, same weights, on any mesh.
+"""Initialization that does not depend on the layout: same seed, same weights, on any mesh.
 
 A model is built with parameters on the meta device (`record_construction`), which costs no memory,
-while how each parameter is initialised goes onto a tape. Then a rank makes the real values of those
+while how each parameter is initialized goes onto a tape. Then a rank makes the real values of those
 parameters that it holds, one at a time and full-size, under a seed derived from (seed, name); it
 cuts its own shard from them.
 
@@ -46,7 +46,7 @@ def seed_of(*parts: object) -> int:
 
 
 class ConstructionRecord:
-    """How the parameters of a model are initialised; made by `record_construction`."""
+    """How the parameters of a model are initialized; made by `record_construction`."""
 
     def __init__(self) -> None:
         self._tape = ConstructionTape()
@@ -54,7 +54,7 @@ class ConstructionRecord:
         self._views = WeakIdKeyDictionary()
 
     def knows(self, parameter: Tensor) -> bool:
-        """Tell whether `initialise` can be asked for this parameter."""
+        """Tell whether `initialize` can be asked for this parameter."""
         return parameter in self._views or self._tape.knows(parameter)
 
     def remember(self, module: nn.Module) -> None:
@@ -67,7 +67,7 @@ class ConstructionRecord:
             if self._tape.knows(parameter):
                 self._views[parameter] = self._tape.view(parameter)
 
-    def initialise(
+    def initialize(
         self,
         parameter: Tensor,
         *,
@@ -92,12 +92,12 @@ class ConstructionRecord:
             A tensor of the shape of `parameter` that owns its memory, on the rank that calls.
 
         Raises:
-            PlanError: The parameter was not recorded, was never initialised, or its initialisation
+            PlanError: The parameter was not recorded, was never initialized, or its initialization
                 reads random values that the model also keeps in a real tensor.
         """
         if not self.knows(parameter):
             raise PlanError(
-                f"{name}: no initialisation was recorded for this parameter of shape "
+                f"{name}: no initialization was recorded for this parameter of shape "
                 f"{tuple(parameter.shape)}. Make it inside record_construction()."
             )
         known = self._tape.knows(parameter)
@@ -132,17 +132,17 @@ class ConstructionRecord:
         if not made and not constant:
             raise PlanError(
                 f"{name}: this parameter was made on the meta device outside "
-                "record_construction(), so it has no initialisation. Make it inside."
+                "record_construction(), so it has no initialization. Make it inside."
             )
         if not constant and parameter.numel() and all(e.allocates for e in made):
             raise PlanError(
                 f"{name}: the constructor leaves all {parameter.numel()} values as torch.empty() "
-                "made them. Initialise the parameter where it is made, for example with "
+                "made them. Initialize the parameter where it is made, for example with "
                 "nn.init.zeros_."
             )
         if any(id(e) in self._tape.leaked for e in entries):
             raise PlanError(
-                f"{name}: its initialisation reads random values that the model also keeps in a "
+                f"{name}: its initialization reads random values that the model also keeps in a "
                 "real tensor (a buffer), so they cannot be drawn again. Draw the parameter "
                 "separately."
             )
@@ -179,7 +179,7 @@ def _run(
         if isinstance(x, TensorView):
             if x.buffer not in made:
                 raise PlanError(
-                    f"{name}: its initialisation reads a meta tensor made outside "
+                    f"{name}: its initialization reads a meta tensor made outside "
                     "record_construction(), which has no values. Make it inside."
                 )
             return x.of(made[x.buffer])
@@ -299,7 +299,7 @@ def _registering(
 
 @contextmanager
 def record_construction() -> Iterator[ConstructionRecord]:
-    """Build models inside without memory for parameters, and record how each one is initialised.
+    """Build models inside without memory for parameters, and record how each one is initialized.
 
     Inside, a parameter becomes a meta tensor as a module registers it, buffers stay real, ties stay
     ties. The record is complete when the context is left. Other threads are not affected.
@@ -312,7 +312,7 @@ def record_construction() -> Iterator[ConstructionRecord]:
     Example:
         >>> with record_construction() as record:
         ...     layer = nn.Linear(3, 5)
-        >>> record.initialise(layer.weight, name="weight", seed=1, device="cpu").shape
+        >>> record.initialize(layer.weight, name="weight", seed=1, device="cpu").shape
         torch.Size([5, 3])
     """
     original = nn.Module.register_parameter

@@ -15,16 +15,16 @@ from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.tensor.apply import shard_parameter, TensorParallel
 from lightning_par.errors import PlanError
 
-__all__ = ["Materialiser", "broadcast_values"]
+__all__ = ["Materializer", "broadcast_values"]
 
 
 @dataclass(kw_only=True, eq=False)
-class Materialiser:
+class Materializer:
     """Turns recorded meta parameters, and whole real ones, into this rank's part on its device.
 
     Attributes:
         canonical: FQN of every parameter -> the FQN under which it is seeded; ties share one.
-        record: How parameters that were constructed on meta are initialised; None if none were.
+        record: How parameters that were constructed on meta are initialized; None if none were.
         seed: The same on every rank.
         device: Where the parameters go.
         tensor: Placements over the ``tp`` axis; None leaves parameters whole.
@@ -40,7 +40,7 @@ class Materialiser:
     _visited: set[nn.Module] = field(default_factory=set)
     _done: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
 
-    def materialise(self, model: nn.Module, prefix: str = "") -> None:
+    def materialize(self, model: nn.Module, prefix: str = "") -> None:
         """Replace every parameter below `model`, and move its buffers to the device.
 
         Args:
@@ -73,7 +73,7 @@ class Materialiser:
             return self._done[id(parameter)][0]
         if parameter.is_meta:
             assert self.record is not None
-            full: Tensor = self.record.initialise(
+            full: Tensor = self.record.initialize(
                 parameter,
                 name=self.canonical[fqn],
                 seed=self.seed,

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 from lightning_par.engine.data.compression.options import GradientCompression
-from lightning_par.engine.memory.placement import find_holdings, Holding
+from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 
 __all__ = ["MemoryEstimate", "MemoryRow", "estimate_memory", "misfits"]
@@ -104,7 +104,7 @@ class _Share:
 
 def estimate_memory(
     module: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     sizes: ParallelSizes,
     *,
     zero_stage: int,
@@ -118,7 +118,7 @@ def estimate_memory(
 
     Args:
         module: Whole; parameters may be on meta.
-        layout: Its resolved plan.
+        resolved: Its resolved plan.
         sizes: Of the mesh.
         zero_stage: 0 to 3.
         offload: How the optimizer is on the host; None: it is on the device.
@@ -127,13 +127,13 @@ def estimate_memory(
         dtype: Of the parameters in the run; None: that which they have.
         compression: Of gradients between replicas.
     """
-    holdings = find_holdings(
-        module, layout, sizes, rank_of_stage=rank_of_stage, stage_blocks=stage_blocks
+    holdings = find_placements(
+        module, resolved, sizes, rank_of_stage=rank_of_stage, stage_blocks=stage_blocks
     )
     found = []
     for rank in range(0, sizes.world_size, sizes.world_size // sizes.pipeline):
         # Of the ranks of a stage, the first one has the larger part of what does not divide.
-        shares = _shares(module, layout, sizes, holdings, rank, dtype)
+        shares = _shares(module, resolved, sizes, holdings, rank, dtype)
         compresses = compression is not None and sizes.data > 1
         rows = _rows(shares, sizes, zero_stage, offload, waits=compresses)
         if compression is not None and compresses:
@@ -144,9 +144,9 @@ def estimate_memory(
 
 def _shares(
     module: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     sizes: ParallelSizes,
-    holdings: Sequence[Holding],
+    holdings: Sequence[ParameterPlacement],
     rank: int,
     dtype: torch.dtype | None,
 ) -> list[_Share]:
@@ -156,7 +156,7 @@ def _shares(
         shape = holding.local_shape(rank, sizes)
         if shape is None:
             continue
-        blocks = (b for b in layout.block_names if holding.name.startswith(b + "."))
+        blocks = (b for b in resolved.block_names if holding.name.startswith(b + "."))
         floats = holding.dtype.is_floating_point
         found.append(
             _Share(

@@ -12,10 +12,10 @@ from lightning_par.checkpoint.pieces import cut_box
 from lightning_par.engine.experts.apply import expert_shard_dim
 from lightning_par.engine.tensor.apply import tensor_placements
 from lightning_par.plan import match_pattern
-from lightning_par.resolved_plan import balance_blocks, ModelLayout
+from lightning_par.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.sizes import EXPERT_AXES, ParallelSizes
 
-__all__ = ["Cut", "Holding", "find_holdings"]
+__all__ = ["Cut", "ParameterPlacement", "find_placements"]
 
 _GATHERED = ("dp_shard", "expert_shard")
 _WHY: Mapping[str, str] = {
@@ -46,7 +46,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class ParameterPlacement:
     """Where a parameter is.
 
     Attributes:
@@ -92,58 +92,58 @@ class Holding:
         return 0 if shape is None else prod(shape) * self.dtype.itemsize
 
 
-def find_holdings(
+def find_placements(
     model: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     sizes: ParallelSizes,
     *,
     rank_of_stage: Sequence[int] = (0,),
     stage_blocks: Sequence[int] | None = None,
-) -> list[Holding]:
+) -> list[ParameterPlacement]:
     """Say where every parameter of a model would be.
 
     Args:
         model: Whole; its parameters may be on meta.
-        layout: Checked at these sizes.
+        resolved: Checked at these sizes.
         sizes: Of the mesh.
         rank_of_stage: The pipeline rank that holds each stage.
         stage_blocks: Number of blocks of every stage; None balances them.
     """
-    bounds = balance_blocks(layout, len(rank_of_stage), stage_blocks)
-    placements = tensor_placements(model, layout)
+    bounds = balance_blocks(resolved, len(rank_of_stage), stage_blocks)
+    placements = tensor_placements(model, resolved)
     names: dict[str, list[str]] = {}
-    for name, canonical in layout.canonical.items():
+    for name, canonical in resolved.canonical.items():
         names.setdefault(canonical, []).append(name)
     found = []
     for name, parameter in model.named_parameters():
         every = names[name]
-        held = {s for n in every for s in layout.stages_of(n, bounds)}
+        held = {s for n in every for s in resolved.stages_of(n, bounds)}
         tensor = placements[name]
         dim = tensor.dim if isinstance(tensor, Shard) and sizes.tensor > 1 else None
         shape = tuple(parameter.shape)
         found.append(
-            Holding(
+            ParameterPlacement(
                 name=name,
                 ties=tuple(n for n in every if n != name),
                 shape=shape,
                 dtype=parameter.dtype,
                 stages=tuple(sorted(held)),
                 pipeline_ranks=tuple(sorted({rank_of_stage[s] for s in held})),
-                cuts=tuple(_cuts(name, shape, dim, layout, sizes)),
-                reason="" if dim is not None or sizes.tensor == 1 else _reason(name, layout),
+                cuts=tuple(_cuts(name, shape, dim, resolved, sizes)),
+                reason="" if dim is not None or sizes.tensor == 1 else _reason(name, resolved),
             )
         )
     return found
 
 
 def _cuts(
-    name: str, shape: Sequence[int], dim: int | None, layout: ModelLayout, sizes: ParallelSizes
+    name: str, shape: Sequence[int], dim: int | None, resolved: ResolvedPlan, sizes: ParallelSizes
 ) -> list[Cut]:
     owner = name.rpartition(".")[0]
     tensor = [] if dim is None else [Cut(axis="tp", dim=dim, parts=sizes.tensor)]
     divided = sizes.expert > 1 and any(
         match_pattern(p, ".".join(owner.split(".")[: p.count(".") + 1]))
-        for p in layout.plan.experts
+        for p in resolved.plan.experts
     )
     if divided:
         cuts = [Cut(axis="ep", dim=0, parts=sizes.expert), *tensor]
@@ -165,9 +165,9 @@ def _expert_place(rank: int, sizes: ParallelSizes) -> dict[str, int]:
     return place
 
 
-def _reason(name: str, layout: ModelLayout) -> str:
+def _reason(name: str, resolved: ResolvedPlan) -> str:
     owner = name.rpartition(".")[0]
-    style = layout.styles.get(owner)
+    style = resolved.styles.get(owner)
     if style is None:
         return "no pattern of the plan's tensor styles matches its module"
     return f"{style}: {_WHY[style]}" if style in _WHY else style

@@ -15,7 +15,7 @@ inline float as_float(uint32_t bits) { float x; __builtin_memcpy(&x, &bits, 4); 
 inline uint32_t as_bits(float x) { uint32_t bits; __builtin_memcpy(&bits, &x, 4); return bits; }
 inline bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
-// A choice without a branch, which would keep a loop from being vectorised.
+// A choice without a branch, which would keep a loop from being vectorized.
 inline uint32_t pick(bool which, uint32_t yes, uint32_t no) {
   uint32_t mask = 0u - (uint32_t)which;
   return (yes & mask) | (no & ~mask);

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Courier", "pin", "unpin"]
+__all__ = ["CopyStream", "pin", "unpin"]
 
 
-class Courier:
+class CopyStream:
     """Copies in a stream of its own, in the order in which it is asked.
 
     Args:

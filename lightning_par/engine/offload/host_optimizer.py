@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.engine.offload.adam import AdamRule
-from lightning_par.engine.offload.copy_stream import Courier
+from lightning_par.engine.offload.copy_stream import CopyStream
 from lightning_par.engine.offload.gradient_accumulation import HostSums
 from lightning_par.engine.offload.host_parameter import HostParameter, local_tensor
 from lightning_par.engine.offload.host_storage import allocate, offloaded_parameters
-from lightning_par.engine.offload.offloaded_gradients import DepartedGradients
+from lightning_par.engine.offload.offloaded_gradients import OffloadedGradients
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import CheckpointError, ConfigurationError, OffloadError
@@ -87,9 +87,9 @@ class HostOptimizer:
     ) -> None:
         check_optimizer(optimizer)
         self._optimizer, self._options, self._worker = optimizer, options, worker
-        self._courier = Courier(device)
+        self._courier = CopyStream(device)
         self._device = device
-        self.departed = DepartedGradients()
+        self.departed = OffloadedGradients()
         self.early_updates = 0
         parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         parameters = offloaded_parameters(parameters, options.offload_fraction)

@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_par.engine.master_weights import MASTER
 from lightning_par.engine.offload.adam import AdamRule, AdamTensors
-from lightning_par.engine.offload.nvme import Pages
+from lightning_par.engine.offload.nvme import NvmeRange
 from lightning_par.engine.offload.update_worker import Update
 
 __all__ = ["HostParameter", "like_parameter", "local_tensor", "wide_dtype"]
@@ -73,7 +73,7 @@ class HostParameter:
     mean: Tensor
     square: Tensor
     slots: Sequence[Tensor]
-    pages: Pages | None = None
+    pages: NvmeRange | None = None
     step: int = 0
     grad: Tensor | None = None
     total: Tensor | None = None

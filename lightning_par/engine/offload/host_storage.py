@@ -19,12 +19,12 @@ from torch import nn, Tensor
 from lightning_par.engine.offload.copy_stream import pin, unpin
 from lightning_par.engine.offload.host_parameter import HostParameter, local_tensor, wide_dtype
 from lightning_par.engine.offload.nvme import (
-    DirectFile,
-    DirectPages,
+    DirectIOFile,
+    DirectNvmeRange,
+    NvmeRange,
     open_direct,
     padded,
     PAGE,
-    Pages,
     TILE,
 )
 from lightning_par.engine.offload.options import OffloadOptions
@@ -52,13 +52,13 @@ class HostStorage:
         if folder is not None and size:
             self._mapped, direct = _map_file(folder, size)
             self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
-            self._direct = None if direct is None else DirectFile(direct, tile_bytes)
+            self._direct = None if direct is None else DirectIOFile(direct, tile_bytes)
         self._used = 0
         self._pinned: list[Tensor] = []
 
     def states(
         self, shape: torch.Size, dtypes: Sequence[torch.dtype]
-    ) -> tuple[list[Tensor], Pages | None]:
+    ) -> tuple[list[Tensor], NvmeRange | None]:
         """Return zeroed tensors of one parameter, and their pages.
 
         Args:
@@ -77,8 +77,8 @@ class HostStorage:
             self._used += padded(size, PAGE)
         size = self._used - start
         if self._direct is None:
-            return found, Pages(self._mapped, start, size)
-        return found, DirectPages(self._mapped, start, size, self._direct)
+            return found, NvmeRange(self._mapped, start, size)
+        return found, DirectNvmeRange(self._mapped, start, size, self._direct)
 
     def settle(self) -> None:
         """Wait until everything is written.

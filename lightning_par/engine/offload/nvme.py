@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_par.engine.offload.adam import AdamTensors
 from lightning_par.errors import OffloadError
 
-__all__ = ["PAGE", "TILE", "DirectFile", "DirectPages", "Pages", "open_direct", "padded"]
+__all__ = ["PAGE", "TILE", "DirectIOFile", "DirectNvmeRange", "NvmeRange", "open_direct", "padded"]
 
 PAGE = mmap.PAGESIZE
 TILE = 2**21
@@ -42,7 +42,7 @@ def padded(size: int, multiple: int) -> int:
 
 
 @dataclass(eq=False)
-class Pages:
+class NvmeRange:
     """A range of a mapped file, on whole pages.
 
     Attributes:
@@ -83,7 +83,7 @@ class Pages:
             self.mapped.flush(self.start, self.size)
 
 
-class DirectFile:
+class DirectIOFile:
     """Reads and writes whole pages of a file past the cache, each in a thread of its own.
 
     Args:
@@ -172,7 +172,7 @@ def _transfer(
 
 
 @dataclass(eq=False)
-class DirectPages(Pages):
+class DirectNvmeRange(NvmeRange):
     """A range that updates read and write with O_DIRECT.
 
     Master, mean and square begin on pages of their own.
@@ -181,7 +181,7 @@ class DirectPages(Pages):
         direct: The same file.
     """
 
-    direct: DirectFile
+    direct: DirectIOFile
     _coming: "Future[mmap.mmap] | None" = None
 
     def announce(self) -> None:

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_par.engine.data.gradient_reduction import is_counted_here
 
-__all__ = ["DepartedGradients"]
+__all__ = ["OffloadedGradients"]
 
 
 @dataclass(eq=False)
-class DepartedGradients:
+class OffloadedGradients:
     """The gradients of one step that left for the host, and what the update has to do to them.
 
     Attributes:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lightning_par.engine.offload.adam import AdamKernel, AdamRule, AdamTensors
-from lightning_par.engine.offload.nvme import Pages
+from lightning_par.engine.offload.nvme import NvmeRange
 
 __all__ = ["Update", "UpdateWorker"]
 
@@ -31,7 +31,7 @@ class Update:
     rule: AdamRule
     tensors: AdamTensors
     step: int
-    pages: Pages | None = None
+    pages: NvmeRange | None = None
 
 
 class UpdateWorker:

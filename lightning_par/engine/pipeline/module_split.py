@@ -20,14 +20,14 @@ from lightning_par.engine.pipeline.stage import (
     poison,
     Stage,
 )
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 
 __all__ = ["cut_stages"]
 
 
 def cut_stages(
     model: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     indices: Sequence[int],
     bounds: Sequence[tuple[int, int]],
 ) -> tuple[Stage, ...]:
@@ -35,17 +35,17 @@ def cut_stages(
 
     Args:
         model: Parameters may be on meta; changed in place.
-        layout: The resolved plan.
+        resolved: The resolved plan.
         indices: The stages to keep.
         bounds: First and one-past-last block of every stage of the pipeline.
 
     Returns:
         The stages, to be given to the executor.
     """
-    captured = layout.plan.captured
-    carried = (*layout.plan.carried, *captured_names(captured))
+    captured = resolved.plan.captured
+    carried = (*resolved.plan.carried, *captured_names(captured))
     stages = tuple(Stage(index, bounds, carried) for index in indices)
-    for number, fqn in enumerate(layout.block_names):
+    for number, fqn in enumerate(resolved.block_names):
         block = model.get_submodule(fqn)
         owner = next((s for s in stages if s.first_block <= number < s.end_block), None)
         if owner is not None:
@@ -53,8 +53,8 @@ def cut_stages(
             block.register_forward_hook(_recorder(owner, number))
         shown = [block if s is owner else _block_stub(block, s, number, captured) for s in stages]
         _place(model, fqn, stages, shown, block if owner else shown[0])
-    for fqn in layout.units:
-        held = layout.stages_of(fqn, bounds)
+    for fqn in resolved.units:
+        held = resolved.stages_of(fqn, bounds)
         module_name, _, name = fqn.rpartition(".")
         module = model.get_submodule(module_name)
         if name in module._parameters:
@@ -62,7 +62,7 @@ def cut_stages(
                 _poison_parameter(module, name)
             continue
         unit = model.get_submodule(fqn)
-        is_first = layout.units[fqn] == "first"
+        is_first = resolved.units[fqn] == "first"
         shown = [
             unit
             if stage.index in held

@@ -1,4 +1,4 @@
-"""Point-to-point messages between neighbouring pipeline stages.
+"""Point-to-point messages between neighboring pipeline stages.
 
 A message is a tree of tensors and other values. Shapes, dtypes and everything that is not a tensor
 travel in a header, once for every signature of the batch that both ends know; after that only
@@ -6,7 +6,7 @@ tensors are sent, and a receive can be posted before it is needed.
 
 Note [Two groups]: activations and gradients use separate process groups. On NCCL the messages
 between two ranks of one group are executed in the order they were issued, so a stage that sends an
-activation while its neighbour sends a gradient would wait forever.
+activation while its neighbor sends a gradient would wait forever.
 """
 
 import pickle

@@ -4,8 +4,8 @@
 
 Note [Leave at the boundary]: every stage runs the user's own step on the whole micro-batch. Blocks
 of earlier stages are stubs; the one just before the local blocks answers with what was received.
-The stub after the last local block raises `Leave`, which unwinds the step. So user code between two
-blocks runs where its result is needed, the loss is computed on the last stage, and nothing runs
+The stub after the last local block raises `StageExit`, which unwinds the step. So user code between
+two blocks runs where its result is needed, the loss is computed on the last stage, and nothing runs
 twice on one stage.
 
 Note [Poison]: what belongs to another stage answers with NaN, never with zeros, so that a step
@@ -30,10 +30,10 @@ __all__ = [
     "AbsentModule",
     "GhostModule",
     "LaterBlock",
-    "Leave",
     "Message",
     "MicroBatchState",
     "Stage",
+    "StageExit",
     "StageStub",
     "earlier_block",
     "poison",
@@ -45,7 +45,7 @@ stored.
 """
 
 
-class Leave(BaseException):
+class StageExit(BaseException):
     """Unwinds the user's step at the end of a stage; user code must let it pass, as any
     BaseException.
     """
@@ -142,7 +142,7 @@ class Stage:
             result = None
             try:
                 result = step()
-            except Leave:
+            except StageExit:
                 state.left = True
         if not self.is_last and not state.left:
             raise PipelineError(
@@ -265,8 +265,8 @@ class LaterBlock(StageStub):
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `Leave`."""
-        raise Leave
+        """Raise `StageExit`."""
+        raise StageExit
 
 
 class AbsentModule(StageStub):

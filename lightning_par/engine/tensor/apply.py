@@ -41,7 +41,7 @@ from lightning_par.engine.tensor.huggingface_layers import (
 from lightning_par.engine.tensor.sequence_parallel import Region, Regions, SEQUENCE_DIM
 from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
 from lightning_par.errors import PlanError
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 
 __all__ = [
     "TensorParallel",
@@ -83,14 +83,14 @@ def _shard_between_blocks(
 
 
 def apply_tensor_parallel(
-    model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, sequence_parallel: bool
+    model: nn.Module, resolved: ResolvedPlan, mesh: DeviceMesh, *, sequence_parallel: bool
 ) -> TensorParallel:
     """Make every module with a style compute its share; parameters are sharded later, by
     `shard_parameter`.
 
     Args:
         model: Parameters may be on meta. Modules of other pipeline stages may be missing.
-        layout: The resolved plan.
+        resolved: The resolved plan.
         mesh: The 1-D ``tp`` axis.
         sequence_parallel: Shard the activations between the modules along T (dim 1).
 
@@ -101,10 +101,10 @@ def apply_tensor_parallel(
         PlanError: A module has an option that its style cannot keep.
     """
     group = mesh.get_group()
-    regions = Regions(layout, group, sequence_parallel=sequence_parallel)
+    regions = Regions(resolved, group, sequence_parallel=sequence_parallel)
     partial_names: set[str] = set()
     modules = {n: m for n, m in model.named_modules() if not isinstance(m, StageStub)}
-    for fqn, style in layout.styles.items():
+    for fqn, style in resolved.styles.items():
         if fqn not in modules:
             continue
         module, region = modules[fqn], regions.of(fqn)
@@ -114,33 +114,33 @@ def apply_tensor_parallel(
             partial_names |= {f"{fqn}.{n}" for n, _ in module.named_parameters(recurse=False)}
         if style in ("rowwise", "rowwise_transposed") and shards_tokens:
             partial_names.add(f"{fqn}.bias")
-    for fqn, names in layout.divided.items():
+    for fqn, names in resolved.divided.items():
         for name in names if fqn in modules else ():
             setattr(modules[fqn], name, getattr(modules[fqn], name) // group.size())
     if sequence_parallel:
-        for fqn in layout.block_names:
+        for fqn in resolved.block_names:
             if fqn in modules and _draws_random_numbers(modules[fqn]):
                 _separate_random_numbers(modules[fqn], group.rank())
-    if sequence_parallel and layout.plan.sequence_region == "blocks":
-        _shard_between_blocks(modules, layout.block_names, regions.sharded)
-    placements = tensor_placements(model, layout)
+    if sequence_parallel and resolved.plan.sequence_region == "blocks":
+        _shard_between_blocks(modules, resolved.block_names, regions.sharded)
+    placements = tensor_placements(model, resolved)
     return TensorParallel(
         mesh=mesh, placements=placements, partial=frozenset(partial_names & set(placements))
     )
 
 
-def tensor_placements(model: nn.Module, layout: ModelLayout) -> dict[str, Placement]:
+def tensor_placements(model: nn.Module, resolved: ResolvedPlan) -> dict[str, Placement]:
     """Return how every parameter is placed on the ``tp`` axis, ties under each of their names.
 
     Args:
         model: Parameters may be on meta; those that are not here are left out.
-        layout: The resolved plan.
+        resolved: The resolved plan.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     sharded: dict[int, Placement] = {}
     for fqn, parameter in named.items():
         owner, _, name = fqn.rpartition(".")
-        placement = _placement(layout.styles.get(owner, "replicated"), name)
+        placement = _placement(resolved.styles.get(owner, "replicated"), name)
         # A tie may have names without a style, or whole ones: all mean the sharded parameter.
         if isinstance(placement, Shard):
             sharded[id(parameter)] = placement

@@ -19,7 +19,7 @@ from lightning_par.engine.collectives import (
     reduce_to_whole,
     slice_to_shard,
 )
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 
 __all__ = ["SEQUENCE_DIM", "Region", "Regions", "on_first_tensor"]
 
@@ -64,19 +64,19 @@ class Regions:
     """The region of every module of a model.
 
     Args:
-        layout: The resolved plan.
+        resolved: The resolved plan.
         group: The ``tp`` ranks.
         sequence_parallel: Whether any activations are shards along T.
     """
 
     def __init__(
-        self, layout: ModelLayout, group: dist.ProcessGroup, *, sequence_parallel: bool
+        self, resolved: ResolvedPlan, group: dist.ProcessGroup, *, sequence_parallel: bool
     ) -> None:
         self.whole = Region(group=group, sequence_parallel=False)
         self.sharded = Region(group=group, sequence_parallel=sequence_parallel)
-        everywhere = layout.plan.sequence_region == "model"
-        self._sharded = ("",) if everywhere else tuple(f"{b}." for b in layout.block_names)
-        styles = layout.styles.items()
+        everywhere = resolved.plan.sequence_region == "model"
+        self._sharded = ("",) if everywhere else tuple(f"{b}." for b in resolved.block_names)
+        styles = resolved.styles.items()
         self._whole = tuple(f"{fqn}." for fqn, style in styles if style == "whole_inside")
 
     def of(self, fqn: str) -> Region:

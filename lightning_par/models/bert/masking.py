@@ -44,7 +44,7 @@ def hash_uniform(tokens: Tensor, step: int, stream: int) -> Tensor:
     Returns:
         [B, T], float64.
 
-    **Source**: Steele et al. 2014 (SplitMix64), its finaliser.
+    **Source**: Steele et al. 2014 (SplitMix64), its finalizer.
     """
     place = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) * _GOLDEN
     row = _mix((tokens + 1) * _GOLDEN ^ _mix(place)).sum(1, keepdim=True)

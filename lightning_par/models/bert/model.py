@@ -73,7 +73,7 @@ class FeedForward(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """One layer, normalised after each part: ``norm(h + attention(h))``, ``norm(h + mlp(h))``.
+    """One layer, normalized after each part: ``norm(h + attention(h))``, ``norm(h + mlp(h))``.
 
     Args:
         config: Sizes.
@@ -142,9 +142,9 @@ class Bert(nn.Module):
         self.head = nn.Linear(dim, config.vocab_size)
         self.head.weight = self.embed.weight
         self.order = OrderHead(config) if config.order_head else None
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         """Draw matrices and tables, zero biases; norms keep their ones."""
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:

@@ -29,7 +29,7 @@ class GPTConfig:
         num_heads: Query heads; divides D.
         num_kv_heads: Key/value heads; divides `num_heads`. None: as many as `num_heads`.
         ff_dim: F. None: 4 D for GELU; 8/3 D, rounded up to a multiple of 64, for SwiGLU.
-        norm: Normalisation before attention, before the MLP and before the head.
+        norm: Normalization before attention, before the MLP and before the head.
         positions: Rotary, or a learned table that is added to the embeddings.
         activation: MLP with or without a gate.
         tied_head: Whether the head uses the embedding's weight.

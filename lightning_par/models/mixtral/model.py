@@ -85,9 +85,9 @@ class Mixtral(nn.Module):
         self.head = nn.Linear(dim, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         """Draw weights; norms keep their ones. One in-place call per parameter."""
         std = self.config.init_std
         for name, parameter in self.named_parameters():

@@ -102,10 +102,10 @@ class CheckpointedProcesses(SavingProcesses):
         ours = found.pop(OWN_STATE)
         found.pop("left_out", None)
         if fitting:
-            steps = self.parallelised.steps
+            steps = self.parallel_model.steps
             self._random_states = ours["random"]
             steps.seed, steps.evaluations = ours["seed"], ours["evaluations"]
-            compression, kept = self.parallelised.compression, ours.get("compression")
+            compression, kept = self.parallel_model.compression, ours.get("compression")
             if compression is not None and kept is not None and is_same_mesh:
                 compression.load(kept)
             elif compression is not None and kept is not None:
@@ -147,16 +147,16 @@ class CheckpointedProcesses(SavingProcesses):
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        self.parallelised.sharding.release()
+        self.parallel_model.sharding.release()
         state = checkpoint["state_dict"]
-        states, module = self.parallelised.states, self.parallelised.module
+        states, module = self.parallel_model.states, self.parallel_model.module
         if not self._restores_optimizer:
             state = states.match_names(module, state)
         states.load_weights(module, state, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        module, states = self.parallelised.module, self.parallelised.states
+        module, states = self.parallel_model.module, self.parallel_model.states
         saved = checkpoint["optimizer_states"]
         if len(saved) != len(self.optimizers):
             raise CheckpointError(

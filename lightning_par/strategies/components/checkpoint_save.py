@@ -23,7 +23,7 @@ from lightning_par.errors import CheckpointError, ConfigurationError, raise_prob
 from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES
 from lightning_par.strategies.processes.interruption import InterruptibleProcesses
-from lightning_par.strategies.setup.parallel_model import Parallelised
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 
 __all__ = ["SavingProcesses"]
 
@@ -62,7 +62,7 @@ class SavingProcesses(InterruptibleProcesses):
         self._saver = CheckpointSaver(self._timeout)
 
     @property
-    def parallelised(self) -> Parallelised:
+    def parallel_model(self) -> ParallelModel:
         """The model on the mesh; made by `setup`."""
         raise NotImplementedError
 
@@ -100,8 +100,8 @@ class SavingProcesses(InterruptibleProcesses):
             return {}
         if not self.save_distributed_checkpoint:
             return self.gather_state_dict()
-        self.parallelised.sharding.release()
-        return dict(self.parallelised.module.state_dict())
+        self.parallel_model.sharding.release()
+        return dict(self.parallel_model.module.state_dict())
 
     def gather_state_dict(self) -> dict[str, Any]:
         """Return the whole model's state dict on rank 0, on the CPU; elsewhere an empty dict.
@@ -111,8 +111,8 @@ class SavingProcesses(InterruptibleProcesses):
         **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
         stages.
         """
-        self.parallelised.sharding.release()
-        return self.parallelised.states.gather_weights(self.parallelised.module)
+        self.parallel_model.sharding.release()
+        return self.parallel_model.states.gather_weights(self.parallel_model.module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class SavingProcesses(InterruptibleProcesses):
         rank by names, otherwise that of one process on rank 0 and nothing elsewhere.
         """
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        states, module = self.parallelised.states, self.parallelised.module
+        states, module = self.parallel_model.states, self.parallel_model.module
         if not self._ranks_are_together():
             return {}
         if not self.save_distributed_checkpoint:
@@ -171,8 +171,8 @@ class SavingProcesses(InterruptibleProcesses):
                     "torch": torch.__version__,
                 },
             ),
-            aliases=self.parallelised.states.aliases,
-            place=self.parallelised.states.place,
+            aliases=self.parallel_model.states.aliases,
+            place=self.parallel_model.states.place,
         )
         self._saver.save(Path(path), part, order, background=self.async_save)
 
@@ -191,7 +191,7 @@ class SavingProcesses(InterruptibleProcesses):
             return Part(rank=self.global_rank, world=self.world_size, step=step, error=text)
 
     def _encode(self, checkpoint: dict[str, Any], step: int) -> Part:
-        states = self.parallelised.states
+        states = self.parallel_model.states
         weights, values = states.weight_pieces(checkpoint.pop("state_dict"))
         pieces, groups = [], []
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", ())):
@@ -204,13 +204,13 @@ class SavingProcesses(InterruptibleProcesses):
         if self.global_rank:  # what all ranks share is that of rank 0
             own = ("loops", type(getattr(self._trainer, "datamodule", None)).__qualname__)
             checkpoint = {key: value for key, value in checkpoint.items() if key in own}
-        steps, compression = self.parallelised.steps, self.parallelised.compression
+        steps, compression = self.parallel_model.steps, self.parallel_model.compression
         checkpoint[OWN_STATE] = {
             "compression": None if compression is None else compression.state(),
             "random": collect_random_states(self.root_device),
             "seed": steps.seed,
             "evaluations": steps.evaluations,
-            MODEL_STATE: describe_model(self.parallelised.module),
+            MODEL_STATE: describe_model(self.parallel_model.module),
         }
         return make_part(
             self.global_rank,

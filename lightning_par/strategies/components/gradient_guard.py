@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.errors import ConfigurationError, either, NonFiniteError
-from lightning_par.strategies.setup.parallel_model import Parallelised
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 
 __all__ = ["GradientGuard", "check_nonfinite_choice"]
 
@@ -46,15 +46,15 @@ class GradientGuard:
     to the same decision before the optimizer changes a weight.
 
     Args:
-        parallelised: The model on its mesh.
+        parallel_model: The model on its mesh.
         plugin: Clips through this guard from now on. A plugin that scales the loss judges
             overflows itself, hence nothing is judged here.
         on_nonfinite: "raise" raises on every rank, "skip" leaves the step out on every rank,
             "ignore" judges nothing.
     """
 
-    def __init__(self, parallelised: Parallelised, plugin: Precision, on_nonfinite: str) -> None:
-        self._parallelised, self._plugin, self._choice = parallelised, plugin, on_nonfinite
+    def __init__(self, parallel_model: ParallelModel, plugin: Precision, on_nonfinite: str) -> None:
+        self._parallel_model, self._plugin, self._choice = parallel_model, plugin, on_nonfinite
         self._loss: Tensor | None = None
         self._norm: Tensor | None = None
         plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
@@ -84,7 +84,7 @@ class GradientGuard:
     ) -> None:
         loss, self._loss = self._loss, None
         scales_loss = getattr(self._plugin, "scaler", None) is not None
-        module = self._parallelised.module
+        module = self._parallel_model.module
         if self._choice != "ignore" and not scales_loss and module.automatic_optimization:
             self._judge(optimizer, loss)
         try:
@@ -99,9 +99,9 @@ class GradientGuard:
         **Communicates**: one all-reduce of one number over all ranks, which clipping then spares.
         """
         parameters = list(self._plugin.main_params(optimizer))
-        norm = self._parallelised.gradient_norm(parameters, loss)
+        norm = self._parallel_model.gradient_norm(parameters, loss)
         if bool(norm.isfinite()):
-            module = self._parallelised.module
+            module = self._parallel_model.module
             if not is_overridden("configure_gradient_clipping", module, pl.LightningModule):
                 self._norm = norm
             return
@@ -111,26 +111,26 @@ class GradientGuard:
                 f"{text} No weight was changed. Trainer(detect_anomaly=True) names the operation; "
                 "on_nonfinite='skip' leaves such steps out, on_nonfinite='ignore' takes them."
             )
-        self._parallelised.drop_gradients(parameters)
+        self._parallel_model.drop_gradients(parameters)
         if dist.get_rank() == 0:
             _logger.warning("%s The step is left out.", text)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self._plugin.main_params(optimizer))
-        self._parallelised.clip_by_norm(parameters, clip_val, self._norm)
+        self._parallel_model.clip_by_norm(parameters, clip_val, self._norm)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._parallelised.clip_by_value(list(self._plugin.main_params(optimizer)), clip_val)
+        self._parallel_model.clip_by_value(list(self._plugin.main_params(optimizer)), clip_val)
 
     def _explain(self, norm: Tensor, loss: Tensor | None) -> str:
         """Say on which ranks what is not finite, the same on every rank.
 
         **Communicates**: a few names, between all ranks.
         """
-        module, sizes = self._parallelised.module, self._parallelised.mesh.sizes
+        module, sizes = self._parallel_model.module, self._parallel_model.mesh.sizes
         bad_loss = None if loss is None or bool(loss.isfinite().all()) else float(loss)
         found: list[Any] = [None] * sizes.world_size
-        departed = self._parallelised.departed_nonfinite()
+        departed = self._parallel_model.departed_nonfinite()
         mine = bad_loss, _nonfinite_names(module.named_parameters(), departed)
         dist.all_gather_object(found, mine)
         with_loss = [rank for rank, (bad, _) in enumerate(found) if bad is not None]

@@ -73,11 +73,11 @@ class OffloadedProcesses(CheckpointedProcesses):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._close_host()
         super().setup_optimizers(trainer)
-        if self.parallelised.compression is not None:
-            self.parallelised.compression.reset()
+        if self.parallel_model.compression is not None:
+            self.parallel_model.compression.reset()
         if self.offload_options is None:
             return
-        module = self.parallelised.module
+        module = self.parallel_model.module
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"{type(module).__name__} uses manual optimization, but the optimizer is "
@@ -86,8 +86,8 @@ class OffloadedProcesses(CheckpointedProcesses):
             )
         (optimizer,) = self.optimizers
         host = self._make_host(optimizer, self.offload_options)
-        self.parallelised.host = self.parallelised.states.host = host
-        scaler = self.parallelised.steps.scaler
+        self.parallel_model.host = self.parallel_model.states.host = host
+        scaler = self.parallel_model.steps.scaler
         if isinstance(scaler, MeshGradScaler):
             scaler.departed = host.departed
         seen = [name for name in _SEE_GRADIENTS if is_overridden(name, module, pl.LightningModule)]
@@ -99,7 +99,7 @@ class OffloadedProcesses(CheckpointedProcesses):
 
     def _make_host(self, optimizer: Optimizer, options: OffloadOptions) -> HostOptimizer:
         check_optimizer(optimizer)
-        parallelised = self.parallelised
+        parallel_model = self.parallel_model
         kernel = choose_kernel(options.cpu_kernel, cache_folder())
         rank_zero_info(f"The optimizer steps on the host, with the kernel {kernel.name!r}.")
         return HostOptimizer(
@@ -107,16 +107,16 @@ class OffloadedProcesses(CheckpointedProcesses):
             device=self.root_device,
             options=options,
             worker=UpdateWorker(kernel, torch.get_num_threads()),
-            late=parallelised.reduced_late,
+            late=parallel_model.reduced_late,
         )
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Surrounds a batch that is not the last one of its step."""
-        host = self.parallelised.host
+        host = self.parallel_model.host
         if host is None or not host.accumulates:
-            with self.parallelised.sharding.no_sync():
+            with self.parallel_model.sharding.no_sync():
                 yield
         else:
             with host.accumulating():
@@ -128,23 +128,23 @@ class OffloadedProcesses(CheckpointedProcesses):
     ) -> Any:
         def complete() -> Any:
             result = closure()
-            host = self.parallelised.host
+            host = self.parallel_model.host
             if host is not None and host.waits:
                 self.begin_offload()
-                self.parallelised.finish_gradients()
+                self.parallel_model.finish_gradients()
             return result
 
         return super().optimizer_step(optimizer, complete, model, **options)
 
     def begin_offload(self) -> None:
         """Prepare for a backward whose gradients leave for the host."""
-        host, steps = self.parallelised.host, self.parallelised.steps
-        if host is None or not self.parallelised.sharding.synchronises:
+        host, steps = self.parallel_model.host, self.parallel_model.steps
+        if host is None or not self.parallel_model.sharding.synchronizes:
             return
         trainer = self._trainer
         clips = trainer.gradient_clip_val
         by_value = bool(clips) and trainer.gradient_clip_algorithm == "value"
-        module = self.parallelised.module
+        module = self.parallel_model.module
         host.begin(
             trainer.global_step,
             hears=steps.executor is None,
@@ -158,8 +158,8 @@ class OffloadedProcesses(CheckpointedProcesses):
     def flush_offload(self) -> None:
         """Complete every update that was computed behind a step."""
         if self._is_offloaded:
-            assert self.parallelised.host is not None
-            self.parallelised.host.flush()
+            assert self.parallel_model.host is not None
+            self.parallel_model.host.flush()
 
     @property
     def _is_offloaded(self) -> bool:
@@ -167,8 +167,8 @@ class OffloadedProcesses(CheckpointedProcesses):
 
     def _close_host(self) -> None:
         if self._is_offloaded:
-            host, self.parallelised.host = self.parallelised.host, None
-            self.parallelised.states.host = None
+            host, self.parallel_model.host = self.parallel_model.host, None
+            self.parallel_model.states.host = None
             assert host is not None
             host.close()
 

@@ -25,7 +25,7 @@ from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
 from lightning_par.strategies.processes.launcher import PreflightLauncher
 from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
-from lightning_par.strategies.processes.watchdog import open_board, RankWatch
+from lightning_par.strategies.processes.watchdog import open_status_file, RankWatch
 
 __all__ = ["MeshProcesses"]
 
@@ -159,7 +159,7 @@ class MeshProcesses(ParallelStrategy):
         if self._mesh is None:
             self._mesh = build_mesh(sizes, self.root_device.type, self._timeout)
         if self._watch is None and self.world_size > 1:
-            board = open_board(self.global_rank, self.local_rank, self.activity)
+            board = open_status_file(self.global_rank, self.local_rank, self.activity)
             if board is not None:
                 self._watch = RankWatch(board, sizes, self._timeout)
                 self._observe_children(False)

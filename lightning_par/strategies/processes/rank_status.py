@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning_par.engine.activity import Activity, ActivityRecord, RECORD_SIZE
 
-__all__ = ["RankBoard", "RankState", "RankStatus"]
+__all__ = ["RankState", "RankStatus", "RankStatusFile"]
 
 _FATE = struct.Struct("<qqd240s")
 _SEAT = RECORD_SIZE + _FATE.size
@@ -65,7 +65,7 @@ class RankState:
         return self.status is RankStatus.RUNNING and not self.is_alive
 
 
-class RankBoard:
+class RankStatusFile:
     """The shared file of the ranks of one node; see Note [Locks tell deaths].
 
     Args:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from lightning_par.engine.activity import Activity
 from lightning_par.errors import LightningParError
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.processes.rank_status import RankBoard, RankState, RankStatus
+from lightning_par.strategies.processes.rank_status import RankState, RankStatus, RankStatusFile
 
-__all__ = ["RankWatch", "open_board"]
+__all__ = ["RankWatch", "open_status_file"]
 
 _PERIOD = 0.2
 """Seconds between two looks."""
@@ -40,7 +40,7 @@ _COMMUNICATION = re.compile(r"gloo/|NCCL|ProcessGroup")
 _logger = logging.getLogger(__name__)
 
 
-def open_board(rank: int, local_rank: int, activity: Activity) -> RankBoard | None:
+def open_status_file(rank: int, local_rank: int, activity: Activity) -> RankStatusFile | None:
     """Make the board of this node; every rank has to call this.
 
     Args:
@@ -58,13 +58,13 @@ def open_board(rank: int, local_rank: int, activity: Activity) -> RankBoard | No
     path = None
     if local_rank == 0:
         # The node's size is not known yet: room for every rank costs 330 bytes each.
-        path = str(RankBoard.create(dist.get_world_size()))
+        path = str(RankStatusFile.create(dist.get_world_size()))
     dist.all_gather_object(offers, (name, rank - local_rank, path))
     node = rank - local_rank
     ranks = [r for r, (host, first, _) in enumerate(offers) if (host, first) == (name, node)]
     board = None
     with suppress(OSError):
-        board = RankBoard(Path(offers[ranks[0]][2] or ""), ranks, rank, activity)
+        board = RankStatusFile(Path(offers[ranks[0]][2] or ""), ranks, rank, activity)
     dist.barrier()
     if path is not None:
         Path(path).unlink()  # whoever has opened it keeps it; nothing is left behind
@@ -80,7 +80,9 @@ class RankWatch:
         timeout: Of the process groups.
     """
 
-    def __init__(self, board: RankBoard, sizes: ParallelSizes, timeout: timedelta | None) -> None:
+    def __init__(
+        self, board: RankStatusFile, sizes: ParallelSizes, timeout: timedelta | None
+    ) -> None:
         self._board, self._sizes = board, sizes
         self._timeout = timedelta(minutes=30) if timeout is None else timeout
         self._stopping = threading.Event()

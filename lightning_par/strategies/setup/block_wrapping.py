@@ -19,7 +19,7 @@ from lightning_par.engine.pipeline.split_backward import defer_weight_gradients,
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.plan import match_pattern
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 
 __all__ = ["BlockOptions", "check_recomputation", "prepare_blocks", "recompute_blocks"]
 
@@ -36,7 +36,7 @@ class BlockOptions(Protocol):
 
 def prepare_blocks(
     module: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     bounds: Sequence[tuple[int, int]],
     owners: Sequence[int],
     options: BlockOptions,
@@ -45,7 +45,7 @@ def prepare_blocks(
 
     Args:
         module: Holds stubs for the blocks of other stages.
-        layout: Of the whole model.
+        resolved: Of the whole model.
         bounds: First and one-past-last block of every pipeline stage.
         owners: The pipeline rank that holds each stage.
         options: The strategy.
@@ -57,27 +57,27 @@ def prepare_blocks(
     compiles = options.compile_blocks is not False
     ranks = max(owners) + 1
     if ranks > 1 and not compiles and splits_backward(options.schedule, ranks):
-        _defer(module, layout, gradients)
+        _defer(module, resolved, gradients)
     if options.recomputation is not None:
         modes = _stage_modes(options.recomputation, bounds, owners, options)
-        recompute_blocks(module, layout, options.recomputation, bounds, modes, compiled=compiles)
+        recompute_blocks(module, resolved, options.recomputation, bounds, modes, compiled=compiles)
     if compiles:
-        _compile(module, layout, options.compile_blocks)
+        _compile(module, resolved, options.compile_blocks)
     if options.recomputation is not None and options.recomputation.on_host:
         # A compiled block saves its tensors when it runs, and not where its code says so.
-        for block in _chosen(module, layout, options.recomputation.every).values():
+        for block in _chosen(module, resolved, options.recomputation.every).values():
             wait_on_host(block)
     return gradients
 
 
 def check_recomputation(
-    module: nn.Module, layout: ModelLayout, what: Recomputation, num_stages: int
+    module: nn.Module, resolved: ResolvedPlan, what: Recomputation, num_stages: int
 ) -> None:
     """Refuse a recomputation that does not fit the model.
 
     Args:
         module: Whole.
-        layout: Its plan.
+        resolved: Its plan.
         what: Asked for.
         num_stages: Of the pipeline, 1 without one.
 
@@ -86,18 +86,18 @@ def check_recomputation(
             mode per stage.
     """
     problems = []
-    if not layout.block_names:
+    if not resolved.block_names:
         problems.append(
             "ActivationCheckpointing: the model's plan names no blocks. Return "
             "ParallelPlan(blocks=...) from its parallel_plan(), or pass plan= to the strategy."
         )
-    if what.parts == "plan" and not layout.plan.checkpointable:
+    if what.parts == "plan" and not resolved.plan.checkpointable:
         problems.append(
             "ActivationCheckpointing(parts='plan'): the model's plan names no parts in "
             "checkpointable. Name them there, or here as in parts=['attention']."
         )
-    elif what.parts is not None and layout.block_names:
-        problems += _missing_parts(layout, what, module)
+    elif what.parts is not None and resolved.block_names:
+        problems += _missing_parts(resolved, what, module)
     modes = what.stage_modes
     if modes not in (None, "auto") and len(modes) != num_stages:
         problems.append(
@@ -107,10 +107,12 @@ def check_recomputation(
     raise_problems(ConfigurationError, problems)
 
 
-def _missing_parts(layout: ModelLayout, what: Recomputation, module: nn.Module) -> list[str]:
-    name = layout.block_names[0]
+def _missing_parts(resolved: ResolvedPlan, what: Recomputation, module: nn.Module) -> list[str]:
+    name = resolved.block_names[0]
     block = module.get_submodule(name)
-    if any(_parts_of(n, b, layout, what) for n, b in _chosen(module, layout, what.every).items()):
+    if any(
+        _parts_of(n, b, resolved, what) for n, b in _chosen(module, resolved, what.every).items()
+    ):
         return []
     inside = [inner for inner, _ in block.named_modules() if inner]
     asked = "'plan'" if what.parts == "plan" else list(what.parts or ())
@@ -122,7 +124,7 @@ def _missing_parts(layout: ModelLayout, what: Recomputation, module: nn.Module) 
 
 def recompute_blocks(
     module: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     what: Recomputation,
     bounds: Sequence[tuple[int, int]],
     modes: Sequence[Mode],
@@ -133,19 +135,19 @@ def recompute_blocks(
 
     Args:
         module: Changed in place.
-        layout: Of the whole model.
+        resolved: Of the whole model.
         what: Its `mode` and `stage_modes` have become `modes`.
         bounds: First and one-past-last block of every stage.
         modes: Of every stage.
         compiled: Whether the blocks will be compiled.
     """
-    blocks = _chosen(module, layout, what.every)
+    blocks = _chosen(module, resolved, what.every)
     for (low, high), mode in zip(bounds, modes, strict=True):
-        for name in layout.block_names[low:high]:
+        for name in resolved.block_names[low:high]:
             if name not in blocks:
                 continue
             if mode == "selective" and what.parts is not None:
-                for part in _parts_of(name, blocks[name], layout, what):
+                for part in _parts_of(name, blocks[name], resolved, what):
                     recompute(part, "full")
                 continue
             # Compiled, the outputs that are kept are saved like everything else.
@@ -153,18 +155,18 @@ def recompute_blocks(
             recompute(blocks[name], mode, operations=what.operations, on_host=away)
 
 
-def _chosen(module: nn.Module, layout: ModelLayout, every: int) -> dict[str, nn.Module]:
+def _chosen(module: nn.Module, resolved: ResolvedPlan, every: int) -> dict[str, nn.Module]:
     """Return every so manieth block, by name, as far as it is here."""
-    blocks = {name: module.get_submodule(name) for name in layout.block_names[::every]}
+    blocks = {name: module.get_submodule(name) for name in resolved.block_names[::every]}
     return {name: b for name, b in blocks.items() if not isinstance(b, StageStub)}
 
 
 def _parts_of(
-    name: str, block: nn.Module, layout: ModelLayout, what: Recomputation
+    name: str, block: nn.Module, resolved: ResolvedPlan, what: Recomputation
 ) -> list[nn.Module]:
     """Return the outermost modules inside a block that `what.parts` matches."""
     assert what.parts is not None
-    prefix, patterns = f"{name}.", layout.plan.checkpointable
+    prefix, patterns = f"{name}.", resolved.plan.checkpointable
     if what.parts != "plan":
         prefix, patterns = "", what.parts
     found: dict[str, nn.Module] = {}
@@ -201,16 +203,16 @@ def _stage_modes(
     return [modes[rank] for rank in owners]
 
 
-def _compile(module: nn.Module, layout: ModelLayout, options: bool | dict[str, Any]) -> None:
+def _compile(module: nn.Module, resolved: ResolvedPlan, options: bool | dict[str, Any]) -> None:
     chosen = options if isinstance(options, dict) else {}
-    for block in _chosen(module, layout, 1).values():
+    for block in _chosen(module, resolved, 1).values():
         block.forward = torch.compile(block.forward, **chosen)
 
 
-def _defer(module: nn.Module, layout: ModelLayout, gradients: WeightGradients) -> None:
+def _defer(module: nn.Module, resolved: ResolvedPlan, gradients: WeightGradients) -> None:
     """Let weights' gradients of the blocks, and of what runs after them, wait."""
-    last = [name for name, place in layout.units.items() if place == "last"]
+    last = [name for name, place in resolved.units.items() if place == "last"]
     modules = dict(module.named_modules())
-    for name in (*layout.block_names, *last):
+    for name in (*resolved.block_names, *last):
         if name in modules and not isinstance(modules[name], StageStub):
             defer_weight_gradients(modules[name], gradients)

@@ -28,7 +28,7 @@ from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.option_fields import read_fields
 from lightning_par.plan import BatchLayout, ParallelPlan
-from lightning_par.resolved_plan import check_plan, ModelLayout
+from lightning_par.resolved_plan import check_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 
 __all__ = [
@@ -203,7 +203,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
     raise_problems(ConfigurationError, problems)
 
 
-def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options) -> ModelLayout:
+def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options) -> ResolvedPlan:
     """Check the model's plan at the sizes of the mesh.
 
     Args:
@@ -248,7 +248,7 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
         options.virtual_pipeline_size,
         num_microbatches=options.num_microbatches or 1,
     )
-    layout = check_plan(
+    resolved = check_plan(
         module,
         plan,
         sizes,
@@ -256,11 +256,11 @@ def check_module(module: nn.Module, plan: ParallelPlan | None, options: _Options
         stage_blocks=options.stage_blocks,
         stages_per_rank=len(owners) // sizes.pipeline,
     )
-    check_experts(module, layout, sizes)
+    check_experts(module, resolved, sizes)
     offload = options.offload_options
     place = "device" if offload is None else offload.accumulate_on
     check_compression(options.compression_options, sizes, accumulates_on=place)
-    return layout
+    return resolved
 
 
 def _check_context(module: nn.Module, plan: ParallelPlan, options: _Options) -> None:
@@ -310,7 +310,7 @@ def check_loader(dataloader: object, num_microbatches: int | None) -> None:
 
 def check_batch(
     batch: Any,
-    layout: BatchLayout,
+    resolved: BatchLayout,
     sizes: ParallelSizes,
     sequence_parallel: bool,
     *,
@@ -322,7 +322,7 @@ def check_batch(
 
     Args:
         batch: Of one replica.
-        layout: Where its sequence dims are.
+        resolved: Where its sequence dims are.
         sizes: Of the mesh.
         sequence_parallel: Whether sequences are cut at all.
         labels_needed: False for predictions, whose batches may lack the labels.
@@ -334,8 +334,8 @@ def check_batch(
     pads = sizes.context > 1 and labels_needed
     if sizes.tensor == 1 or not sequence_parallel or pads:
         return
-    for entry, dim in sequence_entries(batch, layout).items():
-        if entry == layout.labels and not labels_needed:
+    for entry, dim in sequence_entries(batch, resolved).items():
+        if entry == resolved.labels and not labels_needed:
             continue
         shape = tuple(getattr(batch_entry(batch, entry), "shape", ()))
         if not -len(shape) <= dim < len(shape):

@@ -15,7 +15,7 @@ from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.errors import ConfigurationError
 from lightning_par.plan import find_plan, ParallelPlan
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.setup.checks import check_module
 
@@ -61,7 +61,7 @@ def memory_estimate(model: nn.Module, strategy: _Strategy) -> MemoryEstimate:
 
 def _estimate(
     model: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     strategy: _Strategy,
     *,
     zero_stage: int | None = None,
@@ -74,7 +74,7 @@ def _estimate(
     short = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
     return estimate_memory(
         model,
-        layout,
+        resolved,
         sizes,
         zero_stage=stage,
         rank_of_stage=place_stages(strategy.schedule, ranks, chunks),
@@ -85,14 +85,14 @@ def _estimate(
     )
 
 
-def check_memory(model: nn.Module, layout: ModelLayout, strategy: _Strategy) -> None:
+def check_memory(model: nn.Module, resolved: ResolvedPlan, strategy: _Strategy) -> None:
     """Refuse a run that cannot fit, where the device is a GPU or the optimizer is offloaded; warn
     of one that is to shard its parameters and has to gather all of them at once.
 
     Raises:
         ConfigurationError: With what is needed, what there is, and the option that would fit.
     """
-    if strategy.zero_stage == 3 and strategy.sizes.data_shard > 1 and not layout.block_names:
+    if strategy.zero_stage == 3 and strategy.sizes.data_shard > 1 and not resolved.block_names:
         rank_zero_warn(
             f"zero_stage=3: the plan of {type(model).__name__} names no blocks, so every step "
             "gathers all parameters at once. Return ParallelPlan(blocks=...) from its "
@@ -102,7 +102,7 @@ def check_memory(model: nn.Module, layout: ModelLayout, strategy: _Strategy) -> 
     if device.type != "cuda" and strategy.offload_options is None:
         return
     memory = torch.cuda.get_device_properties(device).total_memory if _is_gpu(device) else None
-    said = explain_misfit(model, layout, strategy, device=memory, host=available_memory())
+    said = explain_misfit(model, resolved, strategy, device=memory, host=available_memory())
     if said is not None:
         raise ConfigurationError(said)
 
@@ -113,7 +113,7 @@ def _is_gpu(device: torch.device) -> bool:
 
 def explain_misfit(
     model: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     strategy: _Strategy,
     *,
     device: int | None,
@@ -123,7 +123,7 @@ def explain_misfit(
 
     Args:
         model: Whole; parameters may be on meta.
-        layout: Its resolved plan.
+        resolved: Its resolved plan.
         strategy: Knows the devices.
         device: Bytes of one; None if the devices are the host.
         host: Bytes that the host can give; None: unknown.
@@ -131,7 +131,7 @@ def explain_misfit(
 
     def problems(**changes: Any) -> list[str]:
         return misfits(
-            _estimate(model, layout, strategy, **changes),
+            _estimate(model, resolved, strategy, **changes),
             device=device,
             host=host,
             ranks_per_host=strategy.num_processes,

@@ -18,20 +18,20 @@ from lightning_par.engine.data.gradient_reduction import (
 )
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.mesh import ParallelMesh
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.step.runner import StepRunner
 
-__all__ = ["Parallelised"]
+__all__ = ["ParallelModel"]
 
 
 @dataclass(kw_only=True, eq=False)
-class Parallelised:
+class ParallelModel:
     """A LightningModule on a mesh.
 
     Attributes:
         module: The user's; it holds this rank's part.
-        layout: Its resolved plan.
+        resolved: Its resolved plan.
         mesh: Where it is.
         bounds: First and one-past-last block of every pipeline stage.
         rank_of_stage: The pipeline rank that holds each stage.
@@ -39,15 +39,15 @@ class Parallelised:
         steps: Runs the user's steps.
         states: Translates weights and optimizer states.
         shared: Parameters whose gradients are summed after the backward.
-        groups: Name -> process group, for a `Ledger`: the mesh axes, and the two directions of the
-            pipeline.
+        groups: Name -> process group, for a `CommVolume`: the mesh axes, and the two
+            directions of the pipeline.
         counted_elsewhere: Ids of parameters that another pipeline stage counts in the norm.
         compression: Averages gradients over the replicas, if FSDP does not.
         host: Where the optimizer is, if it is not on the device.
     """
 
     module: pl.LightningModule
-    layout: ModelLayout
+    resolved: ResolvedPlan
     mesh: ParallelMesh
     bounds: tuple[tuple[int, int], ...]
     rank_of_stage: tuple[int, ...]
@@ -78,7 +78,7 @@ class Parallelised:
         """
         if self.host is not None and self.host.leaves_gradients:
             return
-        if self.sharding.synchronises:
+        if self.sharding.synchronizes:
             if self.compression is not None:
                 # First, as the sums below give all their ranks the same bits.
                 scaler = self.steps.scaler

@@ -1,7 +1,7 @@
 """The one order in which parallelism is applied to a model.
 
-cut stages -> experts -> tensor -> context -> defer -> recompute -> compile -> materialise and
-shard, unit by unit (whole replicas that compress gradients: materialise) -> optimizer
+cut stages -> experts -> tensor -> context -> defer -> recompute -> compile -> materialize and
+shard, unit by unit (whole replicas that compress gradients: materialize) -> optimizer
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from lightning_par.engine.experts.apply import (
     ExpertParallel,
 )
 from lightning_par.engine.init.deferred_init import ConstructionRecord
-from lightning_par.engine.init.materialize import broadcast_values, Materialiser
+from lightning_par.engine.init.materialize import broadcast_values, Materializer
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.executor import PipelineExecutor
@@ -41,15 +41,15 @@ from lightning_par.engine.pipeline.stage_links import Boundary, connect, group_n
 from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParallel
 from lightning_par.huggingface import divide_attention
 from lightning_par.mesh import ParallelMesh
-from lightning_par.resolved_plan import balance_blocks, ModelLayout
+from lightning_par.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.setup.block_wrapping import BlockOptions, prepare_blocks
-from lightning_par.strategies.setup.parallel_model import Parallelised
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.batch_broadcast import bind_metrics
 from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.sharded_sequence import DividedSteps
 
-__all__ = ["parallelise"]
+__all__ = ["parallelize"]
 
 
 class _Options(BlockOptions, Protocol):
@@ -66,20 +66,20 @@ class _Options(BlockOptions, Protocol):
     def root_device(self) -> torch.device: ...
 
 
-def parallelise(
+def parallelize(
     module: pl.LightningModule,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     mesh: ParallelMesh,
     record: ConstructionRecord | None,
     options: _Options,
-) -> Parallelised:
+) -> ParallelModel:
     """Put a LightningModule on a mesh.
 
     Args:
         module: Whole, on the CPU or on meta; changed in place.
-        layout: Checked at the sizes of `mesh`.
+        resolved: Checked at the sizes of `mesh`.
         mesh: Where to.
-        record: How parameters on meta are initialised.
+        record: How parameters on meta are initialized.
         options: The strategy.
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
@@ -88,21 +88,21 @@ def parallelise(
     seed = _agree_on_seed(device)
     _share_values(module, mesh, device)
     names = [name for name, _ in module.named_parameters()]
-    states = StateMap(mesh, list(module.state_dict()), names, layout.canonical)
-    parts = _divide(module, layout, mesh, options)
+    states = StateMap(mesh, list(module.state_dict()), names, resolved.canonical)
+    parts = _divide(module, resolved, mesh, options)
     stages, bounds, owners = parts.stages, parts.bounds, parts.rank_of_stage
-    sharding = _fill(module, layout, mesh, parts, record, seed, options)
+    sharding = _fill(module, resolved, mesh, parts, record, seed, options)
     groups = mesh.named_groups()
     boundaries = _connect(mesh, owners, device, groups)
     executor = PipelineExecutor(stages, boundaries, sharding, parts.gradients, options.activity)
     shared, elsewhere = find_copies(
-        module, layout, mesh, bounds, owners, parts.tensor, parts.experts
+        module, resolved, mesh, bounds, owners, parts.tensor, parts.experts
     )
-    compression = _compress(module, layout, mesh, options)
+    compression = _compress(module, resolved, mesh, options)
     steps = StepRunner(
         module=module,
         mesh=mesh,
-        layout=layout.plan.batch,
+        layout=resolved.plan.batch,
         sharding=sharding,
         executor=executor if stages else None,
         num_microbatches=options.num_microbatches,
@@ -113,9 +113,9 @@ def parallelise(
         activity=options.activity,
     )
     bind_metrics(module, mesh, owners, lambda: steps.in_step)
-    return Parallelised(
+    return ParallelModel(
         module=module,
-        layout=layout,
+        resolved=resolved,
         mesh=mesh,
         bounds=bounds,
         rank_of_stage=owners,
@@ -143,28 +143,28 @@ class _Parts:
 
 
 def _divide(
-    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
+    module: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh, options: _Options
 ) -> _Parts:
     """Cut the model and change its modules; the parameters are still whole, or on meta."""
-    stages, bounds, owners = _cut(module, layout, mesh, options)
-    apply_replica_sums(module, layout, mesh.token_group)
-    experts = apply_expert_parallel(module, layout, mesh)
-    tensor = _apply_tensor(module, layout, mesh, sequence_parallel=options.sequence_parallel)
-    sequence = _divide_sequences(module, layout, mesh, options)
+    stages, bounds, owners = _cut(module, resolved, mesh, options)
+    apply_replica_sums(module, resolved, mesh.token_group)
+    experts = apply_expert_parallel(module, resolved, mesh)
+    tensor = _apply_tensor(module, resolved, mesh, sequence_parallel=options.sequence_parallel)
+    sequence = _divide_sequences(module, resolved, mesh, options)
     return _Parts(
         stages=stages,
         bounds=bounds,
         rank_of_stage=owners,
         experts=experts,
         tensor=tensor,
-        gradients=prepare_blocks(module, layout, bounds, owners, options),
+        gradients=prepare_blocks(module, resolved, bounds, owners, options),
         sequence=sequence,
     )
 
 
 def _fill(
     module: nn.Module,
-    layout: ModelLayout,
+    resolved: ResolvedPlan,
     mesh: ParallelMesh,
     parts: _Parts,
     record: ConstructionRecord | None,
@@ -172,8 +172,8 @@ def _fill(
     options: _Options,
 ) -> Sharding:
     """Give the parameters their values, and the replicas their shares of them."""
-    materialiser = Materialiser(
-        canonical=layout.canonical,
+    materializer = Materializer(
+        canonical=resolved.canonical,
         record=record,
         seed=seed,
         device=options.root_device,
@@ -182,10 +182,10 @@ def _fill(
     )
     return shard_model(
         module,
-        layout,
+        resolved,
         mesh,
         zero_stage=options.zero_stage,
-        materialise=materialiser.materialise,
+        materialize=materializer.materialize,
         bounds=parts.bounds,
         experts=parts.experts,
         reduce_dtype=options.reduce_dtype,
@@ -195,13 +195,13 @@ def _fill(
 
 
 def _compress(
-    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
+    module: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh, options: _Options
 ) -> CompressedGradients | None:
     chosen = options.compression_options
     if chosen is None or mesh.sizes.data == 1:
         return None
     return CompressedGradients(
-        {layout.canonical[name]: p for name, p in module.named_parameters()},
+        {resolved.canonical[name]: p for name, p in module.named_parameters()},
         mesh.data_group,
         chosen,
         options.root_device,
@@ -244,38 +244,38 @@ def _schedules(options: _Options, ranks: int) -> Callable[[int], Schedule]:
 
 
 def _cut(
-    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
+    module: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh, options: _Options
 ) -> tuple[tuple[Stage, ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
     """Cut the model, if there are several stages; return those of this rank, and the blocks and
     the rank of every stage.
     """
     owners = place_stages(options.schedule, mesh.sizes.pipeline, options.virtual_pipeline_size)
-    bounds = balance_blocks(layout, len(owners), options.stage_blocks)
+    bounds = balance_blocks(resolved, len(owners), options.stage_blocks)
     if len(owners) == 1:
         return (), bounds, owners
     held = [stage for stage, rank in enumerate(owners) if rank == mesh.place["pp"]]
-    return cut_stages(module, layout, held, bounds), bounds, owners
+    return cut_stages(module, resolved, held, bounds), bounds, owners
 
 
 def _apply_tensor(
-    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, *, sequence_parallel: bool
+    module: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh, *, sequence_parallel: bool
 ) -> TensorParallel | None:
     if mesh.sizes.tensor == 1:
         return None
     axis = mesh.device_mesh["tp"]
-    return apply_tensor_parallel(module, layout, axis, sequence_parallel=sequence_parallel)
+    return apply_tensor_parallel(module, resolved, axis, sequence_parallel=sequence_parallel)
 
 
 def _divide_sequences(
-    module: nn.Module, layout: ModelLayout, mesh: ParallelMesh, options: _Options
+    module: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh, options: _Options
 ) -> DividedSteps:
     if mesh.sizes.context == 1:
-        return DividedSteps(None, layout.plan, mesh)
+        return DividedSteps(None, resolved.plan, mesh)
     divisor = mesh.sizes.tensor if options.sequence_parallel else 1
     axis = build_axis(mesh, options.context_options, divisor=divisor)
-    apply_context_parallel(module, layout, axis)
-    divide_attention(module, layout.plan.batch, axis)
-    return DividedSteps(axis, layout.plan, mesh)
+    apply_context_parallel(module, resolved, axis)
+    divide_attention(module, resolved.plan.batch, axis)
+    return DividedSteps(axis, resolved.plan, mesh)
 
 
 def _agree_on_seed(device: torch.device) -> int:
@@ -299,5 +299,5 @@ def _connect(
                 group = mesh.subgroup(("pp",), ranks)
                 assert group is not None
                 groups[name] = group
-    neighbour = partial(mesh.neighbour, "pp")
-    return connect(owners, mesh.place["pp"], groups.__getitem__, neighbour, device)
+    neighbor = partial(mesh.neighbor, "pp")
+    return connect(owners, mesh.place["pp"], groups.__getitem__, neighbor, device)

@@ -187,7 +187,7 @@ class StepRunner:
 
     @contextmanager
     def backward_of_step(self) -> Iterator[None]:
-        """Surrounds the backward of the last step; see Note [Silence]."""
+        """Surrounds the backward of the last step; see Note [Zero-weight loss]."""
         if not self.silent:
             yield
             return
@@ -363,7 +363,7 @@ class StepRunner:
         return output
 
     def _share(self, value: Any) -> Any:
-        source = self.mesh.neighbour("pp", self.rank_of_stage[-1])
+        source = self.mesh.neighbor("pp", self.rank_of_stage[-1])
         return broadcast_object(value, source, self.mesh.group("pp"))
 
     def _check_poison(self, loss: Tensor, signatures: Sequence[Any], weights: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.context.sequence_shard import SequenceAxis
+from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import ParallelPlan
@@ -27,7 +27,7 @@ class DividedSteps:
         mesh: Of the axis.
     """
 
-    def __init__(self, axis: SequenceAxis | None, plan: ParallelPlan, mesh: ParallelMesh) -> None:
+    def __init__(self, axis: SequenceShard | None, plan: ParallelPlan, mesh: ParallelMesh) -> None:
         self.axis = axis
         self._plan, self._mesh = plan, mesh
         self._is_checked = False

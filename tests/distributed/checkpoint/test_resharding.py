@@ -96,7 +96,7 @@ def header_length(file: Path) -> int:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A checkpoint of every layout, what it holds, and the uninterrupted run."""
     folder = tmp_path_factory.mktemp("sources")
-    start = {"save_at": START, "save_to": folder / "start.ckpt"}  # as torch initialises
+    start = {"save_at": START, "save_to": folder / "start.ckpt"}  # as torch initializes
     (wanted,) = run_layout(PLAIN, folder, steps=START + 2 * STEPS, **start)
     sources = {}
     for layout in LAYOUTS:

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_par import SequenceRingStrategy
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.profiling.comm_volume import CommVolume
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import assert_parity, quiet_trainer
 from tests.support.ranks.api import run_ranks
@@ -105,7 +105,7 @@ class _Watch(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         assert batch["ids"].shape[1] == 12  # callbacks see whole samples
         if index == 2:
-            self.ledger = Ledger(trainer.strategy.parallelised.groups)
+            self.ledger = CommVolume(trainer.strategy.parallel_model.groups)
             self.ledger.__enter__()
 
     def on_train_batch_end(self, *args: Any) -> None:

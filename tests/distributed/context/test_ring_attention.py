@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from lightning_par.engine.context.sequence_shard import SequenceAxis
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.engine.context.sequence_shard import SequenceShard
+from lightning_par.profiling.comm_volume import CommVolume
 from tests.support.attention_reference import attend_divided, Case, errors, make_axis, worst_error
 from tests.support.ranks.api import ranks
 
@@ -24,7 +24,7 @@ MASKS = {
 FLOAT64, FLOAT32 = 5e-15, 2e-6  # relative to the largest number; sums in another order
 
 
-def axes(world: int) -> Iterator[tuple[str, SequenceAxis]]:
+def axes(world: int) -> Iterator[tuple[str, SequenceShard]]:
     for layout, route in itertools.product(("zigzag", "contiguous"), ("direct", "ring")):
         yield f"{layout} {route}", make_axis(world, layout=layout, route=route)
     yield "ulysses", make_axis(world, method="ulysses")
@@ -84,8 +84,8 @@ def test_every_backend_of_the_cpu_agrees(rank: int, world: int) -> None:
         assert worst_error(Case(kv_heads=2, **options), axis) <= FLOAT64
 
 
-def sent_bytes(case: Case, axis: SequenceAxis) -> int:
-    with Ledger() as ledger:
+def sent_bytes(case: Case, axis: SequenceShard) -> int:
+    with CommVolume() as ledger:
         attend_divided(case, axis)
     sent = torch.tensor(ledger.total(operation="send").sent)
     assert ledger.total(operation="all_to_all").sent == 0
@@ -101,7 +101,7 @@ def check_bytes(world: int) -> None:
         assert sent_bytes(case, make_axis(world)) == 2.25 * (world - 1) * M * world
         full = Case(tokens=4 * world, kv_heads=kv_heads, dtype=dtype)
         assert sent_bytes(full, make_axis(world)) == 3 * (world - 1) * M * world
-        wide = 4 / dtype.itemsize  # the neighbour ring carries gradients in float32
+        wide = 4 / dtype.itemsize  # the neighbor ring carries gradients in float32
         ring = make_axis(world, route="ring", layout="contiguous")
         assert sent_bytes(full, ring) == (2 + wide) * (world - 1) * M * world
 
@@ -148,7 +148,7 @@ def test_mask_is_gathered_once_for_a_batch(rank: int, world: int) -> None:
     axis = make_axis(world)
     axis.lay_out(16)
     x, visible = torch.randn(2, 2, 4, 8), torch.ones(2, 4, dtype=torch.bool)
-    with Ledger() as ledger:
+    with CommVolume() as ledger:
         for _ in range(3):
             axis.attend(x, x, x, visible=visible)
         assert ledger.total(operation="all_gather").calls == 1

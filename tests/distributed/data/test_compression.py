@@ -16,7 +16,7 @@ from torch import nn, Tensor
 from torch.utils.data import ConcatDataset, DataLoader
 
 import lightning_par
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.profiling.comm_volume import CommVolume
 from tests.support.models.compression import (
     batches,
     by_definition,
@@ -72,8 +72,8 @@ class Count(Callback):
         self.sent = 0
 
     def on_before_backward(self, trainer: Any, *_: Any) -> None:
-        groups = trainer.strategy.parallelised.groups
-        self.ledger = Ledger(groups)
+        groups = trainer.strategy.parallel_model.groups
+        self.ledger = CommVolume(groups)
         self.ledger.__enter__()
 
     def on_after_backward(self, trainer: Any, *_: Any) -> None:
@@ -174,7 +174,7 @@ def test_stage_without_parameters_takes_part(rank: int, world: int) -> None:
         strategy=strategy, devices=4, precision="64-true", max_epochs=1, limit_val_batches=0
     )
     trainer.fit(Bare(), batches(0, 1))
-    assert strategy.parallelised.compression is not None
+    assert strategy.parallel_model.compression is not None
     assert bool(list(trainer.lightning_module.parameters())) == (strategy.mesh.place["pp"] == 0)
 
 
@@ -279,7 +279,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 def test_next_fit_begins_anew(rank: int, world: int) -> None:
     chosen = {"method": "topk", "start_step": 2}
     trainer = fit(rank, world, chosen)
-    compression = trainer.strategy.parallelised.compression
+    compression = trainer.strategy.parallel_model.compression
     assert compression.state()["steps"] == STEPS
     trainer.fit(trainer.lightning_module, batches(rank, world))
     assert compression.state()["steps"] == 0
@@ -290,4 +290,4 @@ def test_next_fit_begins_anew(rank: int, world: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_one_device_compresses_nothing(rank: int, world: int, method: str) -> None:
     trainer = fit(rank, world, method, data=batches(0, 1))
-    assert trainer.strategy.parallelised.compression is None
+    assert trainer.strategy.parallel_model.compression is None

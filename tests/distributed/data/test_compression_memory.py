@@ -8,7 +8,7 @@ from torch import nn
 from lightning_par.engine.data.compression.methods import choose_compressor, GradientBucket
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.data.compression.reduction import CompressedGradients
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.profiling.comm_volume import CommVolume
 from tests.support.models.compression import WIDTH
 from tests.support.ranks.api import ranks
 
@@ -134,7 +134,7 @@ def test_short_gradients_may_be_added_in_a_longer_type(rank: int, world: int) ->
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     options = GradientCompression(method="int8", start_step=1)
     compressed = compress({"a": parameter}, options, torch.float32)
-    with Ledger({"data": dist.group.WORLD}) as ledger:
+    with CommVolume({"data": dist.group.WORLD}) as ledger:
         parameter.grad = torch.tensor([1.0, 256.0 * (1 - rank)], dtype=torch.bfloat16)
         compressed.reduce()
     # Whether there is a gradient, whether it is finite, and two entries of 4 bytes.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_par.engine.data.zero_weight_loss import Silence
+from lightning_par.engine.data.zero_weight_loss import ZeroWeightBackward
 from tests.support.parity import assert_parity
 
 ONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
@@ -42,7 +42,7 @@ def test_replica_or_micro_batch_without_a_valid_label_leaves_gradients_right(
 
 def test_silence_zeroes_only_the_backwards_inside_it_and_leaves_no_hook() -> None:
     unit = nn.Linear(3, 2)
-    silence = Silence([unit])
+    silence = ZeroWeightBackward([unit])
     with silence.prepared():
         first, second = unit(torch.ones(5, 3)).sum(), unit(torch.ones(7, 3)).sum()
         with silence.silent():

@@ -124,8 +124,8 @@ def timeouts(rank: int, world: int) -> list[float]:
     strategy = lightning_par.Hybrid3DStrategy(**options, timeout=timedelta(seconds=77))
     made = quiet_trainer(devices=world, strategy=strategy, max_steps=1)
     made.fit(ToyModule(blocks=2), loader(ToyData(8), 2))
-    groups = {"world": dist.group.WORLD, **strategy.parallelised.groups}
-    groups |= {f"shared {i}": s.group for i, s in enumerate(strategy.parallelised.shared)}
+    groups = {"world": dist.group.WORLD, **strategy.parallel_model.groups}
+    groups |= {f"shared {i}": s.group for i, s in enumerate(strategy.parallel_model.shared)}
     assert {"world", "pp", "dp_shard", "pp activations", "pp gradients", "shared 0"} <= set(groups)
     cpu = torch.device("cpu")
     return [g._get_backend(cpu).options._timeout.total_seconds() for g in groups.values()]

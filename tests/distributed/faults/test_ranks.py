@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_par.engine.activity import Activity
-from lightning_par.strategies.processes.rank_status import RankBoard, RankStatus
+from lightning_par.strategies.processes.rank_status import RankStatus, RankStatusFile
 from tests.support.faults.runs import Fault, FaultRun, run_with_fault
 
 PLACES = ("pp 0, tp 0", "pp 0, tp 1", "pp 1, tp 0", "pp 1, tp 1")
@@ -90,11 +90,11 @@ def test_rank_that_never_returns_ends_and_shows_where_it_waited(tmp_path: Path) 
 
 
 def test_board_tells_what_a_rank_does_and_how_it_ended(tmp_path: Path) -> None:
-    path = RankBoard.create(2)
+    path = RankStatusFile.create(2)
     try:
         activity = Activity()
         activity.step = 17
-        board = RankBoard(path, [4, 5], 5, activity)
+        board = RankStatusFile(path, [4, 5], 5, activity)
     finally:
         path.unlink()
     activity.begin("backward", 3, stage=1)

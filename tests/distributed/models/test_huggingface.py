@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from lightning_par import check_plan, Hybrid3DStrategy, ParallelSizes
-from lightning_par.engine.memory.placement import find_holdings
+from lightning_par.engine.memory.placement import find_placements
 from lightning_par.plan import find_plan
 from lightning_par.strategies import MeshStrategy
 from lightning_par.verification.determinism import DoublePrecision
@@ -99,7 +99,9 @@ def train(
 
 def count_attentions(strategy: Any) -> int:
     """How often attention was divided over the ranks."""
-    axis = strategy.parallelised.steps.sequence.axis if isinstance(strategy, MeshStrategy) else None
+    axis = (
+        strategy.parallel_model.steps.sequence.axis if isinstance(strategy, MeshStrategy) else None
+    )
     return 0 if axis is None else axis.calls
 
 
@@ -171,7 +173,7 @@ def assert_as_planned(family: str, results: list[Result], options: dict[str, Any
     sizes = ParallelSizes(**{a: options.get(f"{n}_parallel_size", 1) for a, n in axes.items()})
     owners = tuple(range(sizes.pipeline))
     layout = check_plan(module, plan, sizes)
-    planned = find_holdings(module, layout, sizes, rank_of_stage=owners)
+    planned = find_placements(module, layout, sizes, rank_of_stage=owners)
     ties = tied_names(family)
     for rank, result in enumerate(results):
         shapes = {h.name: h.local_shape(rank, sizes) for h in planned}
@@ -254,7 +256,7 @@ def test_adapters_beside_frozen_layers_equal_one_process(family: str, name: str)
 
 
 def test_model_made_on_meta_and_sharded_equals_one_process() -> None:
-    """Initialised parameter by parameter, by the model's own rules."""
+    """Initialized parameter by parameter, by the model's own rules."""
     assert_equal("llama", "dp2 zero3", on_meta=True)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 import lightning_par
 from lightning_par.callbacks import MixedPrecision
 from lightning_par.errors import ConfigurationError
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.profiling.comm_volume import CommVolume
 from tests.distributed.offload.test_parity import (
     assert_as_one_process,
     HYBRID,
@@ -59,7 +59,7 @@ class Watch(Callback):
         self.seen = seen
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.ledger = Ledger({})
+        self.ledger = CommVolume({})
         self.ledger.__enter__()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:

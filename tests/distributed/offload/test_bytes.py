@@ -86,7 +86,7 @@ class Watch(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         if index < 2:
             return
-        host = trainer.strategy.parallelised.host
+        host = trainer.strategy.parallel_model.host
         held = [] if host is None else host._held.values()
         on_host = [t for h in held for t in (h.master, h.mean, h.square, *h.slots)]
         parameters = [local(p) for p in pl_module.parameters()]

@@ -43,7 +43,7 @@ def whole(trainer: Any) -> dict[str, Any]:
     """Weights and states as one process would hold them, on rank 0."""
     strategy = trainer.strategy
     weights = {k: v.clone() for k, v in strategy.gather_state_dict().items()}
-    states = strategy.parallelised.states
+    states = strategy.parallel_model.states
     held = states.gather_optimizer(trainer.lightning_module, trainer.optimizers[0])
     found = {k: dict(v) for k, v in held.get("state", {}).items()}
     return {

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.tensor import DTensor
 
 import lightning_par
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.profiling.comm_volume import CommVolume
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.offload_runs import KINDS
 from tests.support.parity import quiet_trainer, Result
@@ -34,7 +34,7 @@ class Scale(Callback):
     """Weighs what the rank holds, and counts what the steps after the first copy."""
 
     def __init__(self) -> None:
-        self.ledger, self.found = Ledger(), {}
+        self.ledger, self.found = CommVolume(), {}
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 1:
@@ -42,7 +42,7 @@ class Scale(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.ledger.__exit__()
-        parallelised = trainer.strategy.parallelised
+        parallel_model = trainer.strategy.parallel_model
         parameters = [self.local(p) for p in pl_module.parameters()]
         states = [
             self.local(value)
@@ -52,9 +52,9 @@ class Scale(Callback):
         ]
         self.found = {
             "parameters": sum(map(_bytes, parameters)),
-            "host": 0 if parallelised.host is None else parallelised.host.host_bytes(),
+            "host": 0 if parallel_model.host is None else parallel_model.host.host_bytes(),
             "states": sum(map(_bytes, states)),
-            "remembered": _remembered(parallelised.compression),
+            "remembered": _remembered(parallel_model.compression),
             "to_host": self.ledger.total(axis="host", operation="to_host").sent,
             "to_device": self.ledger.total(axis="host", operation="to_device").sent,
         }

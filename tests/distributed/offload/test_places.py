@@ -69,7 +69,7 @@ class Places(Callback):
     """Where parameters and their shards are, in bytes of the host; asserts on the rank."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        host = trainer.strategy.parallelised.host
+        host = trainer.strategy.parallel_model.host
         assert all(not held.slots for held in host._held.values())
         policies = {
             module._get_fsdp_state()._fsdp_param_group.offload_policy.__class__.__name__

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_par.engine.pipeline.actions import ActionKind
 from lightning_par.engine.pipeline.p2p import Channel
 from lightning_par.engine.pipeline.simulator import bubble_fraction
-from lightning_par.engine.pipeline.stage import Leave
+from lightning_par.engine.pipeline.stage import StageExit
 from tests.support.models.staged import assert_equal_to_one_process, Block, build, data, Net, Staged
 from tests.support.ranks.api import RankError, ranks, run_ranks
 
@@ -146,7 +146,7 @@ def swallowing(rank, world):
     def step(index):
         try:
             return staged.model.loss(data(4))
-        except Leave:
+        except StageExit:
             return torch.zeros(())
 
     staged.train(data(4), 1, step=step)

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_par import Hybrid3DStrategy
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.profiling.comm_volume import CommVolume
 from tests.support.models.toy_gpt import loader, TOKENS, ToyData, ToyModule, WIDTH
 from tests.support.ranks.api import run_ranks
 
@@ -19,12 +19,12 @@ class _Counter(Callback):
     """Counts the third step: by then headers are known and caches are filled."""
 
     def __init__(self) -> None:
-        self.ledger: Ledger | None = None
+        self.ledger: CommVolume | None = None
         self.found: dict[Any, Any] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         if index == 2:
-            self.ledger = Ledger(trainer.strategy.parallelised.groups)
+            self.ledger = CommVolume(trainer.strategy.parallel_model.groups)
             self.ledger.__enter__()
 
     def on_train_batch_end(self, *args: Any) -> None:

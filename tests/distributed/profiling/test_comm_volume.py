@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_par.engine.clock import HostClock
-from lightning_par.profiling.comm_volume import Ledger
+from lightning_par.profiling.comm_volume import CommVolume
 from tests.support.ranks.api import ranks
 
 FLOAT = 4
@@ -34,7 +34,7 @@ def seen(ledger):
 def test_collectives_equal_the_ring_formulas(rank, world):
     x, n = torch.ones(3 * 2, 5), 3
     size = x.numel() * FLOAT
-    with Ledger() as ledger:
+    with CommVolume() as ledger:
         dist.all_reduce(x.clone())
         dist.all_gather_into_tensor(torch.empty(n * 6, 5), x)
         dist.all_gather([torch.empty(6, 5) for _ in range(n)], x)
@@ -61,7 +61,7 @@ def test_collectives_equal_the_ring_formulas(rank, world):
 def test_uneven_all_to_all_counts_what_leaves(rank, world):
     send = [1, 2] if rank == 0 else [3, 5]
     receive = [1, 3] if rank == 0 else [2, 5]
-    with Ledger() as ledger:
+    with CommVolume() as ledger:
         x = torch.ones(sum(send), 7, dtype=torch.float64)
         dist.all_to_all_single(torch.empty(sum(receive), 7, dtype=torch.float64), x, receive, send)
     assert ledger.total().sent == send[1 - rank] * 7 * 8
@@ -70,7 +70,7 @@ def test_uneven_all_to_all_counts_what_leaves(rank, world):
 @ranks(2)
 def test_functional_collectives_are_counted_once(rank, world):
     x, group = torch.ones(4, 5), dist.group.WORLD
-    with Ledger() as ledger:
+    with CommVolume() as ledger:
         all_reduce(x, "sum", group).sum()
         all_gather_tensor(x, 0, group).sum()
         reduce_scatter_tensor(x, "sum", 0, group).sum()
@@ -86,7 +86,7 @@ def test_functional_collectives_are_counted_once(rank, world):
 @ranks(2)
 def test_point_to_point_counts_both_ends(rank, world):
     x, other = torch.ones(3, 5), 1 - rank
-    with Ledger() as ledger:
+    with CommVolume() as ledger:
         if rank == 0:
             dist.isend(x, 1).wait()
             dist.recv(torch.empty(3, 5), 1)
@@ -103,7 +103,7 @@ def test_point_to_point_counts_both_ends(rank, world):
 def test_axes_are_told_apart_by_their_groups(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     axes = {name: mesh.get_group(name) for name in ("tp", "dp")}
-    with Ledger(axes) as ledger:
+    with CommVolume(axes) as ledger:
         dist.all_reduce(torch.ones(6), group=axes["tp"])
         dist.all_reduce(torch.ones(10), group=axes["dp"])
         dist.all_reduce(torch.ones(14))
@@ -124,7 +124,7 @@ def test_fully_shard_gathers_twice_and_scatters_once(rank, world):
     numbers = sum(p.numel() for p in model.parameters())
     for layer in model:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    with Ledger({"dp_shard": mesh.get_group()}) as ledger:
+    with CommVolume({"dp_shard": mesh.get_group()}) as ledger:
         model(torch.ones(3, 6)).sum().backward()
     payload = numbers * FLOAT
     assert seen(ledger) == {
@@ -138,7 +138,7 @@ def test_tensor_parallel_layers_reduce_in_forward_and_backward(rank, world):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    with Ledger({"tp": mesh.get_group()}) as ledger:
+    with CommVolume({"tp": mesh.get_group()}) as ledger:
         model(torch.ones(5, 6, requires_grad=True)).sum().backward()
     payload = 5 * 3 * FLOAT + 5 * 6 * FLOAT
     assert seen(ledger) == {("tp", "all_reduce"): (2, payload, payload)}
@@ -148,7 +148,7 @@ def test_tensor_parallel_layers_reduce_in_forward_and_backward(rank, world):
 def test_dtensor_redistribution(rank, world):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x = distribute_tensor(torch.ones(4, 7), mesh, [Shard(0)])
-    with Ledger({"tp": mesh.get_group()}) as ledger:
+    with CommVolume({"tp": mesh.get_group()}) as ledger:
         x.redistribute(mesh, [Replicate()]).to_local()
     assert seen(ledger) == {("tp", "all_gather"): (1, 112, 56)}
 
@@ -167,14 +167,14 @@ class _ReduceGradient(torch.autograd.Function):
 
 @ranks(2)
 def test_collectives_inside_a_backward_are_seen(rank, world):
-    with Ledger() as ledger:
+    with CommVolume() as ledger:
         _ReduceGradient.apply(torch.ones(5, requires_grad=True)).sum().backward()
     assert seen(ledger) == {("world", "all_reduce"): (1, 20, 20)}
 
 
 @ranks(2)
 def test_entering_again_goes_on_and_clear_forgets(rank, world):
-    ledger = Ledger()
+    ledger = CommVolume()
     for _ in range(2):
         with ledger:
             dist.all_reduce(torch.ones(5))
@@ -192,7 +192,7 @@ def test_entering_again_goes_on_and_clear_forgets(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("size", [3, 7])
 def test_sent_bytes_are_summed_before_they_are_rounded(rank, world, size):
-    with Ledger() as ledger:
+    with CommVolume() as ledger:
         for _ in range(4):
             dist.all_gather_into_tensor(
                 torch.empty(2 * size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
@@ -204,7 +204,7 @@ def test_sent_bytes_are_summed_before_they_are_rounded(rank, world, size):
 def test_a_clock_times_every_transfer_from_its_call_to_the_end_of_its_wait(rank, world):
     x, clock = torch.ones(5), HostClock()
     began = clock.mark()
-    with Ledger(clock=clock) as ledger:
+    with CommVolume(clock=clock) as ledger:
         dist.all_reduce(x.clone())
         work = dist.all_reduce(x.clone(), async_op=True)
         middle = clock.mark()
@@ -231,9 +231,9 @@ def test_a_clock_times_every_transfer_from_its_call_to_the_end_of_its_wait(rank,
 def test_nested_ledgers_both_count_and_what_was_there_comes_back(rank, world):
     methods = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
     x, group = torch.ones(5), dist.group.WORLD
-    with Ledger() as outer:
+    with CommVolume() as outer:
         for _ in range(2):
-            with Ledger() as inner:
+            with CommVolume() as inner:
                 dist.all_reduce(x)
                 all_reduce(x, "sum", group).sum()
     all_reduce(x, "sum", group).sum()
@@ -247,7 +247,7 @@ def test_communication_of_compiled_code_and_in_inference_mode_is_heard(rank, wor
     double = torch.compile(lambda x: all_reduce(x * 2, "sum", group) + 1, backend="aot_eager")
     x = torch.ones(7)
     want = double(x)
-    with Ledger() as ledger:
+    with CommVolume() as ledger:
         torch.testing.assert_close(double(x), want)
         with torch.inference_mode():
             all_reduce(x, "sum", group).sum()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import CommunicationProfiler
-from lightning_par.profiling.comm_volume import LedgerEntry
+from lightning_par.profiling.comm_volume import CommVolumeEntry
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
@@ -28,8 +28,8 @@ class SilentModule(ToyModule):
 class Keeper(CommunicationProfiler):
     """Keeps what the last step counted and what was foreseen."""
 
-    counted: tuple[LedgerEntry, ...] = ()
-    foreseen: tuple[LedgerEntry, ...] = ()
+    counted: tuple[CommVolumeEntry, ...] = ()
+    foreseen: tuple[CommVolumeEntry, ...] = ()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         last = self.recording.steps.last()

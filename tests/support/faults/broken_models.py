@@ -19,7 +19,7 @@ STEPS = 2
 
 
 class NormedLM(ToyLM):
-    """Normalises the queries of every head, and drops out what it embeds."""
+    """Normalizes the queries of every head, and drops out what it embeds."""
 
     def __init__(self, seeded: bool = False, **options: Any) -> None:
         super().__init__(blocks=2, **options)

@@ -10,12 +10,12 @@ from lightning_par.engine.pipeline.schedules import build_schedule
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.plan import ParallelPlan
 from lightning_par.profiling.pipeline_record import StepRecord, TimedTransfer
-from lightning_par.profiling.pipeline_summary import summarise_pipeline
-from lightning_par.resolved_plan import ModelLayout
+from lightning_par.profiling.pipeline_summary import summarize_pipeline
+from lightning_par.resolved_plan import ResolvedPlan
 
 
-def layout(blocks):
-    return ModelLayout(
+def resolved(blocks):
+    return ResolvedPlan(
         plan=ParallelPlan(),
         block_names=tuple(f"blocks.{i}" for i in range(blocks)),
         block_weights=(1,) * blocks,
@@ -63,7 +63,7 @@ def test_a_simulated_step_is_predicted_exactly(name, chunks):
     bounds = tuple(pairwise(ends))
     times = [0.1, 0.3, 0.2, 0.2, 0.1, 0.4, 0.3, 0.1, 0.2][: ends[-1]]
     steps, simulation = steps_of(schedule, bounds=bounds, block_times=times, shift=1000.0)
-    found = summarise_pipeline(steps, layout(ends[-1]), bounds)
+    found = summarize_pipeline(steps, resolved(ends[-1]), bounds)
     assert found.bubble == pytest.approx(simulation.bubble)
     assert found.predicted == pytest.approx(simulation.bubble)
     assert found.makespan == pytest.approx(simulation.makespan)
@@ -77,7 +77,7 @@ def test_a_simulated_step_is_predicted_exactly(name, chunks):
 def test_equal_stages_have_the_bubble_of_the_formula_and_need_no_other_split():
     bounds, p, m = ((0, 1), (1, 2), (2, 3), (3, 4)), 4, 8
     steps, _ = steps_of(build_schedule("1f1b", p, m), bounds=bounds, block_times=[0.5] * 4)
-    found = summarise_pipeline(steps, layout(4), bounds)
+    found = summarize_pipeline(steps, resolved(4), bounds)
     assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
     assert found.balanced == pytest.approx(found.bubble)
     assert found.imbalance == pytest.approx(0)
@@ -90,7 +90,7 @@ def test_the_split_counts_what_runs_before_and_after_the_blocks():
     bounds = ((0, 3), (3, 6), (6, 8))
     schedule, times = build_schedule("1f1b", 3, 6), [1.0] * 8
     steps, before = steps_of(schedule, bounds=bounds, block_times=times, edges=(0.0, 3.1))
-    found = summarise_pipeline(steps, layout(8), bounds)
+    found = summarize_pipeline(steps, resolved(8), bounds)
     assert found.split.stage_blocks == (3, 4, 1)
     assert found.imbalance == pytest.approx(5.1 / (11.1 / 3) - 1)
     better = ((0, 3), (3, 7), (7, 8))
@@ -98,7 +98,7 @@ def test_the_split_counts_what_runs_before_and_after_the_blocks():
     assert after.makespan < before.makespan
     assert found.split.makespan == pytest.approx(after.makespan)
     assert found.split.bubble == pytest.approx(after.bubble)
-    again = summarise_pipeline(steps, layout(8), better)
+    again = summarize_pipeline(steps, resolved(8), better)
     assert again.split.stage_blocks == (3, 4, 1)
 
 
@@ -106,7 +106,7 @@ def test_blocks_that_were_not_timed_give_no_split():
     bounds = ((0, 1), (1, 2))
     steps, _ = steps_of(build_schedule("gpipe", 2, 2), bounds=bounds, block_times=[1.0, 1.0])
     steps = [replace(step, blocks={}) for step in steps]
-    assert summarise_pipeline(steps, layout(2), bounds).split is None
+    assert summarize_pipeline(steps, resolved(2), bounds).split is None
 
 
 def test_exposed_communication_counts_once_and_only_inside_actions():
@@ -116,7 +116,7 @@ def test_exposed_communication_counts_once_and_only_inside_actions():
     waits = ((0.5, 0.75), (0.6, 0.8), (0.9, 4.5))  # the second overlaps the first
     transfer = TimedTransfer("tp", "all_reduce", 8, 8.0, 0.5, 4.5, waits)
     steps[0] = replace(steps[0], transfers=(transfer,))
-    found = summarise_pipeline(steps, layout(2), bounds)
+    found = summarize_pipeline(steps, resolved(2), bounds)
     assert found.ranks[0].exposed == pytest.approx(0.3 + 0.1 + 0.5)
     assert found.ranks[0].compute == pytest.approx(3 - 0.9)
     assert found.ranks[1].exposed == 0

@@ -18,12 +18,12 @@ def read_words(path):
 
 
 def read_fills(path):
-    """How many shapes have each fill colour."""
+    """How many shapes have each fill color."""
     text = path.read_text()
     return {name: text.count(f"fill: {c}") for name, c in (("F", "#3b76af"), ("B", "#e08a2e"))}
 
 
-def test_every_action_is_a_box_with_its_microbatch_in_a_colour_of_its_kind(tmp_path):
+def test_every_action_is_a_box_with_its_microbatch_in_a_color_of_its_kind(tmp_path):
     events = simulate(one_f_one_b(3, 5)).events
     path = draw_timeline(events, tmp_path / "a.svg", title="1F1B", unit="slots")
     words = read_words(path)

@@ -3,7 +3,7 @@
 Shapes: B batch, N query heads, K key/value heads (N a multiple of K), S queries, T keys, H head
 dim.
 
-The contract: `forward` gives the output, normalised within the block, and the logarithm of the sum
+The contract: `forward` gives the output, normalized within the block, and the logarithm of the sum
 of the exponentials (natural, float32, or float64 for float64); a query without a visible key has
 output 0 and -inf. `backward` takes output and logarithm of the whole attention, of which this block
 is a part; the logarithm of a query that sees nothing anywhere is 0. A block is never empty, and a

@@ -1,4 +1,4 @@
-"""Initialisation: what is recorded on meta gives the values of the ordinary constructor."""
+"""Initialization: what is recorded on meta gives the values of the ordinary constructor."""
 
 import math
 import subprocess
@@ -64,7 +64,7 @@ def build(make: Callable[[], nn.Module]) -> tuple[nn.Module, ConstructionRecord]
 
 def values(model: nn.Module, record: ConstructionRecord, seed: int = 3) -> dict[str, Tensor]:
     named = model.named_parameters()
-    return {n: record.initialise(p, name=n, seed=seed, device="cpu") for n, p in named}
+    return {n: record.initialize(p, name=n, seed=seed, device="cpu") for n, p in named}
 
 
 def one(make: Callable[[], nn.Module], name: str = "w") -> Tensor:
@@ -146,7 +146,7 @@ def test_part_of_a_model_equals_the_whole_bit_for_bit() -> None:
     model, record = build(Net)
     for name in ("head.weight", "blocks.2.scale", "blocks.1.legacy", "basis.weight"):
         canonical = name.replace("head", "embed")
-        part = record.initialise(model.get_parameter(name), name=canonical, seed=3, device="cpu")
+        part = record.initialize(model.get_parameter(name), name=canonical, seed=3, device="cpu")
         assert torch.equal(part, whole[canonical]), name
 
 
@@ -228,7 +228,7 @@ def test_default_dtype_and_conversion() -> None:
     half = values(model, record)
     for name, value in half.items():
         assert torch.equal(value, double[name].to(torch.bfloat16)), name
-    asked = record.initialise(
+    asked = record.initialize(
         model.get_parameter("w"), name="w", seed=3, device="cpu", dtype=torch.float64
     )
     assert torch.equal(asked, double["w"])
@@ -277,7 +277,7 @@ def test_parameter_computed_from_another_reads_the_same_draw() -> None:
     assert torch.equal(size, direction.norm(dim=1, keepdim=True))
 
 
-def test_initialisation_by_its_own_statistics_is_replayed() -> None:
+def test_initialization_by_its_own_statistics_is_replayed() -> None:
     def fill(module: nn.Module) -> None:
         module.w = nn.Parameter(torch.empty(30, 70))
         nn.init.uniform_(module.w)

@@ -32,7 +32,7 @@ def test_asking_for_values_during_construction_is_refused(fill: Callable[..., No
         build(holder(fill))
 
 
-def test_parameter_never_initialised_is_refused() -> None:
+def test_parameter_never_initialized_is_refused() -> None:
     model, record = build(holder(lambda m: setattr(m, "w", nn.Parameter(torch.empty(3, 5)))))
     with pytest.raises(PlanError, match="w: the constructor leaves all 15 values"):
         values(model, record)
@@ -42,8 +42,8 @@ def test_parameter_made_outside_is_refused() -> None:
     _, record = build(lambda: nn.Linear(3, 5))
     stranger = nn.Parameter(torch.empty(3, 7, device="meta"))
     assert not record.knows(stranger)
-    with pytest.raises(PlanError, match=r"x: no initialisation was recorded .* \(3, 7\)"):
-        record.initialise(stranger, name="x", seed=0, device="cpu")
+    with pytest.raises(PlanError, match=r"x: no initialization was recorded .* \(3, 7\)"):
+        record.initialize(stranger, name="x", seed=0, device="cpu")
     model, record = build(holder(lambda m: setattr(m, "w", stranger)))
     with pytest.raises(PlanError, match="w: this parameter was made on the meta device outside"):
         values(model, record)
@@ -56,7 +56,7 @@ def test_parameter_copied_from_an_outside_meta_tensor_is_refused() -> None:
         module.w = nn.Parameter(torch.empty(3, 5))
         module.w.data.copy_(stranger)
 
-    with pytest.raises(PlanError, match="w: its initialisation reads a meta tensor made outside"):
+    with pytest.raises(PlanError, match="w: its initialization reads a meta tensor made outside"):
         one(holder(fill))
 
 
@@ -66,7 +66,7 @@ def test_draw_that_a_buffer_also_keeps_is_refused() -> None:
         module.register_buffer("signs", signs)
         module.w = nn.Parameter(signs * 0.1)
 
-    with pytest.raises(PlanError, match="w: its initialisation reads random values"):
+    with pytest.raises(PlanError, match="w: its initialization reads random values"):
         one(holder(fill))
 
 

@@ -95,9 +95,9 @@ def test_no_rank_runs_two_actions_at_once_and_every_input_comes_first(name):
         assert all(a.end <= b.start for a, b in pairwise(row))
         for event in row:
             stage, kind, m = event.action.stage, event.action.kind, event.action.microbatch
-            neighbour = stage - 1 if kind is ActionKind.FORWARD else stage + 1
-            if 0 <= neighbour < 4:
-                assert event.start >= ends[Action(neighbour, kind, m)] + 0.25
+            neighbor = stage - 1 if kind is ActionKind.FORWARD else stage + 1
+            if 0 <= neighbor < 4:
+                assert event.start >= ends[Action(neighbor, kind, m)] + 0.25
             if kind is ActionKind.BACKWARD:
                 assert event.start >= ends[Action(stage, ActionKind.FORWARD, m)]
 
