@@ -144,12 +144,12 @@ class ToyModule(pl.LightningModule):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
+        # The gradient of a key's bias is zero but for rounding, which eps has to outweigh.
         if self.optimizer == "groups":
             matrices = [p for p in self.parameters() if p.ndim > 1]
             others = [p for p in self.parameters() if p.ndim == 1]
             groups = [{"params": matrices, "weight_decay": 0.2, "betas": (0.7, 0.9)}]
             groups += [{"params": others, "lr": 3e-2}]
-            # The gradient of a key's bias is zero but for rounding, which eps has to outweigh.
             made = torch.optim.Adam(groups, lr=1e-2, eps=1e-6)
             factors = [lambda step: 0.5**step, lambda step: 1 / (1 + step)]
             rates = torch.optim.lr_scheduler.LambdaLR(made, factors)
@@ -157,7 +157,7 @@ class ToyModule(pl.LightningModule):
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
         trained = (p for p in self.parameters() if p.requires_grad)
-        return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
+        return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, eps=1e-6)
 
 
 class ToyData(Dataset[dict[str, Tensor]]):
