@@ -41,7 +41,8 @@ def host_step(name: str, entries: int, threads: int, folder: Path) -> Callable[[
     """Return the step of one of this package's kernels."""
     import torch
 
-    from lightning_par.engine.offload.adam import AdamRule, AdamTensors, choose_kernel
+    from lightning_par.engine.offload.adam import AdamRule, AdamTensors
+    from lightning_par.engine.offload.cpu_kernels import choose_kernel
     from lightning_par.engine.offload.update_worker import Update, UpdateWorker
 
     rule = AdamRule(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decoupled=True)

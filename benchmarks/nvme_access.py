@@ -24,8 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import nn, Tensor
 
-from lightning_par.engine.offload import storage
-from lightning_par.engine.offload.adam import AdamKernel, AdamRule, choose_kernel
+from lightning_par.engine.offload import host_storage
+from lightning_par.engine.offload.adam import AdamRule
+from lightning_par.engine.offload.cpu_kernels import AdamKernel, choose_kernel
 from lightning_par.engine.offload.nvme import DirectNvmeRange, open_direct
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
@@ -78,11 +79,11 @@ def contender(
         files.append(os.dup(file))
         return open_direct(file, mapped) if direct else None
 
-    storage.open_direct = opened
+    host_storage.open_direct = opened
     place: Any = True if folder is None else f"nvme:{folder}"
     parameters = [nn.Parameter(torch.zeros(ENTRIES, dtype=torch.bfloat16)) for _ in range(count)]
     options = OffloadOptions(offload_optimizer=place)
-    held, states = storage.allocate(parameters, options, torch.device("cpu"))
+    held, states = host_storage.allocate(parameters, options, torch.device("cpu"))
     parts = list(held.values())
     assert direct == isinstance(parts[0].pages, DirectNvmeRange), "this disk has no O_DIRECT"
     generator = torch.Generator().manual_seed(1)

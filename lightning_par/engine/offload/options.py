@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_par.engine.offload.adam import KERNELS
+from lightning_par.engine.offload.cpu_kernels import KERNELS
 from lightning_par.errors import ConfigurationError, either, raise_problems
 from lightning_par.option_fields import read_fields
 
@@ -35,8 +35,7 @@ class OffloadOptions:
         pin_memory: Page-lock the memory through which gradients and parameters go; "auto": if the
             device is not the CPU.
         bucket_size_mb: MiB of gradients that are updated together.
-        cpu_kernel: ``"native"``, ``"compile"``, ``"torch"`` or ``"auto"``; see
-            `engine.offload.adam`.
+        cpu_kernel: ``"native"``, ``"torch"`` or ``"auto"``; see `engine.offload.cpu_kernels`.
         state_dtype: Of the moments: ``"float32"`` or ``"bfloat16"``.
         accumulate_on: Where gradients of several batches are added up: ``"device"``, or ``"host"``,
             to which each batch then sends its own.
@@ -52,7 +51,7 @@ class OffloadOptions:
     overlap: Literal["auto", "off"] = "auto"
     pin_memory: bool | Literal["auto"] = "auto"
     bucket_size_mb: float = 32
-    cpu_kernel: Literal["native", "compile", "torch", "auto"] = "auto"
+    cpu_kernel: Literal["native", "torch", "auto"] = "auto"
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     accumulate_on: Literal["device", "host"] = "device"
 
@@ -68,11 +67,6 @@ class OffloadOptions:
             value = getattr(self, name)
             if value not in valid:
                 problems.append(f"{name}={value!r} must be {either([repr(v) for v in valid])}.")
-        if self.cpu_kernel == "compile" and self.state_dtype == "bfloat16":
-            problems.append(
-                "cpu_kernel='compile' keeps moments in the dtype of the master: "
-                "state_dtype='bfloat16' needs 'native' or 'torch'."
-            )
         start = self.delayed_update
         if start is True or not isinstance(start, int) or start < 0:
             problems.append(

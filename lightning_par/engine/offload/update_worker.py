@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from lightning_par.engine.offload.adam import AdamKernel, AdamRule, AdamTensors
+from lightning_par.engine.offload.adam import AdamRule, AdamTensors
+from lightning_par.engine.offload.cpu_kernels import AdamKernel
 from lightning_par.engine.offload.nvme import NvmeRange
 
 __all__ = ["Update", "UpdateWorker"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_par.engine.offload.adam import choose_kernel
+from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
 from lightning_par.engine.offload.update_worker import UpdateWorker
@@ -302,7 +302,8 @@ WRONG = [
     ({"overlap": "on"}, r"overlap='on' must be 'auto' or 'off'\."),
     ({"pin_memory": "yes"}, r"pin_memory='yes' must be True, False or 'auto'\."),
     ({"bucket_size_mb": 0}, r"bucket_size_mb=0 must be a number of more than 0\."),
-    ({"cpu_kernel": "avx"}, r"cpu_kernel='avx' must be 'native', 'compile', 'torch' or 'auto'\."),
+    ({"cpu_kernel": "avx"}, r"cpu_kernel='avx' must be 'native', 'torch' or 'auto'\."),
+    ({"cpu_kernel": "compile"}, r"cpu_kernel='compile' must be 'native', 'torch' or 'auto'\."),
     ({"state_dtype": "int8"}, r"state_dtype='int8' must be 'float32' or 'bfloat16'\."),
     ({"overlap": 1, "bucket_size_mb": "big"}, r"2 problems:\n  - overlap=1.*\n  - bucket_size_mb="),
     ({"bucket_size": 3}, r"offload_options has no 'bucket_size'.*did you mean 'bucket_size_mb'\?"),

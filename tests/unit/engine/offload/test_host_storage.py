@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks._live import LiveBytes
-from lightning_par.engine.offload.adam import choose_kernel
+from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.host_storage import allocate
 from lightning_par.engine.offload.options import OffloadOptions

@@ -11,7 +11,7 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.engine.offload import host_storage, nvme
-from lightning_par.engine.offload.adam import choose_kernel
+from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.nvme import DirectNvmeRange, PAGE
 from lightning_par.engine.offload.options import OffloadOptions
