@@ -85,7 +85,7 @@ def contender(
     options = OffloadOptions(offload_optimizer=place)
     held, states = host_storage.allocate(parameters, options, torch.device("cpu"))
     parts = list(held.values())
-    assert direct == isinstance(parts[0].pages, DirectNvmeRange), "this disk has no O_DIRECT"
+    assert direct == isinstance(parts[0].nvme, DirectNvmeRange), "this disk has no O_DIRECT"
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(ENTRIES, generator=generator).bfloat16()
     for part in parts:
@@ -95,12 +95,12 @@ def contender(
 
     def step() -> None:
         futures = [
-            worker.submit(_Now(), [part.update(RULE, 0) for part in bucket], 1.0, float("inf"))
+            worker.submit(_Now(), [part.next_update(RULE, 0) for part in bucket], 1.0, float("inf"))
             for bucket in buckets
         ]
         for future in futures:
             future.result()
-        states.settle()
+        states.wait_for_writes()
 
     return Contender(
         step=step,

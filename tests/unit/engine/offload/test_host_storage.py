@@ -41,7 +41,7 @@ def test_host_takes_what_is_promised_per_parameter(
         for step in range(3):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
-            host.begin(step, hears=False, streams=False, largest=float("inf"))
+            host.begin(step, streams=False, largest=float("inf"))
             host.finish()
             for parameter in parameters:  # of the part on the device
                 parameter.grad = None
