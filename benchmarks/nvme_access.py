@@ -36,13 +36,6 @@ ENTRIES = 2**20
 RULE = AdamRule(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decoupled=True)
 
 
-class _Now:
-    """Gradients that are here already."""
-
-    def synchronize(self) -> None:
-        pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """One way to hold states.
@@ -95,7 +88,9 @@ def contender(
 
     def step() -> None:
         futures = [
-            worker.submit(_Now(), [part.next_update(RULE, 0) for part in bucket], 1.0, float("inf"))
+            worker.submit(
+                torch.cpu.Event(), [part.next_update(RULE, 0) for part in bucket], 1.0, float("inf")
+            )
             for bucket in buckets
         ]
         for future in futures:

@@ -68,6 +68,7 @@ def pin(memory: Tensor) -> None:
     Args:
         memory: Tensor on the host; call `unpin` before it is freed.
     """
+    # Registering locks memory that is allocated already; other devices than CUDA have no such call.
     runtime: Any = torch.cuda.cudart()
     size = memory.numel() * memory.element_size()
     torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)))

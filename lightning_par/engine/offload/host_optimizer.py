@@ -220,11 +220,14 @@ class HostOptimizer:
             self._enter(OffloadState.IDLE)
 
     def flush(self) -> None:
-        """Publish every update that was submitted, and show the states to the optimizer."""
+        """Apply pending updates, and put the states of all parameters into the optimizer."""
         self._publish()
         if self.state is OffloadState.DELAYED:
             self._enter(OffloadState.IDLE)
-        self.show_states()
+        for parameter, held in self._held.items():
+            states = held.states()
+            if states:
+                self._optimizer.state[parameter] = states
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return this rank's shards of the gradients that wait for their update, on the host.
@@ -235,13 +238,6 @@ class HostOptimizer:
             copied.synchronize()
         waiting = (held for bucket, _ in self._closed for held in bucket)
         return {held.parameter: held.gradient(self._slot) for held in waiting}
-
-    def show_states(self) -> None:
-        """Put the states of all parameters that have stepped into the optimizer."""
-        for parameter, held in self._held.items():
-            states = held.states()
-            if states:
-                self._optimizer.state[parameter] = states
 
     def load(
         self,

@@ -22,7 +22,7 @@ from lightning_par.engine.offload.adam import AdamRule, AdamTensors
 from lightning_par.engine.offload.nvme import NvmeRange
 from lightning_par.engine.offload.update_worker import Update
 
-__all__ = ["HostParameter", "like_parameter", "local_tensor", "wide_dtype"]
+__all__ = ["HostParameter", "local_tensor", "wide_dtype"]
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def like_parameter(parameter: nn.Parameter, local: Tensor) -> Tensor:
+def _like_parameter(parameter: nn.Parameter, local: Tensor) -> Tensor:
     """Return a tensor on the host that is sharded as its parameter is.
 
     Args:
@@ -105,6 +105,7 @@ class HostParameter:
         """Copy a changed parameter to the master; see Note [Stale masters]."""
         value = self.local.to("cpu")
         if self._has_master:
+            # Compared in the parameter's dtype: where it agrees, the master's digits are kept.
             kept = self.master.to(value.dtype) == value
             self.master.copy_(torch.where(kept, self.master, value.to(self.master.dtype)))
         else:
@@ -136,8 +137,9 @@ class HostParameter:
             slot: Index of the slot that holds the gradient and receives the parameter.
         """
         self.step += 1
-        self._count.fill_(self.step)
+        self._count.fill_(self.step)  # in place: the optimizer's state holds this tensor
         out = self.slots[slot] if self.grad is None else self.local
+        # Autograd may compute a transposed gradient; a slot and a sum are contiguous already.
         grad = self.gradient(slot).contiguous()
         tensors = AdamTensors(
             master=self.master.view(-1),
@@ -158,7 +160,7 @@ class HostParameter:
         held = {"exp_avg": self.mean, "exp_avg_sq": self.square}
         if self.parameter.dtype != self.master.dtype:
             held[MASTER] = self.master
-        sharded = {name: like_parameter(self.parameter, part) for name, part in held.items()}
+        sharded = {name: _like_parameter(self.parameter, part) for name, part in held.items()}
         return {"step": self._count, **sharded}
 
     def targets(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -178,5 +180,6 @@ class HostParameter:
         self._count = torch.as_tensor(step).clone()
 
     def _stamp(self) -> tuple[int, int]:
+        # The address tells that `parameter.data` is another tensor, the version in-place changes.
         local = self.local
         return local.data_ptr(), local._version

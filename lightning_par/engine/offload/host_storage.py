@@ -56,6 +56,7 @@ class HostStorage:
         self._mapped, self._bytes, self._direct = None, None, None
         if folder is not None and size:
             self._mapped, direct = _map_file(folder, size)
+            # One view of the whole map: states are slices of it, and keep it alive.
             self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
             self._direct = None if direct is None else DirectIOFile(direct, tile_bytes)
         self._used = 0
@@ -104,6 +105,7 @@ class HostStorage:
 
     def close(self) -> None:
         """Unlock the pinned slabs, and stop the threads that read and write the file."""
+        # Addresses stay registered when a slab is freed, and could not be pinned again.
         for slab in self._pinned:
             unpin(slab)
         self._pinned = []

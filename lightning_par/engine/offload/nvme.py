@@ -96,6 +96,7 @@ class DirectIOFile:
         for _ in range(_BUFFERS):
             # O_DIRECT wants memory that begins on a page: an anonymous map does.
             self._free.put(mmap.mmap(-1, tile_bytes))
+        # Two threads: a read may wait for a buffer that only a write frees.
         self._reader = ThreadPoolExecutor(1, "offload-reads")
         self._writer = ThreadPoolExecutor(1, "offload-writes")
         self._writing: list[Future[None]] = []
@@ -108,7 +109,7 @@ class DirectIOFile:
             try:
                 _transfer(os.preadv, self._file, buffer, extents)
             except BaseException:
-                self._free.put(buffer)
+                self._free.put(buffer)  # a lost buffer would block the reader for good
                 raise
             return buffer
 

@@ -79,6 +79,7 @@ class OffloadedGradients:
 
     def nonfinite(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients are not finite."""
+        # Called after a step was found bad: here each bool() may synchronize with the device.
         return {p for p, peak in self._peaks.items() if not bool(peak.isfinite())}
 
 

@@ -120,6 +120,7 @@ class UpdateWorker:
         first, *others = [
             tensors.part(low, min(low + size, entries)) for low in range(0, entries, size)
         ]
+        # This thread computes a part, too: with one more, the pool would exceed `threads`.
         running = [self._more.submit(part, tensors) for tensors in others]
         part(first)
         for future in running:
