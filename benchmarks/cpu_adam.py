@@ -30,18 +30,12 @@ extern "C" void sweep(float* __restrict p, float* __restrict m, float* __restric
 """
 
 
-class _Now:
-    """Gradients that are here already."""
-
-    def synchronize(self) -> None:
-        pass
-
-
 def host_step(name: str, entries: int, threads: int, folder: Path) -> Callable[[], None]:
     """Return the step of one of this package's kernels."""
     import torch
 
-    from lightning_par.engine.offload.adam import AdamRule, AdamTensors, choose_kernel
+    from lightning_par.engine.offload.adam import AdamRule, AdamTensors
+    from lightning_par.engine.offload.cpu_kernels import choose_kernel
     from lightning_par.engine.offload.update_worker import Update, UpdateWorker
 
     rule = AdamRule(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decoupled=True)
@@ -55,7 +49,7 @@ def host_step(name: str, entries: int, threads: int, folder: Path) -> Callable[[
         out=slot,
     )
     update = Update(rule=rule, tensors=tensors, step=3)
-    return lambda: worker.submit(_Now(), [update], 1.0, float("inf")).result()
+    return lambda: worker.submit(torch.cpu.Event(), [update], 1.0, float("inf")).result()
 
 
 def cast_step(make: Callable[[Any], Any], entries: int) -> Callable[[], None]:

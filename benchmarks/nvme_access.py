@@ -24,8 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import nn, Tensor
 
-from lightning_par.engine.offload import storage
-from lightning_par.engine.offload.adam import AdamKernel, AdamRule, choose_kernel
+from lightning_par.engine.offload import host_storage
+from lightning_par.engine.offload.adam import AdamRule
+from lightning_par.engine.offload.cpu_kernels import AdamKernel, choose_kernel
 from lightning_par.engine.offload.nvme import DirectNvmeRange, open_direct
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
@@ -33,13 +34,6 @@ from lightning_par.engine.offload.update_worker import UpdateWorker
 ENTRIES = 2**20
 """Of a parameter: 12 MiB of states."""
 RULE = AdamRule(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decoupled=True)
-
-
-class _Now:
-    """Gradients that are here already."""
-
-    def synchronize(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +72,13 @@ def contender(
         files.append(os.dup(file))
         return open_direct(file, mapped) if direct else None
 
-    storage.open_direct = opened
+    host_storage.open_direct = opened
     place: Any = True if folder is None else f"nvme:{folder}"
     parameters = [nn.Parameter(torch.zeros(ENTRIES, dtype=torch.bfloat16)) for _ in range(count)]
     options = OffloadOptions(offload_optimizer=place)
-    held, states = storage.allocate(parameters, options, torch.device("cpu"))
+    held, states = host_storage.allocate(parameters, options, torch.device("cpu"))
     parts = list(held.values())
-    assert direct == isinstance(parts[0].pages, DirectNvmeRange), "this disk has no O_DIRECT"
+    assert direct == isinstance(parts[0].nvme, DirectNvmeRange), "this disk has no O_DIRECT"
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(ENTRIES, generator=generator).bfloat16()
     for part in parts:
@@ -94,12 +88,14 @@ def contender(
 
     def step() -> None:
         futures = [
-            worker.submit(_Now(), [part.update(RULE, 0) for part in bucket], 1.0, float("inf"))
+            worker.submit(
+                torch.cpu.Event(), [part.next_update(RULE, 0) for part in bucket], 1.0, float("inf")
+            )
             for bucket in buckets
         ]
         for future in futures:
             future.result()
-        states.settle()
+        states.wait_for_writes()
 
     return Contender(
         step=step,

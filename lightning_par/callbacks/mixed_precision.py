@@ -132,16 +132,16 @@ class MixedPrecision(pl.Callback):
         scaler, strategy = self._scaler(trainer), trainer.strategy
         scale = 1.0 if scaler is None else scaler.get_scale()
         elsewhere: frozenset[int] = frozenset()
-        departed, factor = None, 1.0
+        offloaded, factor = None, 1.0
         if isinstance(strategy, MeshStrategy):
             elsewhere = strategy.parallel_model.counted_elsewhere
             host = strategy.parallel_model.host
             if host is not None:
-                departed, factor = host.gradients(), float(host.departed.factor)
+                offloaded, factor = host.gradients(), float(host.offloaded_gradients.factor)
         smallest = torch.finfo(_COMPUTES[self.precision]).tiny / scale
         device = strategy.root_device
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._underflow = underflow_share(held, smallest, device, elsewhere, departed, factor)
+        self._underflow = underflow_share(held, smallest, device, elsewhere, offloaded, factor)
 
     @override
     def on_train_batch_end(

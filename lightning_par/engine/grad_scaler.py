@@ -28,10 +28,10 @@ class MeshGradScaler(torch.amp.GradScaler):
     Where gradients are DTensors, each rank looks at its own part.
 
     Attributes:
-        departed: Gradients that are on the host, which are divided when they are used.
+        offloaded_gradients: Gradients on the host, which the update divides; None: there are none.
     """
 
-    departed: OffloadedGradients | None = None
+    offloaded_gradients: OffloadedGradients | None = None
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)
@@ -81,8 +81,8 @@ class MeshGradScaler(torch.amp.GradScaler):
             raise ValueError("Attempting to unscale FP16 gradients.")
         for grads in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-        if self.departed is not None:
-            self.departed.unscale(inv_scale, found_inf)
+        if self.offloaded_gradients is not None:
+            self.offloaded_gradients.unscale(inv_scale, found_inf)
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
         self._skipped = found_inf.clone() if self._skipped is None else self._skipped + found_inf
         return {found_inf.device: found_inf}
@@ -94,7 +94,7 @@ def underflow_share(
     smallest: float,
     device: torch.device,
     counted_elsewhere: frozenset[int] = frozenset(),
-    departed: Mapping[nn.Parameter, Tensor] | None = None,
+    offloaded: Mapping[nn.Parameter, Tensor] | None = None,
     factor: float = 1.0,
 ) -> float:
     """Return the share of the gradients' entries that are smaller than `smallest`, zeros included.
@@ -104,20 +104,20 @@ def underflow_share(
         smallest: The smallest number that is not rounded to fewer digits.
         device: On which ranks meet.
         counted_elsewhere: Ids of parameters that another pipeline stage counts.
-        departed: This rank's parts of gradients that are not on their parameters.
-        factor: By which those are still to be multiplied.
+        offloaded: This rank's shards of the gradients on the host.
+        factor: Factor that is not applied to those yet.
 
     **Communicates**: one all-reduce of two numbers over all ranks, if there are several.
     """
     counts = torch.zeros(2, dtype=torch.float64, device=device)
-    elsewhere = departed or {}
+    offloaded = offloaded or {}
     for parameter in parameters:
-        gone = parameter in elsewhere
-        grad = parameter if gone else parameter.grad
+        on_host = parameter in offloaded
+        grad = parameter if on_host else parameter.grad
         if grad is None or id(parameter) in counted_elsewhere or not is_counted_here(grad):
             continue
-        local = elsewhere[parameter] if gone else local_part(grad)
-        bound = smallest / factor if gone else smallest
+        local = offloaded[parameter] if on_host else local_part(grad)
+        bound = smallest / factor if on_host else smallest
         counts[0] += (local.abs() < bound).sum().to(device)
         counts[1] += local.numel()
     if dist.is_initialized():

@@ -239,8 +239,8 @@ class CollectiveHook(ABC):
         return wait
 
     def _copy_method(self, name: str, original: Any) -> Callable[..., Any]:
-        def copy(courier: CopyStream, source: Tensor, target: Tensor) -> None:
-            original(courier, source, target)
+        def copy(stream: CopyStream, source: Tensor, target: Tensor) -> None:
+            original(stream, source, target)
             self._copied(name, source)
 
         return copy

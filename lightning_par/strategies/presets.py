@@ -109,7 +109,7 @@ class ZeROOffloadStrategy(MeshStrategy):
         overlap: ``"auto"`` sends gradients, and updates, during the backward; ``"off"`` after it.
         pin_memory: Page-lock the memory through which gradients and parameters go.
         bucket_size_mb: MiB of gradients that are updated together.
-        cpu_kernel: ``"native"``, ``"compile"``, ``"torch"`` or ``"auto"``.
+        cpu_kernel: ``"native"``, ``"torch"`` or ``"auto"``.
         state_dtype: Of the moments: ``"float32"`` or ``"bfloat16"``.
         accumulate_on: Where gradients of several batches are added up: ``"device"`` or ``"host"``.
         options: Those of `MeshStrategy`, but for `zero_stage` and `offload_options`.
@@ -133,7 +133,7 @@ class ZeROOffloadStrategy(MeshStrategy):
         overlap: Literal["auto", "off"] = "auto",
         pin_memory: bool | Literal["auto"] = "auto",
         bucket_size_mb: float = 32,
-        cpu_kernel: Literal["native", "compile", "torch", "auto"] = "auto",
+        cpu_kernel: Literal["native", "torch", "auto"] = "auto",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         accumulate_on: Literal["device", "host"] = "device",
         **options: Any,

@@ -148,7 +148,7 @@ def total_norm(
     device: torch.device,
     counts: Callable[[nn.Parameter], bool] = lambda _: True,
     loss: Tensor | None = None,
-    departed: Sequence[tuple[Tensor, float]] = (),
+    offloaded_norms: Sequence[tuple[Tensor, float]] = (),
 ) -> Float[Tensor, ""]:
     """Return the 2-norm of the gradient of the whole model, the same on every rank.
 
@@ -160,14 +160,14 @@ def total_norm(
         device: Of the result.
         counts: False for a copy that another pipeline stage counts.
         loss: Of this rank; it only matters if it is not finite.
-        departed: Norms of gradients that are elsewhere, each with 1, or 0 for a copy.
+        offloaded_norms: Norms of gradients on the host, each with 1, or 0 for a copy.
 
     **Communicates**: one all-reduce of one number over all ranks.
     """
     with_grad = [p for p in parameters if p.grad is not None]
     grads = local_gradients(with_grad)
     poison = None if loss is None else loss * 0  # NaN if the loss is not finite
-    if dist.get_world_size() == 1 and not departed:
+    if dist.get_world_size() == 1 and not offloaded_norms:
         norm = torch.nn.utils.get_total_norm(grads)
         return norm if poison is None else norm + poison.to(norm)
     double = any(g.dtype is torch.float64 for g in grads)
@@ -180,7 +180,7 @@ def total_norm(
         weights = [float(counts(p) and g is not None and is_counted_here(g)) for p, g in pairs]
         squares = torch.stack([n.to(device) for n in norms]).double().square()
         square += (squares * squares.new_tensor(weights)).sum()
-    for known, weight in departed:
+    for known, weight in offloaded_norms:
         square += known.to(square).square() * weight
     if poison is not None:
         square += poison.to(square)

@@ -1,7 +1,7 @@
-"""Bytes that a rank will hold, from shapes alone: on the device and on the host, by kind.
+"""Estimate of the bytes of a rank, on its device and on its host, from shapes alone.
 
-P parameters of b bytes in all, a rank's share of them p, its share of their rows in a pipeline
-stage and a tensor-parallel shard P'; u of the largest unit (a block, or what is outside of them).
+Parameters have b bytes each. A rank holds p of them after all sharding, and P' before that of FSDP;
+u are those of the largest FSDP unit (a block, or all that is outside of blocks).
 
 ===================  ============================================  =============================
 kind                 on the device                                 on the host, if offloaded
@@ -10,13 +10,13 @@ parameters           b p
 gathered             b P' (ZeRO 0 to 2), 2 b u (ZeRO 3)
 gradients            b p; offloaded: a bucket and 3.5 b u at most  b p, twice if delayed; their
                                                                    sum, if it is made there
-compression          what it left out of gradients
+compression          what it did not send of gradients
 optimizer            2 b p                                         master and two moments
 ===================  ============================================  =============================
 
-With a fraction, that part is as if offloaded; parameters that are offloaded are on the host; states
-in a file are not counted. Nothing is gathered where there is one replica, or where gradients are
-compressed. Activations, and what an allocator keeps, come on top.
+With `offload_fraction`, that fraction counts as offloaded. Offloaded parameters are on the host;
+states in a file are not counted. Nothing is gathered with one replica, or where gradients are
+compressed. Activations, and what the allocator caches, come on top.
 
 **Source**: Rajbhandari et al. 1910.02054, section 3; Ren et al. 2101.06840, section 4.
 """
@@ -44,9 +44,9 @@ class MemoryRow:
     """Bytes of one kind on one rank.
 
     Attributes:
-        kind: As in the table of this module.
-        device: On the device.
-        host: On the host.
+        kind: First column of the table in this module's docstring.
+        device: Bytes on the device.
+        host: Bytes on the host.
     """
 
     kind: str
@@ -56,10 +56,10 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What the fullest rank holds.
+    """Bytes of the rank that holds the most.
 
     Attributes:
-        rows: One for each kind.
+        rows: One row for each kind.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -84,7 +84,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Share:
-    """A parameter on one rank: its entries, those of its whole rows, and its unit."""
+    """A parameter on one rank: its entries after and before FSDP's sharding, and its unit."""
 
     entries: int
     gathered: int
@@ -98,7 +98,7 @@ class _Share:
 
     @property
     def wide(self) -> int:
-        """Bytes of an entry of the master."""
+        """Bytes of an entry of the master weight."""
         return max(4, self.size)
 
 
@@ -114,26 +114,26 @@ def estimate_memory(
     dtype: torch.dtype | None = None,
     compression: GradientCompression | None = None,
 ) -> MemoryEstimate:
-    """Return what the rank with the most bytes on its device holds.
+    """Estimate the bytes of the rank that holds the most on its device.
 
     Args:
-        module: Whole; parameters may be on meta.
-        resolved: Its resolved plan.
-        sizes: Of the mesh.
-        zero_stage: 0 to 3.
-        offload: How the optimizer is on the host; None: it is on the device.
-        rank_of_stage: The pipeline rank of every stage.
+        module: The whole model; its parameters may be on meta.
+        resolved: Resolved plan of the model.
+        sizes: Sizes of the mesh.
+        zero_stage: ZeRO stage, 0 to 3.
+        offload: Options of offloading; None: nothing is offloaded.
+        rank_of_stage: Pipeline rank of every stage.
         stage_blocks: Number of blocks of every stage; None balances them.
-        dtype: Of the parameters in the run; None: that which they have.
-        compression: Of gradients between replicas.
+        dtype: Dtype of the parameters in the run; None: the one that they have.
+        compression: Compression of the gradients that replicas exchange, if any.
     """
-    holdings = find_placements(
+    placements = find_placements(
         module, resolved, sizes, rank_of_stage=rank_of_stage, stage_blocks=stage_blocks
     )
     found = []
     for rank in range(0, sizes.world_size, sizes.world_size // sizes.pipeline):
-        # Of the ranks of a stage, the first one has the larger part of what does not divide.
-        shares = _shares(module, resolved, sizes, holdings, rank, dtype)
+        # The first rank of a stage has the larger shard where a size does not divide evenly.
+        shares = _shares(module, resolved, sizes, placements, rank, dtype)
         compresses = compression is not None and sizes.data > 1
         rows = _rows(shares, sizes, zero_stage, offload, waits=compresses)
         if compression is not None and compresses:
@@ -146,24 +146,24 @@ def _shares(
     module: nn.Module,
     resolved: ResolvedPlan,
     sizes: ParallelSizes,
-    holdings: Sequence[ParameterPlacement],
+    placements: Sequence[ParameterPlacement],
     rank: int,
     dtype: torch.dtype | None,
 ) -> list[_Share]:
     found = []
     parameters = dict(module.named_parameters())
-    for holding in holdings:
-        shape = holding.local_shape(rank, sizes)
+    for placement in placements:
+        shape = placement.local_shape(rank, sizes)
         if shape is None:
             continue
-        blocks = (b for b in resolved.block_names if holding.name.startswith(b + "."))
-        floats = holding.dtype.is_floating_point
+        blocks = (b for b in resolved.block_names if placement.name.startswith(b + "."))
+        floats = placement.dtype.is_floating_point
         found.append(
             _Share(
                 entries=math.prod(shape),
-                gathered=math.prod(holding.local_shape(rank, sizes, gathered=True) or ()),
-                dtype=dtype if dtype is not None and floats else holding.dtype,
-                trains=parameters[holding.name].requires_grad,
+                gathered=math.prod(placement.local_shape(rank, sizes, gathered=True) or ()),
+                dtype=dtype if dtype is not None and floats else placement.dtype,
+                trains=parameters[placement.name].requires_grad,
                 unit=next(blocks, ""),
             )
         )
@@ -196,11 +196,11 @@ def _rows(
     """Return the rows without compression.
 
     Args:
-        shares: Of a rank.
-        sizes: Of the mesh.
-        zero_stage: 0 to 3.
-        offload: How, if at all.
-        waits: Whether gradients are final after the backward only.
+        shares: Parameters of one rank.
+        sizes: Sizes of the mesh.
+        zero_stage: ZeRO stage, 0 to 3.
+        offload: Options of offloading; None: nothing is offloaded.
+        waits: Whether no gradient is final before the backward ends.
     """
     units = _units(shares)
     largest, whole = max(units, default=0), sum(units)
@@ -217,14 +217,14 @@ def _rows(
         rows.append(MemoryRow(kind="gradients", device=local))
         rows.append(MemoryRow(kind="optimizer", device=2 * local))
         return rows
-    # Where gradients are final after the backward only, they are all on the device until then.
+    # Such gradients are all on the device until the backward ends.
     waits = waits or sizes.pipeline > 1 or sizes.context > 1 or offload.overlap == "off"
-    # FSDP2 was counted to hold 3.5 blocks while it sums theirs.
+    # Measured: FSDP2 holds gradients of 3.5 blocks while it reduces them.
     bucket = offload.bucket_bytes + (7 * largest // 2 if sizes.data > 1 else 0)
     slots = 1 if offload.delayed_update is False else 2
     part = offload.offload_fraction
-    gone = int(part * local)
-    gradients = local if waits else local - gone + min(gone, bucket)
+    offloaded = int(part * local)
+    gradients = local if waits else local - offloaded + min(offloaded, bucket)
     states = 0 if offload.folder is not None else int(part * _states(trained, offload))
     if offload.offload_parameters:
         rows[0] = MemoryRow(kind="parameters", device=0, host=rows[0].device)
@@ -232,15 +232,15 @@ def _rows(
     sums = 0
     if offload.accumulate_on == "host" and not offload.offload_parameters:
         sums = sum(s.entries * s.wide for s in trained)
-    rows.append(MemoryRow(kind="gradients", device=gradients, host=slots * (gone + sums)))
-    # What stays on the device has moments there, and a master of a short weight.
+    rows.append(MemoryRow(kind="gradients", device=gradients, host=slots * (offloaded + sums)))
+    # The others have moments on the device, and a float32 master if they have 16 bits.
     left = sum(s.entries * (2 * s.size if s.size > 2 else 4 + 2 * 4) for s in trained)
     rows.append(MemoryRow(kind="optimizer", device=int((1 - part) * left), host=states))
     return rows
 
 
 def _units(shares: Sequence[_Share]) -> list[int]:
-    """Return the bytes of every unit while it is gathered."""
+    """Return the bytes of every FSDP unit when it is gathered."""
     units: dict[str, int] = {}
     for share in shares:
         units[share.unit] = units.get(share.unit, 0) + share.gathered * share.size
@@ -248,7 +248,7 @@ def _units(shares: Sequence[_Share]) -> list[int]:
 
 
 def _states(shares: Sequence[_Share], offload: OffloadOptions) -> int:
-    """Return the bytes of masters and moments on the host."""
+    """Return the bytes of master weights and moments on the host."""
     total = 0
     for share in shares:
         moment = share.wide if share.wide == 8 else offload.moments.itemsize
@@ -264,14 +264,14 @@ def misfits(
     ranks_per_host: int,
     shared: bool = False,
 ) -> list[str]:
-    """Return what does not fit, each with its numbers; empty if everything may.
+    """Return a sentence for each memory that is too small; an empty list if there is none.
 
     Args:
-        estimate: Of the fullest rank.
+        estimate: Bytes of the rank that holds the most.
         device: Bytes of a device; None: unknown.
-        host: Bytes that the host can give; None: unknown.
-        ranks_per_host: Which share them.
-        shared: Whether the devices are the host.
+        host: Bytes that are free on the host; None: unknown.
+        ranks_per_host: Number of ranks that share the host.
+        shared: Whether device and host are the same memory, as on the CPU.
     """
     problems = []
     if device is not None and not shared and estimate.device > device:

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds: parameters, gradients, optimizer states, activations, all of it."""
+"""Measured bytes of a rank: of tensors, of saved activations, of the device, of the process."""
 
 import os
 import resource
@@ -25,10 +25,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def bytes_held(tree: Any) -> int:
-    """Return the bytes of the tensors in a nest on this rank; what shares memory counts once.
+    """Return the bytes of the tensors in a pytree on this rank; shared storages count once.
 
     Args:
-        tree: Any pytree; of a DTensor, the local part counts.
+        tree: Any pytree; of a DTensor, this rank's shard counts.
     """
     tensors = (_local(t) for t in tree_leaves(tree) if isinstance(t, Tensor))
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
@@ -36,10 +36,10 @@ def bytes_held(tree: Any) -> int:
 
 
 def current_memory(device: torch.device) -> int:
-    """Return the bytes that a rank holds now: those of tensors on a GPU, else of the process.
+    """Return the bytes that a rank holds now: on a GPU those of tensors, else of the process.
 
     Args:
-        device: Of the rank.
+        device: Device of the rank.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -51,11 +51,11 @@ def peak_memory(device: torch.device) -> int:
     else since the process began.
 
     Args:
-        device: Of the rank.
+        device: Device of the rank.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return max(_most_resident(), _resident())  # the kernel keeps the first one late
+    return max(_most_resident(), _resident())  # the kernel updates the first one late
 
 
 def _resident() -> int:
@@ -71,7 +71,7 @@ def _most_resident() -> int:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this machine, or the container, can still give; None where the system
+    """Return the bytes that are free on this machine, or in its container; None where the system
     does not say.
     """
     found = []
@@ -89,7 +89,7 @@ def _address(tensor: Tensor) -> int:
 
 
 class _Saved:
-    """Holds a tensor for the backward; tells when nobody needs it any more."""
+    """Holds a tensor that autograd saved; its deletion tells that the backward is done with it."""
 
     def __init__(self, tensor: Tensor, owner: "SavedActivations") -> None:
         self.tensor, self._owner, self._key = tensor, owner, _address(tensor)
@@ -100,10 +100,10 @@ class _Saved:
 
 
 class SavedActivations:
-    """Counts, while it is entered, the bytes that are saved for backwards; parameters do not count.
+    """Context that counts the bytes autograd saves for the backward, without parameters.
 
     Attributes:
-        peak: The most bytes that were saved at once.
+        peak: Largest number of bytes that were saved at once.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class SavedActivations:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        # A sharded parameter is whole only while its module computes.
+        # FSDP gathers a parameter for its forward only: its address is not known before.
         hook = nn.modules.module.register_module_forward_pre_hook(self._see_parameters)
         self._open.callback(hook.remove)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -130,8 +130,8 @@ class SavedActivations:
                 self._parameters[_address(parameter)] = weakref.ref(parameter)
 
     def _is_parameter(self, tensor: Tensor) -> bool:
-        """Whether it shares the memory of a parameter, which may have been freed since it was
-        seen.
+        """Whether a tensor shares the memory of a parameter that is still alive; the address of a
+        freed one may belong to an activation by now.
         """
         address = _address(tensor)
         known = self._parameters.get(address)
@@ -139,6 +139,7 @@ class SavedActivations:
         return parameter is not None and _address(parameter) == address
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        # A wrapper subclass, such as a DTensor, has no storage of its own to count.
         plain = type(tensor) in (Tensor, nn.Parameter)
         return _Saved(tensor, self) if plain and not self._is_parameter(tensor) else tensor
 

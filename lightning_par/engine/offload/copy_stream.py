@@ -1,7 +1,7 @@
-"""Copies between a device and the host that run beside the computation.
+"""Copies between a device and the host in a stream of their own, beside the computation.
 
-The module of torch for the device gives the streams; that of the CPU has streams and events that do
-nothing, so that the same code runs there, and its copies are done when they return.
+Streams and events are those of the device's torch module (`torch.cuda`). `torch.cpu` has ones that
+do nothing, so that the same code runs there; its copies are complete when they return.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ __all__ = ["CopyStream", "pin", "unpin"]
 
 
 class CopyStream:
-    """Copies in a stream of its own, in the order in which it is asked.
+    """Copies in order, in one stream.
 
     Args:
-        device: The one that is not the host; the current one of its kind.
+        device: The device that is not the host; has to be the current one of its kind.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,54 +24,57 @@ class CopyStream:
         self._stream = self._module.Stream()
 
     def to_host(self, source: Tensor, target: Tensor) -> None:
-        """Copy what the current stream has computed; its memory may be given up at once.
+        """Copy a tensor that the current stream computes; the caller may free it at once.
 
         Args:
-            source: On the device.
-            target: On the host, of the same shape; complete once `mark` is reached.
+            source: Tensor on the device.
+            target: Tensor of the same shape on the host; complete after `record_event`.
         """
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
         if source.device.type != "cpu":
+            # Else the allocator could hand its memory out again before it is copied.
             source.record_stream(self._stream)
 
     def to_device(self, source: Tensor, target: Tensor) -> None:
-        """Copy to where the current stream does not read any more; see `settle`.
+        """Copy to a tensor that the current stream does not use until `wait`.
 
         Args:
-            source: On the host; it must not change before `mark` is reached.
-            target: On the device, of the same shape.
+            source: Tensor on the host; it must not change before `record_event` is reached.
+            target: Tensor of the same shape on the device.
         """
+        # What was asked of the current stream before still reads the old values.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
-    def mark(self) -> Any:
-        """Return an event whose `synchronize` waits until everything asked for is copied."""
+    def record_event(self) -> Any:
+        """Return an event whose `synchronize` blocks until all copies so far are complete."""
         event = self._module.Event()
         event.record(self._stream)
         return event
 
-    def settle(self) -> None:
-        """Let the current stream wait until everything asked for is copied."""
+    def wait(self) -> None:
+        """Let the current stream wait for all copies so far; the host does not block."""
         self._module.current_stream().wait_stream(self._stream)
 
 
 def pin(memory: Tensor) -> None:
-    """Page-lock memory of exactly this size.
+    """Page-lock the memory of a tensor, no more than that.
 
-    torch's own allocator of pinned memory rounds up to a power of two.
+    `torch.empty(pin_memory=True)` rounds up to a power of two, up to twice the bytes.
 
     Args:
-        memory: On the host; locked until `unpin`, which has to come before it is freed.
+        memory: Tensor on the host; call `unpin` before it is freed.
     """
+    # Registering locks memory that is allocated already; other devices than CUDA have no such call.
     runtime: Any = torch.cuda.cudart()
     size = memory.numel() * memory.element_size()
     torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)))
 
 
 def unpin(memory: Tensor) -> None:
-    """Undo `pin`."""
+    """Unlock the memory of a tensor that `pin` locked."""
     runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(int(runtime.cudaHostUnregister(memory.data_ptr())))

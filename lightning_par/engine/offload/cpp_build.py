@@ -1,8 +1,8 @@
-"""Compiling a C++ source of this package on the machine that runs it, once.
+"""Compile a C++ source of this package on first use, and cache the library.
 
-A library is named by a hash of its source, of the options, and of the macros that the compiler
-defines. These hold its version and every instruction set that it may use here, so that machines of
-different kinds can share a folder.
+A library is named by a hash of its source, the compiler's options, and the macros that it defines.
+These hold its version and every instruction set that it may use on this machine, so that machines
+of different kinds can share a cache.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from lightning_par.errors import OffloadError
 __all__ = ["COMPILERS", "build_library", "find_compiler"]
 
 COMPILERS = ("c++", "g++", "clang++")
-"""What is looked for, in order."""
+"""Names of compilers that are looked for, in order."""
 
 _OPTIONS = (
     "-O3",
@@ -28,17 +28,18 @@ _OPTIONS = (
     "-fopenmp-simd",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-ffp-contract=off",
+    "-ffp-contract=off",  # no fused multiply-add: the same bits for every split of the work
 )
 _TUNED = ("-march=native", "-mprefer-vector-width=512")
-_TIME = 120  # seconds, of a compilation that takes about two
+_TIMEOUT_S = 120
+"""A compilation takes about two seconds."""
 
 
 def find_compiler(names: Sequence[str] = COMPILERS) -> str:
-    """Return the path of a C++ compiler.
+    """Return the path of the first compiler that is installed.
 
     Raises:
-        OffloadError: None of `names` is installed.
+        OffloadError: None of `names` is.
     """
     for name in names:
         path = shutil.which(name)
@@ -51,17 +52,17 @@ def find_compiler(names: Sequence[str] = COMPILERS) -> str:
 
 
 def build_library(source: Path, folder: Path, compiler: str | None = None) -> Path:
-    """Return a shared library made of one C++ file; what has been compiled before is used again.
+    """Return the shared library of one C++ file; compile it if it is not cached.
 
-    Processes may build the same at the same time: each writes a file of its own and renames it.
+    Several processes may do so at the same time: each writes its own file and renames it.
 
     Args:
-        source: The file.
-        folder: Where libraries are kept; made if it is missing.
-        compiler: Path of the compiler; None looks for one.
+        source: The C++ file.
+        folder: The cache; created if it is missing.
+        compiler: Path of the compiler; None: the first of `COMPILERS`.
 
     Raises:
-        OffloadError: There is no compiler, it failed, or the folder cannot be written.
+        OffloadError: There is no compiler, it failed, or the cache is not writable.
     """
     compiler = find_compiler() if compiler is None else compiler
     tuned, macros = _target(compiler)
@@ -89,7 +90,8 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
 
 
 def _target(compiler: str) -> tuple[tuple[str, ...], bytes]:
-    """Return the options for this machine that a compiler knows, and its macros under them."""
+    """Return the options that tune for this machine, and the macros that they define."""
+    # Not every compiler knows -march=native or the width of vectors: drop what it refuses.
     ask = ["-dM", "-E", "-x", "c++", os.devnull]
     for tuned in (_TUNED, _TUNED[:1]):
         try:
@@ -101,7 +103,7 @@ def _target(compiler: str) -> tuple[tuple[str, ...], bytes]:
 
 def _run(command: list[str]) -> bytes:
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_TIME, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise OffloadError(f"the compiler {command[0]} did not run: {error}.") from error
     if done.returncode:

@@ -1,7 +1,7 @@
-"""Gradients of several batches, added up on the host.
+"""Gradient accumulation on the host.
 
-Every batch sends its gradients; the device keeps none of them. They are added in the wide dtype,
-by the thread that computes updates, while the backward goes on.
+Every batch sends its gradients, and the device keeps none. The thread that computes updates adds
+them, in the dtype of the master weights, while the backward goes on.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,10 +18,10 @@ __all__ = ["HostSums"]
 
 
 class HostSums:
-    """Adds up the gradients of one step.
+    """Sums of the gradients of one step's batches.
 
     Args:
-        worker: Adds in its turn.
+        worker: Adds, in order with the updates.
     """
 
     def __init__(self, worker: UpdateWorker) -> None:
@@ -32,19 +32,20 @@ class HostSums:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sums that have been needed."""
+        """Bytes of the sums, which are allocated when they are first needed."""
         return sum(t.numel() * t.element_size() for t in self._memory.values())
 
     def add(self, ready: Any, bucket: Iterable[HostParameter], slot: int) -> None:
-        """Add what arrives in slots.
+        """Start to add the gradients in slots.
 
         Args:
-            ready: Event after which it is there.
-            bucket: Whose it is.
-            slot: Which one; free again after `settle`.
+            ready: Event after which they are on the host.
+            bucket: Parameters of the gradients.
+            slot: Index of the slots that hold them; they are free again after `wait`.
         """
         terms = []
         for held in bucket:
+            # One sum per slot: a delayed update may still read the sum of the other one.
             place = held, slot
             if place not in self._memory:
                 wide = held.master.dtype
@@ -53,21 +54,22 @@ class HostSums:
             self._totals[held] = self._memory[place]
         self._running.append(self._worker.run(ready, lambda: _add(terms)))
 
-    def settle(self) -> None:
-        """Wait until everything is added."""
+    def wait(self) -> None:
+        """Wait until every gradient is added."""
         running, self._running = self._running, []
         for future in running:
             future.result()
 
     def take(self) -> dict[HostParameter, Tensor]:
-        """Return the sums of this step, and begin anew."""
-        self.settle()
+        """Return the sums of this step, and start those of the next one."""
+        self.wait()
         totals, self._totals = self._totals, {}
         return totals
 
 
 @torch.no_grad()
 def _add(terms: Sequence[tuple[Tensor, Tensor, bool]]) -> None:
+    """Add to each total its term; a first term overwrites what an earlier step left there."""
     for total, term, continues in terms:
         if continues:
             total.add_(term)

@@ -1,19 +1,18 @@
-"""An Adam optimizer whose states and updates are on the host.
+"""An Adam optimizer whose states and updates are on the host (ZeRO-Offload).
 
-The user's optimizer stays what schedulers and monitors see. Gradients leave for the host when they
-are final, so that its own step finds none; what it would have done is done after it, here.
+The user's optimizer stays what schedulers and monitors see. Its gradients are sent to the host, so
+that its own `step` finds none and changes nothing; a hook after that `step` runs the update here.
 
-Note [When an update may start]: the factor of a clipped norm, the decision about an overflow and
-that about a NaN need all gradients. Then gradients travel during the backward, and updates start
-after it. Otherwise a bucket is updated while the backward goes on. Parameters change after the
-backward only.
+Note [When an update may start]: the clip factor, the decision about an overflow and that about a
+NaN need all gradients. Then gradients are sent during the backward, and updates start after it.
+Otherwise a bucket is updated while the backward goes on. Parameters change after the backward only.
 
 Note [Delayed update]: u_s is the update from the gradients of step s. Step s + 1 computes with
-parameters that hold u_0 .. u_(s-1), while u_s is computed from them and the gradients; it is
-published after the backward of step s + 1. What the groups say is read at the end of step s.
+parameters that hold u_0 .. u_(s-1), while the host computes u_s; it is published after the backward
+of step s + 1. Learning rates are those of the end of step s.
 
 **Source**: Ren et al. 2101.06840 (ZeRO-Offload), sections 4 and 5.2, where the delayed update is
-one-step too; here buckets stream and a step that is left out is left out before it is submitted.
+one step late, too; here buckets stream, and a step is skipped before its update is submitted.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +30,7 @@ from lightning_par.engine.offload.copy_stream import CopyStream
 from lightning_par.engine.offload.gradient_accumulation import HostSums
 from lightning_par.engine.offload.host_parameter import HostParameter, local_tensor
 from lightning_par.engine.offload.host_storage import allocate, offloaded_parameters
+from lightning_par.engine.offload.offload_state import NEXT_STATES, OffloadState
 from lightning_par.engine.offload.offloaded_gradients import OffloadedGradients
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
@@ -42,10 +42,10 @@ _Bucket = list[HostParameter]
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step is not the one of the kernels.
+    """Refuse an optimizer that the kernels do not compute.
 
     Raises:
-        ConfigurationError: It is no plain Adam or AdamW.
+        ConfigurationError: It is not a plain Adam or AdamW.
     """
     kind = type(optimizer)
     if kind not in (torch.optim.Adam, torch.optim.AdamW):
@@ -64,15 +64,19 @@ def check_optimizer(optimizer: Optimizer) -> None:
 class HostOptimizer:
     """Keeps the states of an Adam optimizer on the host and updates its parameters from there.
 
+    A step is `begin`, the backward, `finish`, and the optimizer's own `step`. What is held where in
+    between is told by `OffloadState`.
+
     Args:
-        optimizer: Adam or AdamW; its step is followed by the update.
-        device: Of the parameters.
-        options: How.
-        worker: Runs the updates; closed with this.
-        late: Ids of parameters whose gradients are not final when autograd has computed them.
+        optimizer: Adam or AdamW; the update follows its `step`.
+        device: Device of the parameters.
+        options: What is offloaded, and how.
+        worker: Runs the updates; `close` closes it, too.
+        late: Ids of parameters whose gradients change after autograd has computed them.
 
     Attributes:
-        departed: Norms of gradients on their way, and the factor of the update.
+        state: Where the step is.
+        offloaded_gradients: Norms of the gradients on the host, and the factor of the update.
         early_updates: How many buckets were submitted before their backward ended.
     """
 
@@ -87,31 +91,32 @@ class HostOptimizer:
     ) -> None:
         check_optimizer(optimizer)
         self._optimizer, self._options, self._worker = optimizer, options, worker
-        self._courier = CopyStream(device)
-        self._device = device
-        self.departed = OffloadedGradients()
+        self._copy_stream = CopyStream(device)
+        self.state = OffloadState.IDLE
+        self.offloaded_gradients = OffloadedGradients()
         self.early_updates = 0
         parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         parameters = offloaded_parameters(parameters, options.offload_fraction)
         self._held, self._storage = allocate(parameters, options, device)
-        self._handles: list[Any] = [optimizer.register_step_post_hook(self._step)]
-        self._handles += [
-            p.register_post_accumulate_grad_hook(self._arrive)
-            for p in parameters
-            if id(p) not in late and not options.offload_parameters
-        ]
-        self._hears = self._streams = self._is_delayed = False
-        self._slot, self._filling = 0, 0
-        self._buckets: list[tuple[_Bucket, Any]] = []
-        self._open: _Bucket = []
+        self._handles: list[Any] = [optimizer.register_step_post_hook(self._after_step)]
+        if options.overlap == "auto" and not options.offload_parameters:
+            self._handles += [
+                p.register_post_accumulate_grad_hook(self._send_early)
+                for p in parameters
+                if id(p) not in late
+            ]
+        self._step, self._slot = 0, 0
+        # A bucket is filled, closed (with the event after which it is on the host), and submitted
+        # (with the future of its update, and the slot that holds the result).
+        self._filling, self._filled_bytes = _Bucket(), 0
+        self._closed: list[tuple[_Bucket, Any]] = []
         self._submitted: list[tuple[_Bucket, Future[None], int]] = []
-        self._gone: set[HostParameter] = set()
+        self._sent: set[HostParameter] = set()
         self._sums = HostSums(worker)
-        self._is_last, self._continues, self._adds = True, False, False
 
     @property
     def kernel_name(self) -> str:
-        """Which kernel runs."""
+        """Name of the kernel that runs."""
         return self._worker.kernel.name
 
     def host_bytes(self) -> int:
@@ -121,129 +126,118 @@ class HostOptimizer:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of several batches are added up here, not on the device."""
+        """Whether gradients of several batches are added up on the host, not on the device."""
         return self._options.accumulate_on == "host"
+
+    @property
+    def has_unfinished_gradients(self) -> bool:
+        """Whether earlier batches of this step left gradients for which `finish` has not run, as
+        where the last batch has no backward.
+        """
+        partial = self.state is OffloadState.PARTIAL
+        return partial or any(p.grad is not None for p in self._held)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether this batch leaves its gradients on the parameters, which are on the host."""
+        return self._options.offload_parameters and self.state is OffloadState.ACCUMULATING
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Surrounds the forward and backward of a batch that is not the last one of its step."""
-        self._is_last = False
+        """Surround the forward and backward of a batch that is not the last one of its step."""
+        before = self.state
+        if before is not OffloadState.PARTIAL:
+            self._start_step()
+        self._sent.clear()
+        self._enter(OffloadState.ACCUMULATING)
         try:
             yield
         finally:
-            self._is_last = True
+            # `finish` has not run: the batch had no loss, or its gradients stay where they are.
+            if self.state is OffloadState.ACCUMULATING:
+                resumes = before in (OffloadState.PARTIAL, OffloadState.DELAYED)
+                self._enter(before if resumes else OffloadState.IDLE)
 
-    @property
-    def waits(self) -> bool:
-        """Whether there are gradients of this step for which no update is ready, as after a last
-        batch without a backward.
-        """
-        return self._continues or any(p.grad is not None for p in self._held)
-
-    @property
-    def leaves_gradients(self) -> bool:
-        """Whether gradients stay where they are after this backward, as they are here already."""
-        return self._options.offload_parameters and not self._is_last
-
-    def begin(self, step: int, *, hears: bool, streams: bool, largest: float) -> None:
-        """Prepare for the backward after which the optimizer steps, or for one `accumulating`.
+    def begin(self, step: int, *, streams: bool, largest: float) -> None:
+        """Prepare for a backward: of a batch within `accumulating`, or the last one of a step.
 
         Args:
             step: Number of the step, from 0.
-            hears: Whether gradients are final when autograd has computed them.
-            streams: Whether an update needs nothing but its own gradient.
-            largest: Bound of the gradients' entries, if it streams.
+            streams: Whether an update needs no gradient but its own.
+            largest: Largest absolute value of a gradient's entries if it streams; others are
+                clamped.
 
         Raises:
             OffloadError: A parameter was changed while its update was under way.
         """
-        self._gone.clear()
-        if not self._continues:
-            self._drop()
-            self._is_delayed = self._options.delays(step)
-            busy = {slot for _, _, slot in self._submitted}
-            self._slot = 1 if 0 in busy else 0
-        self._follow_changes()
-        several = self._continues or not self._is_last
-        self._adds = several and not self._options.offload_parameters
-        self._hears = hears and self._options.overlap == "auto"
-        free = not (self._is_delayed or self._submitted or self._adds)
-        self._streams = streams and self._hears and free
-        self.departed.largest = largest
-
-    def _follow_changes(self) -> None:
-        """Let masters follow parameters that somebody changed since the last batch."""
-        for held in self._held.values():
-            if held.is_changed():
-                if self._submitted:
-                    raise OffloadError(
-                        f"a parameter of shape {tuple(held.parameter.shape)} was changed while "
-                        "its delayed update was computed. Change parameters where updates are "
-                        "complete, as in on_validation_start, or use delayed_update=False."
-                    )
-                held.follow()
+        if self.state not in (OffloadState.ACCUMULATING, OffloadState.PARTIAL):
+            self._start_step()
+        self._refresh_masters()
+        self._step = step
+        self.offloaded_gradients.largest = largest
+        if self.state is OffloadState.ACCUMULATING:
+            return
+        self._sent.clear()
+        overlaps = self._options.overlap == "auto"
+        if self.state is OffloadState.PARTIAL:
+            self._enter(OffloadState.COMPLETING)
+        elif streams and overlaps and not (self._options.delays(step) or self._submitted):
+            self._enter(OffloadState.STREAMING)
+        else:
+            self._enter(OffloadState.COLLECTING)
 
     def finish(self) -> None:
-        """Let the gradients that are left leave, and publish an update that was delayed until now.
+        """Send the gradients that are left, and publish the delayed update of the step before.
 
         Called when all gradients are final.
         """
-        self._hears = False
-        self._continues = not self._is_last
         for parameter in self._held:
             if parameter.grad is not None:
-                self._depart(parameter)
+                self._send(parameter)
         self._close_bucket()
-        if self._adds:
-            self._sums.settle()
-        if self._continues:
-            return
-        self._adds = False
-        self._take_sums()
-        if not self._streams:
-            self._publish()
-
-    def _take_sums(self) -> None:
-        """Let the sums of all batches be the gradients of this step."""
-        for held, total in self._sums.take().items():
-            held.total = total
-            self.departed.note(held.parameter, total, held.parameter)
-            self._open.append(held)
-            self._filling += held.nbytes
-            if self._filling >= self._options.bucket_bytes:
-                self._close_bucket()
-        self._close_bucket()
+        match self.state:
+            case OffloadState.ACCUMULATING:
+                self._sums.wait()
+                self._enter(OffloadState.PARTIAL)
+            case OffloadState.STREAMING:
+                self._enter(OffloadState.SUBMITTED)
+            case state:
+                self._enter(OffloadState.COLLECTED)
+                if state is OffloadState.COMPLETING:
+                    self._take_sums()
+                self._publish()
 
     def drop(self) -> None:
-        """Forget the gradients of this step.
+        """Discard the gradients of this step.
 
         Raises:
             OffloadError: Updates have started with them.
         """
-        if self._streams and self._submitted:
+        if self.state.streams and self._submitted:
             raise OffloadError("a step cannot be left out after its first updates.")
-        self._drop()
+        self._discard()
+        if self.state is not OffloadState.DELAYED:
+            self._enter(OffloadState.IDLE)
 
     def flush(self) -> None:
-        """Publish every update that was submitted, and show the states to the optimizer."""
+        """Apply pending updates, and put the states of all parameters into the optimizer."""
         self._publish()
-        self.show_states()
-
-    def gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return this rank's parts of the gradients that wait for their update, on the host, before
-        they are multiplied by `departed.factor`; none where updates stream.
-        """
-        for _, ready in self._buckets:
-            ready.synchronize()
-        waiting = (held for bucket, _ in self._buckets for held in bucket)
-        return {held.parameter: held.arrived(self._slot) for held in waiting}
-
-    def show_states(self) -> None:
-        """Put the states of all parameters that have stepped into the optimizer."""
+        if self.state is OffloadState.DELAYED:
+            self._enter(OffloadState.IDLE)
         for parameter, held in self._held.items():
             states = held.states()
             if states:
                 self._optimizer.state[parameter] = states
+
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return this rank's shards of the gradients that wait for their update, on the host.
+
+        `offloaded_gradients.factor` is not applied yet. Empty where updates stream.
+        """
+        for _, copied in self._closed:
+            copied.synchronize()
+        waiting = (held for bucket, _ in self._closed for held in bucket)
+        return {held.parameter: held.gradient(self._slot) for held in waiting}
 
     def load(
         self,
@@ -251,15 +245,15 @@ class HostOptimizer:
         states: Mapping[str, Any],
         read: Callable[[Any, Tensor], None],
     ) -> bool:
-        """Take the states of a parameter out of a checkpoint.
+        """Load the states of a parameter from a checkpoint.
 
         Args:
-            parameter: Of this rank.
-            states: As stored.
-            read: Copies this rank's part of a stored tensor.
+            parameter: A parameter of this rank.
+            states: Its states by name, as they were stored.
+            read: Copies this rank's shard of a stored tensor to a tensor.
 
         Returns:
-            Whether the parameter's states are on the host.
+            Whether the parameter's states are on the host; nothing was loaded if not.
 
         Raises:
             CheckpointError: The states are not those of Adam.
@@ -278,11 +272,11 @@ class HostOptimizer:
                 read(states[name], target)
         held.flush()
         step = states["step"]
-        held.resume(step.read() if hasattr(step, "read") else step)
+        held.restore_step(step.read() if hasattr(step, "read") else step)
         return True
 
     def close(self) -> None:
-        """Publish what was submitted, and let the optimizer be what it was."""
+        """Apply pending updates, remove the hooks, stop the worker."""
         try:
             self.flush()
         finally:
@@ -291,105 +285,161 @@ class HostOptimizer:
             self._worker.close()
             self._storage.close()
 
-    def _arrive(self, parameter: nn.Parameter) -> None:
-        if self._hears:
-            self._depart(parameter)
+    def _enter(self, state: OffloadState) -> None:
+        assert state is OffloadState.IDLE or state in NEXT_STATES[self.state], (self.state, state)
+        self.state = state
+
+    def _start_step(self) -> None:
+        """Discard what a skipped or failed step left behind, and choose the slots of this one."""
+        if self.state.streams:
+            # Masters have taken these updates already, so that the parameters have to follow.
+            self._publish()
+        self._discard()
+        if self.state is not OffloadState.DELAYED:
+            self._enter(OffloadState.IDLE)
+        # The slots of a delayed update hold results that are not published yet.
+        busy = {slot for _, _, slot in self._submitted}
+        self._slot = 1 if 0 in busy else 0
+
+    def _refresh_masters(self) -> None:
+        """Copy parameters that were changed since the last batch to their masters."""
+        for held in self._held.values():
+            if held.is_changed():
+                if self._submitted:
+                    raise OffloadError(
+                        f"a parameter of shape {tuple(held.parameter.shape)} was changed while "
+                        "its delayed update was computed. Change parameters where updates are "
+                        "complete, as in on_validation_start, or use delayed_update=False."
+                    )
+                held.refresh_master()
+
+    def _send_early(self, parameter: nn.Parameter) -> None:
+        """Send a gradient that autograd has just computed."""
+        if self.state.is_backward:
+            before = len(self._submitted)
+            self._send(parameter)
+            self.early_updates += len(self._submitted) - before
 
     @torch.no_grad()
-    def _depart(self, parameter: nn.Parameter) -> None:
-        """Send a gradient to the host and give its memory up."""
+    def _send(self, parameter: nn.Parameter) -> None:
+        """Send a gradient to the host and free its memory on the device."""
         held, grad = self._held[parameter], parameter.grad
         assert grad is not None
         parameter.grad = None
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+            # Autograd may leave it replicated or partial; the states are sharded as the parameter.
             grad = grad.redistribute(placements=parameter.placements)
         local = local_tensor(grad)
-        if held in self._gone and self._adds:
+        if held in self._sent and self.state.adds:
+            # The slot is free for a further part once the first one is added to the sum.
             self._close_bucket()
-            self._sums.settle()
-        elif held in self._gone:
-            self._add(held, local, grad)
+            self._sums.wait()
+        elif held in self._sent:
+            self._add_to_slot(held, local, grad)
             return
-        self._gone.add(held)
-        if not self._streams and not self._adds:
-            self.departed.note(parameter, local, grad)
+        self._sent.add(held)
+        if not self.state.streams and not self.state.adds:
+            self.offloaded_gradients.record(parameter, local, grad)
         if self._options.offload_parameters:
             held.grad = local
         else:
-            self._courier.to_host(local, held.slots[self._slot])
-        self._open.append(held)
-        self._filling += held.nbytes
-        if self._filling >= self._options.bucket_bytes:
-            self._close_bucket()
+            self._copy_stream.to_host(local, held.slots[self._slot])
+        self._put_in_bucket(held)
 
-    def _add(self, held: HostParameter, local: Tensor, grad: Tensor) -> None:
+    def _add_to_slot(self, held: HostParameter, local: Tensor, grad: Tensor) -> None:
         """Add a further part of a gradient, as reentrant checkpointing computes several."""
-        if self._streams:
+        if self.state.streams:
             raise OffloadError(
                 f"the gradient of a parameter of shape {tuple(held.parameter.shape)} came in "
                 "several parts, after its update had started. Use overlap='off'."
             )
-        self._courier.mark().synchronize()
+        # This is rare enough to wait for both copies: the slot is read here, and then overwritten.
+        self._copy_stream.record_event().synchronize()
         slot = held.slots[self._slot]
         total = slot.to(local.device) + local
-        self._courier.to_host(total, slot)
-        self._courier.mark().synchronize()
-        self.departed.note(held.parameter, total, grad)
+        self._copy_stream.to_host(total, slot)
+        self._copy_stream.record_event().synchronize()
+        self.offloaded_gradients.record(held.parameter, total, grad)
+
+    def _put_in_bucket(self, held: HostParameter) -> None:
+        self._filling.append(held)
+        self._filled_bytes += held.nbytes
+        if self._filled_bytes >= self._options.bucket_bytes:
+            self._close_bucket()
 
     def _close_bucket(self) -> None:
-        if not self._open:
+        if not self._filling:
             return
-        bucket, self._open, self._filling = self._open, [], 0
-        if self._adds:
-            self._sums.add(self._courier.mark(), bucket, self._slot)
+        bucket, self._filling, self._filled_bytes = self._filling, [], 0
+        # One event for all copies of the bucket, recorded behind the last of them.
+        copied = self._copy_stream.record_event()
+        if self.state.adds:
+            self._sums.add(copied, bucket, self._slot)
             return
-        self._buckets.append((bucket, self._courier.mark()))
-        if self._streams:
-            self.early_updates += self._hears
+        self._closed.append((bucket, copied))
+        if self.state.streams:
             self._submit()
 
+    def _take_sums(self) -> None:
+        """Make the sums over all batches the gradients of this step."""
+        for held, total in self._sums.take().items():
+            held.total = total
+            self.offloaded_gradients.record(held.parameter, total, held.parameter)
+            self._put_in_bucket(held)
+        self._close_bucket()
+
     def _submit(self) -> None:
-        """Give the buckets that have arrived to the worker."""
+        """Submit the closed buckets to the worker."""
         plain = type(self._optimizer) is torch.optim.AdamW
         rules = {
             p: AdamRule.of_group(group, decoupled=plain)
             for group in self._optimizer.param_groups
             for p in group["params"]
         }
-        scale, largest = float(self.departed.factor), self.departed.largest
-        for bucket, ready in self._buckets:
-            updates = [held.update(rules[held.parameter], self._slot) for held in bucket]
-            future = self._worker.submit(ready, updates, scale, largest)
+        # The factor may be on the device: reading it waits for the norm, once a step.
+        scale, largest = float(self.offloaded_gradients.factor), self.offloaded_gradients.largest
+        for bucket, copied in self._closed:
+            updates = [held.next_update(rules[held.parameter], self._slot) for held in bucket]
+            future = self._worker.submit(copied, updates, scale, largest)
             self._submitted.append((bucket, future, self._slot))
-        self._buckets = []
+        self._closed = []
 
-    def _step(self, *_: Any) -> None:
-        """Runs after the optimizer's own step, which found no gradients."""
-        self._submit()
-        self.departed.clear()
-        if not self._is_delayed:
+    def _after_step(self, *_: Any) -> None:
+        """Update; the optimizer's own step, which found no gradients, has just returned."""
+        state = self.state
+        if state is OffloadState.COLLECTED:
+            self._submit()
+        self.offloaded_gradients.clear()
+        if state is OffloadState.COLLECTED and self._options.delays(self._step):
+            self._enter(OffloadState.DELAYED)
+        elif state in (OffloadState.COLLECTED, OffloadState.SUBMITTED):
+            # First the state, then what may raise: the next step has to be able to begin.
+            self._enter(OffloadState.IDLE)
             self._publish()
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Give the parameters the values that were computed, in the order of the updates."""
+        """Wait for the updates and copy their results to the parameters, in order."""
         submitted, self._submitted = self._submitted, []
         for bucket, future, slot in submitted:
             future.result()
             for held in bucket:
                 if held.grad is None:
-                    self._courier.to_device(held.slots[slot], held.local)
+                    self._copy_stream.to_device(held.slots[slot], held.local)
                 held.grad = None
-                held.published()
-        self._courier.settle()
-        self._storage.settle()
+                held.mark_published()
+        # The next forward must read the new parameters, and the next backward reuses the slots.
+        self._copy_stream.wait()
+        self._storage.wait_for_writes()
 
-    def _drop(self) -> None:
-        if self._buckets or self._open:
-            self._courier.mark().synchronize()
-        self._buckets, self._open, self._filling = [], [], 0
+    def _discard(self) -> None:
+        """Discard gradients and sums that no update was submitted for."""
+        if self._closed or self._filling:
+            # Copies that are under way would write to slots that the next step uses.
+            self._copy_stream.record_event().synchronize()
+        self._closed, self._filling, self._filled_bytes = [], [], 0
         self._sums.take()
         for held in self._held.values():
             held.total = None
-        self._gone.clear()
-        self.departed.clear()
+        self._sent.clear()
+        self.offloaded_gradients.clear()

@@ -1,8 +1,8 @@
-"""The host's part of a parameter: its master, its moments, and where gradient and parameter cross.
+"""A parameter's state on the host: master weight, moments, and slots for copies both ways.
 
-Note [Whose value counts]: the master is valid where it rounds to its parameter. Elsewhere somebody
-has given the parameter another value since, such as a checkpoint, and the parameter counts. Torch
-counts the changes of a tensor, so that this is looked at only after a change.
+Note [Stale masters]: an entry of the master is valid where it rounds to its parameter. Elsewhere
+somebody has given the parameter another value since, such as a checkpoint, and the parameter wins.
+torch counts the in-place changes of a tensor, so that entries are compared only after a change.
 
 Note [One slot]: the kernel writes the new parameter over the gradient that it has read, so that one
 slot of the parameter's size serves both ways.
@@ -22,30 +22,30 @@ from lightning_par.engine.offload.adam import AdamRule, AdamTensors
 from lightning_par.engine.offload.nvme import NvmeRange
 from lightning_par.engine.offload.update_worker import Update
 
-__all__ = ["HostParameter", "like_parameter", "local_tensor", "wide_dtype"]
+__all__ = ["HostParameter", "local_tensor", "wide_dtype"]
 
 
 @torch.no_grad()
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part, which shares memory and count of changes."""
+    """Return this rank's shard; it shares memory and version counter with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the master of a parameter."""
+    """Return the dtype of the master weight of a parameter of this dtype."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def like_parameter(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """Return a tensor on the host that is divided among ranks as its parameter is.
+def _like_parameter(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """Return a tensor on the host that is sharded as its parameter is.
 
     Args:
-        parameter: On any device.
-        local: This rank's part, on the host.
+        parameter: The parameter, on any device.
+        local: This rank's shard of the tensor, on the host.
     """
     if not isinstance(parameter, DTensor):
         return local
-    # DTensor.from_local would move it to the device of the mesh.
+    # DTensor.from_local would move the shard to the device of the mesh.
     meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
@@ -56,16 +56,17 @@ class HostParameter:
     """A parameter whose optimizer state is on the host.
 
     Attributes:
-        parameter: On the device.
-        master: This rank's part in the wide dtype.
-        mean: Of the gradients.
-        square: Mean of their squares.
-        slots: Where gradients arrive and parameters leave; see Note [One slot]. Empty if the
-            parameter is on the host itself.
-        pages: Where the states are, if that is a file.
-        step: How many updates were asked for.
-        grad: Of a parameter that is on the host itself.
-        total: Gradient of several batches, in the dtype of the master; None: the slot holds all.
+        parameter: The parameter, on the device.
+        master: This rank's shard of it in float32 or float64.
+        mean: First moment.
+        square: Second moment.
+        slots: Buffers for the gradient and the new parameter, see Note [One slot]; two with a
+            delayed update, none if the parameter is on the host itself.
+        nvme: Range of the file that holds the states; None: they are in memory.
+        step: Number of updates that were requested.
+        grad: Gradient of a parameter that is on the host itself.
+        total: Sum of the gradients of several batches, in the dtype of the master; None: the slot
+            holds the gradient.
     """
 
     parameter: nn.Parameter
@@ -73,7 +74,7 @@ class HostParameter:
     mean: Tensor
     square: Tensor
     slots: Sequence[Tensor]
-    pages: NvmeRange | None = None
+    nvme: NvmeRange | None = None
     step: int = 0
     grad: Tensor | None = None
     total: Tensor | None = None
@@ -83,61 +84,63 @@ class HostParameter:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part of the parameter, on the device."""
+        """This rank's shard of the parameter, on the device."""
         return local_tensor(self.parameter)
 
     @property
     def nbytes(self) -> int:
-        """Of the gradient."""
+        """Bytes of this rank's shard of the gradient."""
         return self.local.numel() * self.local.element_size()
 
     def is_changed(self) -> bool:
-        """Whether the parameter has been changed since `published`."""
+        """Whether the parameter has been changed since `mark_published`."""
         return self._seen != self._stamp()
 
-    def published(self) -> None:
-        """Take note that the parameter is the rounded master now."""
+    def mark_published(self) -> None:
+        """Remember that the parameter is the rounded master now."""
         self._seen = self._stamp()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Let the master follow a change of the parameter; see Note [Whose value counts]."""
+    def refresh_master(self) -> None:
+        """Copy a changed parameter to the master; see Note [Stale masters]."""
         value = self.local.to("cpu")
         if self._has_master:
+            # Compared in the parameter's dtype: where it agrees, the master's digits are kept.
             kept = self.master.to(value.dtype) == value
             self.master.copy_(torch.where(kept, self.master, value.to(self.master.dtype)))
         else:
             self.master.copy_(value)
         self._has_master = True
         self.flush()
-        self.published()
+        self.mark_published()
 
     def flush(self) -> None:
-        """Let the file have what was written into the states here."""
-        if self.pages is not None:
-            self.pages.flush()
+        """Write changes of the states to the file, if they are in one."""
+        if self.nvme is not None:
+            self.nvme.flush()
 
-    def arrived(self, slot: int) -> Tensor:
-        """Return this rank's part of the gradient, on the host.
+    def gradient(self, slot: int) -> Tensor:
+        """Return this rank's shard of the gradient, on the host.
 
         Args:
-            slot: Which one holds it, if one does.
+            slot: Index of the slot that holds it, if a slot does.
         """
         if self.grad is not None:
             return self.grad
         return self.slots[slot] if self.total is None else self.total
 
-    def update(self, rule: AdamRule, slot: int) -> Update:
-        """Return the next step of this parameter.
+    def next_update(self, rule: AdamRule, slot: int) -> Update:
+        """Return the next Adam step of this parameter, and count it.
 
         Args:
-            rule: Of its group.
-            slot: Which one holds the gradient.
+            rule: Hyperparameters of its group.
+            slot: Index of the slot that holds the gradient and receives the parameter.
         """
         self.step += 1
-        self._count.fill_(self.step)
+        self._count.fill_(self.step)  # in place: the optimizer's state holds this tensor
         out = self.slots[slot] if self.grad is None else self.local
-        grad = self.arrived(slot).contiguous()
+        # Autograd may compute a transposed gradient; a slot and a sum are contiguous already.
+        grad = self.gradient(slot).contiguous()
         tensors = AdamTensors(
             master=self.master.view(-1),
             mean=self.mean.view(-1),
@@ -146,35 +149,37 @@ class HostParameter:
             out=out.view(-1),
         )
         self.total = None
-        return Update(rule=rule, tensors=tensors, step=self.step, pages=self.pages)
+        return Update(rule=rule, tensors=tensors, step=self.step, nvme=self.nvme)
 
     def states(self) -> dict[str, Tensor]:
-        """Return what `torch.optim.Adam` would hold, on the host, and the master if it is more
-        than the parameter; empty before the first step.
+        """Return the states of `torch.optim.Adam`, on the host, plus the master if its dtype is
+        not the parameter's; empty before the first step.
         """
         if not self.step:
             return {}
         held = {"exp_avg": self.mean, "exp_avg_sq": self.square}
         if self.parameter.dtype != self.master.dtype:
             held[MASTER] = self.master
-        divided = {name: like_parameter(self.parameter, part) for name, part in held.items()}
-        return {"step": self._count, **divided}
+        sharded = {name: _like_parameter(self.parameter, part) for name, part in held.items()}
+        return {"step": self._count, **sharded}
 
     def targets(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return where the states of a checkpoint go, each this rank's part.
+        """Return this rank's shards by state name, for a checkpoint to be loaded into.
 
         Args:
-            names: Of the states that are stored.
+            names: States that the checkpoint holds, by name.
         """
+        # Without a stored master, the first refresh makes it from the parameter.
         self._has_master = self._has_master or MASTER in names
         self._seen = None
         return {"exp_avg": self.mean, "exp_avg_sq": self.square, MASTER: self.master}
 
-    def resume(self, step: Tensor | float) -> None:
-        """Go on after a number of steps."""
+    def restore_step(self, step: Tensor | float) -> None:
+        """Set the number of updates, as read from a checkpoint."""
         self.step = int(step)
         self._count = torch.as_tensor(step).clone()
 
     def _stamp(self) -> tuple[int, int]:
+        # The address tells that `parameter.data` is another tensor, the version in-place changes.
         local = self.local
         return local.data_ptr(), local._version

@@ -1,11 +1,10 @@
-"""The place of a parameter's states in a file, and how they come into memory for an update.
+"""Optimizer states in a file on NVMe: where those of a parameter are, and how updates read them.
 
-Note [Two ways]: the file is mapped into memory. What happens now and then goes through the map:
-checkpoints, and parameters that somebody changed. Updates read and write past the cache of the
-system, with O_DIRECT, in tiles: one is read and one written while one is computed. Where the file
-system has no O_DIRECT, or does not show through one way what was written through the other, updates
-use the map, too; the system is asked for the pages of a bucket while the one before is updated, and
-told that they are not needed after that.
+Note [Two ways]: the file is mapped into memory. Rare accesses use the map: checkpoints, and
+parameters that the user changed. Updates bypass the page cache with O_DIRECT, in tiles: one is read
+and one written while one is computed. Where the file system has no O_DIRECT, or one way does not
+show what was written through the other, updates use the map, too; then the pages of a bucket are
+prefetched while the one before is updated, and dropped from memory after its own update.
 
 **Source**: Rajbhandari et al. 2104.07857 (ZeRO-Infinity), section 6.3 (aligned buffers, reads and
 writes beside the computation).
@@ -30,103 +29,105 @@ PAGE = mmap.PAGESIZE
 TILE = 2**21
 """Entries that are read, computed and written together."""
 _BUFFERS = 4
-"""One that is computed with, two that are read ahead, one that is written."""
+"""One tile is computed, two are read ahead, one is written."""
 
-_Place = tuple[int, int]
-"""First byte and size, both of whole pages."""
+_Extent = tuple[int, int]
+"""First byte and size of a part of the file, both multiples of a page, as O_DIRECT requires."""
 
 
 def padded(size: int, multiple: int) -> int:
-    """Return the next multiple."""
+    """Round `size` up to a multiple."""
     return -(-size // multiple) * multiple
 
 
 @dataclass(eq=False)
 class NvmeRange:
-    """A range of a mapped file, on whole pages.
+    """The range of a mapped file that holds the states of one parameter, in whole pages.
 
     Attributes:
         mapped: The file.
-        start: First byte.
-        size: Bytes.
+        start: Offset of the first byte.
+        size: Number of bytes; 0 for an empty shard, which the system calls would refuse.
     """
 
     mapped: mmap.mmap
     start: int
     size: int
 
-    def announce(self) -> None:
-        """Say that they are needed after what is updated now."""
+    def will_need(self) -> None:
+        """Prefetch these pages; they are in the bucket that is updated next."""
         if self.size:
             self.mapped.madvise(mmap.MADV_WILLNEED, self.start, self.size)
 
-    def fetch(self, tensors: AdamTensors) -> None:
-        """Begin to read the states of a parameter that is updated next."""
+    def prefetch(self, tensors: AdamTensors) -> None:
+        """Start to read the states of the parameter that is updated next."""
 
-    def visit(self, tensors: AdamTensors) -> Generator[AdamTensors]:
-        """Give the states in parts that are in memory; each is stored when the next is asked for.
+    def tiles(self, tensors: AdamTensors) -> Generator[AdamTensors]:
+        """Yield slices whose states are in memory; each is written when the next is requested.
 
         Args:
-            tensors: Views of the map, and where gradient and parameter are.
+            tensors: States as views of the map, gradient and output in memory.
         """
         yield tensors
-        self.leave()
+        self.release()
 
-    def leave(self) -> None:
-        """Give the memory of the range back; what was changed is written."""
+    def release(self) -> None:
+        """Free the memory of the pages; the system writes those that were changed."""
         if self.size:
             self.mapped.madvise(mmap.MADV_DONTNEED, self.start, self.size)
 
     def flush(self) -> None:
-        """Write what was changed through the map."""
+        """Write what was changed through the map, so that O_DIRECT reads it, too."""
         if self.size:
             self.mapped.flush(self.start, self.size)
 
 
 class DirectIOFile:
-    """Reads and writes whole pages of a file past the cache, each in a thread of its own.
+    """Reads and writes whole pages of a file with O_DIRECT: one thread reads, another writes.
 
     Args:
-        file: Descriptor that was opened with O_DIRECT; closed with this.
-        tile_bytes: Of the largest tile.
+        file: Descriptor opened with O_DIRECT; `close` closes it.
+        tile_bytes: Bytes of the largest tile.
     """
 
     def __init__(self, file: int, tile_bytes: int) -> None:
         self._file = file
         self._free: SimpleQueue[mmap.mmap] = SimpleQueue()
         for _ in range(_BUFFERS):
+            # O_DIRECT wants memory that begins on a page: an anonymous map does.
             self._free.put(mmap.mmap(-1, tile_bytes))
+        # Two threads: a read may wait for a buffer that only a write frees.
         self._reader = ThreadPoolExecutor(1, "offload-reads")
         self._writer = ThreadPoolExecutor(1, "offload-writes")
         self._writing: list[Future[None]] = []
 
-    def read(self, places: Sequence[_Place]) -> "Future[mmap.mmap]":
-        """Begin to read places into a buffer, one after the other; it is there until `write`."""
+    def read(self, extents: Sequence[_Extent]) -> "Future[mmap.mmap]":
+        """Start to read extents into a buffer, which is the caller's until `write`."""
 
         def job() -> mmap.mmap:
-            buffer = self._free.get()
+            buffer = self._free.get()  # blocks the reader until a write has freed one
             try:
-                _transfer(os.preadv, self._file, buffer, places)
+                _transfer(os.preadv, self._file, buffer, extents)
             except BaseException:
-                self._free.put(buffer)
+                self._free.put(buffer)  # a lost buffer would block the reader for good
                 raise
             return buffer
 
         return self._reader.submit(job)
 
-    def write(self, buffer: mmap.mmap, places: Sequence[_Place]) -> None:
-        """Begin to write what `read` gave to its places; see `settle`."""
+    def write(self, buffer: mmap.mmap, extents: Sequence[_Extent]) -> None:
+        """Start to write a buffer of `read` back to its extents; `wait` tells whether it worked."""
 
         def job() -> None:
             try:
-                _transfer(os.pwritev, self._file, buffer, places)
+                _transfer(os.pwritev, self._file, buffer, extents)
             finally:
                 self._free.put(buffer)
 
         self._writing.append(self._writer.submit(job))
 
     def discard(self, reading: "Future[mmap.mmap]") -> None:
-        """Give up what `read` gives, whenever it does."""
+        """Free the buffer of a `read` that nobody waits for, once it is complete."""
 
         def free(done: "Future[mmap.mmap]") -> None:
             if done.exception() is None:
@@ -134,7 +135,7 @@ class DirectIOFile:
 
         reading.add_done_callback(free)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until everything is written.
 
         Raises:
@@ -145,7 +146,7 @@ class DirectIOFile:
             future.result()
 
     def close(self) -> None:
-        """End the threads and close the file."""
+        """Stop the threads and close the file."""
         self._reader.shutdown()
         self._writer.shutdown()
         os.close(self._file)
@@ -155,12 +156,13 @@ def _transfer(
     call: Callable[[int, list[memoryview], int], int],
     file: int,
     buffer: mmap.mmap,
-    places: Sequence[_Place],
+    extents: Sequence[_Extent],
 ) -> None:
+    """Read or write extents of the file, which lie one behind the other in the buffer."""
     view, at = memoryview(buffer), 0
-    for start, size in places:
+    for start, size in extents:
         done = 0
-        while done < size:
+        while done < size:  # the system may move less than it was asked for
             try:
                 moved = call(file, [view[at + done : at + size]], start + done)
             except OSError as error:
@@ -175,59 +177,60 @@ def _transfer(
 class DirectNvmeRange(NvmeRange):
     """A range that updates read and write with O_DIRECT.
 
-    Master, mean and square begin on pages of their own.
+    Each of master, mean and square begins on a page of its own.
 
     Attributes:
         direct: The same file.
     """
 
     direct: DirectIOFile
-    _coming: "Future[mmap.mmap] | None" = None
+    _first_read: "Future[mmap.mmap] | None" = None
 
-    def announce(self) -> None:
-        """Nothing is read before it is the next."""
+    def will_need(self) -> None:
+        """Do nothing: the buffers hold no more than the next tiles."""
 
-    def fetch(self, tensors: AdamTensors) -> None:
-        """Begin to read the first tile."""
-        if self._coming is None and tensors.master.numel():
-            self._coming = self.direct.read(self._places(tensors, 0, TILE))
+    def prefetch(self, tensors: AdamTensors) -> None:
+        """Start to read the first tile."""
+        if self._first_read is None and tensors.master.numel():
+            self._first_read = self.direct.read(self._extents(tensors, 0, TILE))
 
-    def visit(self, tensors: AdamTensors) -> Generator[AdamTensors]:
-        """Give the states tile by tile."""
+    def tiles(self, tensors: AdamTensors) -> Generator[AdamTensors]:
+        """Yield tile after tile."""
         entries = tensors.master.numel()
-        self.fetch(tensors)
-        coming, self._coming = self._coming, None
+        self.prefetch(tensors)
+        coming, self._first_read = self._first_read, None
         for low in range(0, entries, TILE):
             high = min(low + TILE, entries)
             assert coming is not None
             here, buffer = coming, coming.result()
             if high < entries:
-                coming = self.direct.read(self._places(tensors, high, high + TILE))
-            places = self._places(tensors, low, high)
+                coming = self.direct.read(self._extents(tensors, high, high + TILE))
+            extents = self._extents(tensors, low, high)
             try:
-                yield _in_buffer(tensors.part(low, high), buffer, places)
+                yield _in_buffer(tensors.part(low, high), buffer, extents)
             except GeneratorExit:  # an update failed; others may follow, and need buffers
                 for reading in {here, coming}:
                     self.direct.discard(reading)
                 raise
-            self.direct.write(buffer, places)
+            self.direct.write(buffer, extents)
 
-    def _places(self, tensors: AdamTensors, low: int, high: int) -> list[_Place]:
-        """Return where entries low .. high - 1 are; `low` is a multiple of a tile."""
+    def _extents(self, tensors: AdamTensors, low: int, high: int) -> list[_Extent]:
+        """Return where the states of entries low .. high - 1 are; `low` is a multiple of a tile."""
         start, found = self.start, []
         for state in (tensors.master, tensors.mean, tensors.square):
             size = state.element_size()
             end = min(high, state.numel())
+            # A tile is a multiple of a page in every dtype; only the last one is padded.
             found.append((start + low * size, padded((end - low) * size, PAGE)))
             start += padded(state.numel() * size, PAGE)
         return found
 
 
-def _in_buffer(tensors: AdamTensors, buffer: mmap.mmap, places: Sequence[_Place]) -> AdamTensors:
-    """Return the same part with its states in a buffer."""
+def _in_buffer(tensors: AdamTensors, buffer: mmap.mmap, extents: Sequence[_Extent]) -> AdamTensors:
+    """Return the same slice with its states in a buffer."""
     memory, at, found = torch.frombuffer(buffer, dtype=torch.uint8), 0, []
     for state, (_, size) in zip(
-        (tensors.master, tensors.mean, tensors.square), places, strict=True
+        (tensors.master, tensors.mean, tensors.square), extents, strict=True
     ):
         used: Tensor = memory[at : at + state.numel() * state.element_size()]
         found.append(used.view(state.dtype))
@@ -244,18 +247,19 @@ def _in_buffer(tensors: AdamTensors, buffer: mmap.mmap, places: Sequence[_Place]
 
 
 def open_direct(file: int, mapped: mmap.mmap) -> int | None:
-    """Open a file once more, with O_DIRECT.
+    """Open a file a second time, with O_DIRECT.
 
     Args:
-        file: Descriptor; its first page holds zeros.
-        mapped: The file.
+        file: Descriptor of the file, whose first page holds zeros.
+        mapped: The same file, mapped.
 
     Returns:
-        A descriptor; None where that is not possible, or not safe; see Note [Two ways].
+        The descriptor; None where that is not possible, or not safe, see Note [Two ways].
     """
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
+        # The file has no name any more; the system still offers it here.
         direct = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return None
@@ -270,7 +274,7 @@ def open_direct(file: int, mapped: mmap.mmap) -> int | None:
 
 
 def _agrees(direct: int, mapped: mmap.mmap) -> bool:
-    """Whether each way shows what was written through the other; leaves zeros."""
+    """Whether the map and O_DIRECT each show what was written through the other; leaves zeros."""
     page = mmap.mmap(-1, PAGE)
     mapped[:PAGE] = b"\1" * PAGE
     mapped.flush(0, PAGE)

@@ -1,4 +1,4 @@
-"""What has to be known of gradients that are no longer on the device: norms, factors, bounds."""
+"""Norm, scale and clip bound of gradients offloaded to the host."""
 
 import math
 from collections.abc import Callable
@@ -15,11 +15,14 @@ __all__ = ["OffloadedGradients"]
 
 @dataclass(eq=False)
 class OffloadedGradients:
-    """The gradients of one step that left for the host, and what the update has to do to them.
+    """Norms of one step's gradients on the host, and what the update does to these gradients.
+
+    They are not scaled or clipped where they are: the kernel applies `factor` and `largest` when it
+    reads them, which saves a pass over memory.
 
     Attributes:
-        factor: By which they are multiplied in the update.
-        largest: Bound of their entries after that.
+        factor: Multiplies every gradient.
+        largest: Largest absolute value after that; entries beyond are clamped.
     """
 
     factor: Tensor | float = 1.0
@@ -28,19 +31,19 @@ class OffloadedGradients:
     _peaks: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget the gradients, the factor and the bound."""
         self._norms.clear()
         self._peaks.clear()
         self.factor, self.largest = 1.0, math.inf
 
     @torch.no_grad()
-    def note(self, parameter: nn.Parameter, local: Tensor, grad: Tensor) -> None:
-        """Take the norm of a gradient that leaves.
+    def record(self, parameter: nn.Parameter, local: Tensor, grad: Tensor) -> None:
+        """Compute the norm of a gradient before it is sent.
 
         Args:
-            parameter: Whose it is.
-            local: This rank's part, on the device where norms meet.
-            grad: The gradient; a DTensor says which ranks hold the same part.
+            parameter: The gradient's parameter.
+            local: This rank's shard of the gradient.
+            grad: The whole gradient; a DTensor tells which ranks hold the same shard.
         """
         dtype = torch.float64 if local.dtype is torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(local, dtype=dtype)
@@ -49,10 +52,10 @@ class OffloadedGradients:
         self._norms[parameter] = norm, not isinstance(grad, DTensor) or is_counted_here(grad)
 
     def norms(self, counts: Callable[[nn.Parameter], bool]) -> list[tuple[Tensor, float]]:
-        """Return the norm of every gradient after `factor`, and 1, or 0 for a copy.
+        """Return the norm of every gradient after `factor`, each with a weight of 1 or 0.
 
         Args:
-            counts: False for a copy that another rank counts.
+            counts: Whether this rank counts a parameter; False for a copy that another one counts.
         """
         return [
             (norm * self.factor, float(counts(parameter) and counted))
@@ -60,29 +63,30 @@ class OffloadedGradients:
         ]
 
     def unscale(self, inverse: Tensor, found: Tensor) -> None:
-        """Divide by the scale of the loss.
+        """Divide by the loss scale.
 
         Args:
-            inverse: Of the scale.
-            found: Set to 1 if an entry is not finite.
+            inverse: One over the loss scale.
+            found: Set to 1 if an entry of a gradient is not finite.
         """
         self.factor = self.factor * inverse
         for peak in self._peaks.values():
             found.clamp_(min=(~peak.isfinite()).to(found))
 
     def clip_by_norm(self, norm: Tensor, largest: float) -> None:
-        """Scale so that the norm of the whole model is at most `largest`."""
+        """Scale the gradients so that the norm of the whole model is at most `largest`."""
         self.factor = self.factor * (largest / (norm + 1e-6)).clamp(max=1.0)
 
     def nonfinite(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients are not finite."""
+        # Called after a step was found bad: here each bool() may synchronize with the device.
         return {p for p, peak in self._peaks.items() if not bool(peak.isfinite())}
 
 
 def _peak(local: Tensor) -> Tensor:
-    """Return a number that is finite if all entries are; their largest absolute value.
+    """Return the largest absolute value; it is not finite if an entry is not.
 
-    A norm would say the same, tens of times slower on the CPU, and not of an empty shard.
+    `vector_norm(ord=inf)` does the same, tens of times slower on the CPU, and not for empty shards.
     """
     if not local.numel():
         return local.new_zeros(())

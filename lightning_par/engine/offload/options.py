@@ -1,4 +1,4 @@
-"""What may be chosen about offloading, checked before anything is built."""
+"""Options of ZeRO-Offload, checked when they are made."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_par.engine.offload.adam import KERNELS
+from lightning_par.engine.offload.cpu_kernels import KERNELS
 from lightning_par.errors import ConfigurationError, either, raise_problems
 from lightning_par.option_fields import read_fields
 
@@ -20,29 +20,30 @@ _STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions:
-    """How optimizer states and updates move to the host.
+    """What is offloaded to the host, and how.
 
     Attributes:
-        offload_optimizer: True: to the memory of the host; ``"nvme:/folder"``: states to a file in
-            this folder.
-        offload_fraction: Which part of the parameters; the others are updated on the device.
-        offload_parameters: Also keep the parameters on the host and bring them to the device
-            block by block; at ZeRO stage 3 with several replicas.
-        delayed_update: Number of the first step whose update is computed during the step after
-            it, and published after that step's backward; False: none is.
-        overlap: "auto" sends gradients during the backward, and updates during it, too, where
-            nothing has to know all gradients first; "off" does both after it.
-        pin_memory: Page-lock the memory through which gradients and parameters go; "auto": if the
-            device is not the CPU.
+        offload_optimizer: Where master weights and moments are: True: in the memory of the host;
+            ``"nvme:/folder"``: in a file in this folder.
+        offload_fraction: Fraction of the parameters whose optimizer states are offloaded; the
+            others are updated on the device.
+        offload_parameters: Also keep the parameters on the host, and copy them to the device block
+            by block; needs ZeRO stage 3 and several replicas.
+        delayed_update: First step whose update is computed during the next step, and applied after
+            the backward of that one (delayed parameter update); False: no step's is.
+        overlap: ``"auto"``: send each gradient as soon as autograd has computed it, and update its
+            bucket during the backward where nothing depends on all gradients; ``"off"``: do both
+            after the backward.
+        pin_memory: Whether the memory for copies is page-locked; ``"auto"``: if the device is not
+            the CPU.
         bucket_size_mb: MiB of gradients that are updated together.
-        cpu_kernel: ``"native"``, ``"compile"``, ``"torch"`` or ``"auto"``; see
-            `engine.offload.adam`.
-        state_dtype: Of the moments: ``"float32"`` or ``"bfloat16"``.
-        accumulate_on: Where gradients of several batches are added up: ``"device"``, or ``"host"``,
-            to which each batch then sends its own.
+        cpu_kernel: ``"native"``, ``"torch"`` or ``"auto"``; see `engine.offload.cpu_kernels`.
+        state_dtype: Dtype of the moments: ``"float32"`` or ``"bfloat16"``.
+        accumulate_on: Where gradients of several batches are added up: on the ``"device"``, or on
+            the ``"host"``, to which each batch then sends its own.
 
     Raises:
-        ConfigurationError: With every value that does not exist.
+        ConfigurationError: Values are wrong, or exclude each other; the message lists all of them.
     """
 
     offload_optimizer: bool | str = True
@@ -52,12 +53,12 @@ class OffloadOptions:
     overlap: Literal["auto", "off"] = "auto"
     pin_memory: bool | Literal["auto"] = "auto"
     bucket_size_mb: float = 32
-    cpu_kernel: Literal["native", "compile", "torch", "auto"] = "auto"
+    cpu_kernel: Literal["native", "torch", "auto"] = "auto"
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     accumulate_on: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
-        problems = [*self._misplaced()]
+        problems = [*self._wrong_placement()]
         for name, valid in (
             ("overlap", ("auto", "off")),
             ("pin_memory", (True, False, "auto")),
@@ -68,11 +69,6 @@ class OffloadOptions:
             value = getattr(self, name)
             if value not in valid:
                 problems.append(f"{name}={value!r} must be {either([repr(v) for v in valid])}.")
-        if self.cpu_kernel == "compile" and self.state_dtype == "bfloat16":
-            problems.append(
-                "cpu_kernel='compile' keeps moments in the dtype of the master: "
-                "state_dtype='bfloat16' needs 'native' or 'torch'."
-            )
         start = self.delayed_update
         if start is True or not isinstance(start, int) or start < 0:
             problems.append(
@@ -84,8 +80,8 @@ class OffloadOptions:
             problems.append(f"bucket_size_mb={size!r} must be a number of more than 0.")
         raise_problems(ConfigurationError, problems)
 
-    def _misplaced(self) -> Iterator[str]:
-        """Say what is wrong about what goes where."""
+    def _wrong_placement(self) -> Iterator[str]:
+        """Yield the problems of the options that say what is where."""
         place, fraction = self.offload_optimizer, self.offload_fraction
         named = isinstance(place, str) and len(place) > len(_NVME) and place.startswith(_NVME)
         if place is not True and not named:
@@ -114,13 +110,13 @@ class OffloadOptions:
 
     @property
     def folder(self) -> Path | None:
-        """Where a file holds the states; None: they are in memory."""
+        """Folder of the file that holds the states; None: they are in memory."""
         place = self.offload_optimizer
         return Path(place[len(_NVME) :]) if isinstance(place, str) else None
 
     @property
     def moments(self) -> torch.dtype:
-        """The dtype of the moments of a parameter of at most 32 bits."""
+        """Dtype of the moments, unless the parameter is float64."""
         return _STATE_DTYPES[self.state_dtype]
 
     @property
@@ -129,7 +125,7 @@ class OffloadOptions:
         return max(1, int(self.bucket_size_mb * 2**20))
 
     def delays(self, step: int) -> bool:
-        """Whether the update of a step is published after the backward of the next one."""
+        """Whether the update of a step is applied after the backward of the next one."""
         return self.delayed_update is not False and step >= self.delayed_update
 
     def pins(self, device: torch.device) -> bool:
@@ -142,13 +138,13 @@ class OffloadOptions:
 def read_offload_options(
     options: OffloadOptions | Mapping[str, Any] | None,
 ) -> OffloadOptions | None:
-    """Return the options of offloading; None: nothing is offloaded.
+    """Return options that a user gave; None: nothing is offloaded.
 
     Args:
-        options: Or their fields by name.
+        options: The options, or a dict of their fields.
 
     Raises:
-        ConfigurationError: A field does not exist or has no such value.
+        ConfigurationError: A field does not exist, or its value is wrong.
     """
     if options is None or isinstance(options, OffloadOptions):
         return options

@@ -1,4 +1,4 @@
-"""The thread that updates buckets of parameters on the host, in the order in which they come."""
+"""The thread that computes updates on the host, in the order in which they are submitted."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,38 +8,39 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from lightning_par.engine.offload.adam import AdamKernel, AdamRule, AdamTensors
+from lightning_par.engine.offload.adam import AdamRule, AdamTensors
+from lightning_par.engine.offload.cpu_kernels import AdamKernel
 from lightning_par.engine.offload.nvme import NvmeRange
 
 __all__ = ["Update", "UpdateWorker"]
 
 _GRAIN = 2**14
-"""Entries below which a tensor is not divided among threads."""
+"""Fewest entries that are worth a thread."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """One step of one parameter.
+    """One Adam step of one parameter.
 
     Attributes:
-        rule: Of its group, as it was when the step was asked for.
-        tensors: Flat.
+        rule: Hyperparameters, as they were when the step was requested.
+        tensors: Master weight, moments, gradient and output, flat.
         step: Number of the parameter's step, from 1.
-        pages: Where the states are, if that is a file.
+        nvme: Range of the file that holds the states; None: they are in memory.
     """
 
     rule: AdamRule
     tensors: AdamTensors
     step: int
-    pages: NvmeRange | None = None
+    nvme: NvmeRange | None = None
 
 
 class UpdateWorker:
-    """Runs updates in one thread, which divides large tensors among further ones.
+    """Runs updates in one thread, which splits large tensors over a pool of others.
 
     Args:
-        kernel: Gives up the interpreter lock while it runs.
-        threads: How many compute at the same time.
+        kernel: The CPU kernel; it releases the interpreter lock while it runs.
+        threads: Number of threads that compute at the same time.
     """
 
     def __init__(self, kernel: AdamKernel, threads: int) -> None:
@@ -52,23 +53,23 @@ class UpdateWorker:
     def submit(
         self, ready: Any, updates: Sequence[Update], scale: float, largest: float
     ) -> "Future[None]":
-        """Update a bucket once its gradients are here.
+        """Update a bucket of parameters once its gradients are on the host.
 
         Args:
-            ready: Event after which the gradients are on the host.
-            updates: Of the bucket.
+            ready: Event after which they are.
+            updates: One update for each parameter of the bucket.
             scale: Factor of every gradient.
-            largest: Bound of its entries.
+            largest: Largest absolute value of a scaled gradient; entries beyond are clamped.
         """
         self._waiting.append(updates)
         return self._thread.submit(self._run, ready, updates, scale, largest)
 
     def run(self, ready: Any, job: Callable[[], None]) -> "Future[None]":
-        """Do something else, after what was submitted before.
+        """Run a function in the same thread, after all that was submitted before.
 
         Args:
-            ready: Event to wait for.
-            job: What to do.
+            ready: Event to wait for first.
+            job: The function.
         """
 
         def wait_and_run() -> None:
@@ -78,7 +79,7 @@ class UpdateWorker:
         return self._thread.submit(wait_and_run)
 
     def close(self) -> None:
-        """Finish what was submitted and end the threads."""
+        """Finish all that was submitted, and stop the threads."""
         self._thread.shutdown()
         if self._more is not None:
             self._more.shutdown()
@@ -86,24 +87,27 @@ class UpdateWorker:
     def _run(self, ready: Any, updates: Sequence[Update], scale: float, largest: float) -> None:
         self._waiting.popleft()
         ready.synchronize()
+        # Read ahead, so that the disk works while a kernel does: through the map a bucket ahead,
+        # with O_DIRECT one parameter, which is all that its few buffers hold.
         following = self._waiting[0] if self._waiting else ()
         for update in following:
-            if update.pages is not None:
-                update.pages.announce()
+            if update.nvme is not None:
+                update.nvme.will_need()
         for update, after in zip_longest(updates, [*updates[1:], *following[:1]]):
-            if after is not None and after.pages is not None:
-                after.pages.fetch(after.tensors)
-            self._visit(update, scale, largest)
+            if after is not None and after.nvme is not None:
+                after.nvme.prefetch(after.tensors)
+            self._run_update(update, scale, largest)
 
-    def _visit(self, update: Update, scale: float, largest: float) -> None:
-        if update.pages is None:
-            self._update(update, update.tensors, scale, largest)
+    def _run_update(self, update: Update, scale: float, largest: float) -> None:
+        if update.nvme is None:
+            self._step(update, update.tensors, scale, largest)
             return
-        with closing(update.pages.visit(update.tensors)) as parts:
-            for tensors in parts:
-                self._update(update, tensors, scale, largest)
+        # Closing returns the buffers at once if the kernel raises.
+        with closing(update.nvme.tiles(update.tensors)) as tiles:
+            for tensors in tiles:
+                self._step(update, tensors, scale, largest)
 
-    def _update(self, update: Update, tensors: AdamTensors, scale: float, largest: float) -> None:
+    def _step(self, update: Update, tensors: AdamTensors, scale: float, largest: float) -> None:
         def part(tensors: AdamTensors) -> None:
             self.kernel(update.rule, tensors, step=update.step, scale=scale, largest=largest)
 
@@ -111,11 +115,12 @@ class UpdateWorker:
         if self._more is None or entries < 2 * _GRAIN:
             part(tensors)
             return
-        # Whole vectors, so that no two threads write the same cache line.
+        # Multiples of a cache line in every dtype, so that no two threads write the same one.
         size = -(-entries // (self._parts * 64)) * 64
         first, *others = [
             tensors.part(low, min(low + size, entries)) for low in range(0, entries, size)
         ]
+        # This thread computes a part, too: with one more, the pool would exceed `threads`.
         running = [self._more.submit(part, tensors) for tensors in others]
         part(first)
         for future in running:

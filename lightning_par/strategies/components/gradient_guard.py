@@ -130,8 +130,8 @@ class GradientGuard:
         module, sizes = self._parallel_model.module, self._parallel_model.mesh.sizes
         bad_loss = None if loss is None or bool(loss.isfinite().all()) else float(loss)
         found: list[Any] = [None] * sizes.world_size
-        departed = self._parallel_model.departed_nonfinite()
-        mine = bad_loss, _nonfinite_names(module.named_parameters(), departed)
+        offloaded = self._parallel_model.offloaded_nonfinite()
+        mine = bad_loss, _nonfinite_names(module.named_parameters(), offloaded)
         dist.all_gather_object(found, mine)
         with_loss = [rank for rank, (bad, _) in enumerate(found) if bad is not None]
         ranks = with_loss or [rank for rank, (_, names) in enumerate(found) if names]
@@ -152,13 +152,13 @@ def _say(rank: str, loss: float | None, names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def _nonfinite_names(
-    named: Iterable[tuple[str, nn.Parameter]], departed: Container[nn.Parameter]
+    named: Iterable[tuple[str, nn.Parameter]], offloaded: Container[nn.Parameter]
 ) -> list[str]:
     found = []
     for name, parameter in named:
         grad = parameter.grad
         grad = grad.to_local() if isinstance(grad, DTensor) else grad
-        bad = parameter in departed or (grad is not None and not bool(grad.isfinite().all()))
+        bad = parameter in offloaded or (grad is not None and not bool(grad.isfinite().all()))
         if bad:
             found.append(name)
     return found

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.engine.grad_scaler import MeshGradScaler
-from lightning_par.engine.offload.adam import choose_kernel
+from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import check_optimizer, HostOptimizer
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
@@ -89,7 +90,7 @@ class OffloadedProcesses(CheckpointedProcesses):
         self.parallel_model.host = self.parallel_model.states.host = host
         scaler = self.parallel_model.steps.scaler
         if isinstance(scaler, MeshGradScaler):
-            scaler.departed = host.departed
+            scaler.offloaded_gradients = host.offloaded_gradients
         seen = [name for name in _SEE_GRADIENTS if is_overridden(name, module, pl.LightningModule)]
         if seen:
             rank_zero_warn(
@@ -100,6 +101,9 @@ class OffloadedProcesses(CheckpointedProcesses):
     def _make_host(self, optimizer: Optimizer, options: OffloadOptions) -> HostOptimizer:
         check_optimizer(optimizer)
         parallel_model = self.parallel_model
+        if parallel_model.steps.executor is not None:
+            # Every micro-batch adds to a gradient: none is final before the last one's backward.
+            options = replace(options, overlap="off")
         kernel = choose_kernel(options.cpu_kernel, cache_folder())
         rank_zero_info(f"The optimizer steps on the host, with the kernel {kernel.name!r}.")
         return HostOptimizer(
@@ -129,7 +133,7 @@ class OffloadedProcesses(CheckpointedProcesses):
         def complete() -> Any:
             result = closure()
             host = self.parallel_model.host
-            if host is not None and host.waits:
+            if host is not None and host.has_unfinished_gradients:
                 self.begin_offload()
                 self.parallel_model.finish_gradients()
             return result
@@ -147,7 +151,6 @@ class OffloadedProcesses(CheckpointedProcesses):
         module = self.parallel_model.module
         host.begin(
             trainer.global_step,
-            hears=steps.executor is None,
             streams=self.on_nonfinite == "ignore"
             and steps.scaler is None
             and (not clips or by_value)

@@ -76,7 +76,7 @@ class ParallelModel:
         **Communicates**: one all-reduce for every group that shares parameters; compressed
         gradients, over the replicas.
         """
-        if self.host is not None and self.host.leaves_gradients:
+        if self.host is not None and self.host.keeps_gradients:
             return
         if self.sharding.synchronizes:
             if self.compression is not None:
@@ -96,9 +96,9 @@ class ParallelModel:
         if self.host is not None:
             self.host.drop()
 
-    def departed_nonfinite(self) -> set[nn.Parameter]:
+    def offloaded_nonfinite(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients are on the host, and not finite."""
-        return set() if self.host is None else self.host.departed.nonfinite()
+        return set() if self.host is None else self.host.offloaded_gradients.nonfinite()
 
     def gradient_norm(
         self, parameters: Sequence[nn.Parameter], loss: Tensor | None = None
@@ -120,7 +120,9 @@ class ParallelModel:
             device=self.module.device,
             counts=counts,
             loss=loss,
-            departed=() if self.host is None else self.host.departed.norms(counts),
+            offloaded_norms=(
+                () if self.host is None else self.host.offloaded_gradients.norms(counts)
+            ),
         )
 
     def clip_by_norm(
@@ -138,10 +140,10 @@ class ParallelModel:
         norm = self.gradient_norm(parameters) if norm is None else norm
         clip_by_norm(parameters, norm, max_norm)
         if self.host is not None:
-            self.host.departed.clip_by_norm(norm, max_norm)
+            self.host.offloaded_gradients.clip_by_norm(norm, max_norm)
 
     def clip_by_value(self, parameters: Sequence[nn.Parameter], value: float) -> None:
         """Clamp every entry of the gradients to [-value, value]."""
         clip_by_value(parameters, value)
         if self.host is not None:
-            self.host.departed.largest = value
+            self.host.offloaded_gradients.largest = value

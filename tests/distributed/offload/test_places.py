@@ -134,11 +134,11 @@ def test_file_is_mapped_has_no_name_and_gives_its_pages_back(tmp_path: Path) -> 
         for tensor in (one.master, one.mean, one.square):
             assert not tensor.any()
             tensor.fill_(value)
-        assert one.pages is not None
-        assert one.pages.start % os.sysconf("SC_PAGE_SIZE") == 0
-        one.pages.flush()
-        one.pages.leave()
-        one.pages.announce()
+        assert one.nvme is not None
+        assert one.nvme.start % os.sysconf("SC_PAGE_SIZE") == 0
+        one.nvme.flush()
+        one.nvme.release()
+        one.nvme.will_need()
     for value, one in enumerate(held.values(), 1):  # and nothing was lost or shared
         for tensor in (one.master, one.mean, one.square):
             assert tensor.unique().tolist() == [value]

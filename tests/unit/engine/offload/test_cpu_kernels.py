@@ -10,13 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_par.engine.offload.adam import (
-    AdamRule,
-    AdamTensors,
-    choose_kernel,
-    kernel_source,
-)
+from lightning_par.engine.offload.adam import AdamRule, AdamTensors
 from lightning_par.engine.offload.cpp_build import build_library, find_compiler
+from lightning_par.engine.offload.cpu_kernels import choose_kernel, kernel_source
 from lightning_par.errors import ConfigurationError, OffloadError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -112,17 +108,6 @@ def test_kernel_takes_the_step_of_torch(
     torch.testing.assert_close(got.mean, states["exp_avg"].to(wide), **close)
     torch.testing.assert_close(got.square, states["exp_avg_sq"].to(wide), **close)
     assert torch.equal(got.out, got.master.to(out))
-
-
-@pytest.mark.exhaustive
-def test_compiled_kernel_takes_the_step_of_torch(cache: Path) -> None:
-    given = rule()
-    start, grads = torch.linspace(-2, 3, 67), gradients(67, 3, BF16)
-    wanted, _ = by_torch(start, grads, 0.5, 0.4, given)
-    kernel = choose_kernel("compile", cache)
-    got = by_kernel(kernel, start, grads, 0.5, 0.4, given, F32, BF16)
-    torch.testing.assert_close(got.master, wanted.float(), rtol=3e-6, atol=1e-6)
-    assert torch.equal(got.out, got.master.bfloat16())
 
 
 def awkward() -> Tensor:
@@ -243,7 +228,7 @@ def test_library_is_compiled_once(cache: Path) -> None:
 
 
 def test_unknown_kernel_is_refused(cache: Path) -> None:
-    says = r"cpu_kernel='fast' must be 'native', 'compile', 'torch' or 'auto'\."
+    says = r"cpu_kernel='fast' must be 'native', 'torch' or 'auto'\."
     with pytest.raises(ConfigurationError, match=says):
         choose_kernel("fast", cache)
 

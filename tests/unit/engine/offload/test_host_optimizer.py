@@ -10,7 +10,7 @@ import torch
 from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_par.engine.offload.adam import choose_kernel
+from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
 from lightning_par.engine.offload.update_worker import UpdateWorker
@@ -50,7 +50,7 @@ def on_host(
 def step_on_host(
     host: HostOptimizer, optimizer: Any, step: int, loss: Tensor, *, streams: bool = True
 ) -> None:
-    host.begin(step, hears=True, streams=streams, largest=float("inf"))
+    host.begin(step, streams=streams, largest=float("inf"))
     loss.backward()
     host.finish()
     optimizer.step()
@@ -167,7 +167,7 @@ def test_closed_host_leaves_a_working_optimizer_behind() -> None:
 
 
 def test_value_that_the_user_gives_a_parameter_counts() -> None:
-    """See Note [Whose value counts]; untouched entries keep what float32 knows of them."""
+    """See Note [Stale masters]; untouched entries keep what float32 knows of them."""
     model = network(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
     weight = model[2].weight
@@ -179,7 +179,7 @@ def test_value_that_the_user_gives_a_parameter_counts() -> None:
         assert not torch.equal(master, master.bfloat16().float())  # steps too small for bfloat16
         with torch.no_grad():
             weight[0, 0] = 2.0
-        host.begin(3, hears=True, streams=True, largest=float("inf"))
+        host.begin(3, streams=True, largest=float("inf"))
         seen = optimizer.state[weight]["master"]
         assert seen[0, 0] == 2.0
         assert torch.equal(seen.view(-1)[1:], master.view(-1)[1:])
@@ -193,7 +193,7 @@ def test_value_given_behind_a_delayed_update_is_refused() -> None:
         with torch.no_grad():
             model[0].bias.zero_()
         with pytest.raises(OffloadError, match=r"shape \(7,\) was changed while its delayed"):
-            host.begin(1, hears=True, streams=False, largest=float("inf"))
+            host.begin(1, streams=False, largest=float("inf"))
 
 
 class Recomputed(nn.Module):
@@ -223,10 +223,10 @@ def test_gradient_that_comes_in_parts_is_added() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
     with on_host(optimizer) as host:
         for step in range(2):
-            host.begin(step, hears=True, streams=False, largest=float("inf"))
+            host.begin(step, streams=False, largest=float("inf"))
             model(batch(step)).square().sum().backward()
             host.finish()
-            pairs = host.departed.norms(lambda _: True)
+            pairs = host.offloaded_gradients.norms(lambda _: True)
             norms.append(sum(float(norm) ** 2 for norm, _ in pairs) ** 0.5)
             optimizer.step()
     plain = prepared()
@@ -245,7 +245,7 @@ def test_streamed_gradient_that_comes_in_parts_is_refused() -> None:
     model = Recomputed()
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
     with on_host(optimizer, bucket_size_mb=1e-6) as host:
-        host.begin(0, hears=True, streams=True, largest=float("inf"))
+        host.begin(0, streams=True, largest=float("inf"))
         with pytest.raises(OffloadError, match=r"came in several parts.*overlap='off'"):
             model(batch(0)).sum().backward()
 
@@ -254,7 +254,7 @@ def test_dropped_gradients_change_nothing() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
     with on_host(optimizer) as host:
-        host.begin(0, hears=True, streams=False, largest=float("inf"))
+        host.begin(0, streams=False, largest=float("inf"))
         model(batch(5)).sum().backward()
         host.finish()
         host.drop()
@@ -302,7 +302,8 @@ WRONG = [
     ({"overlap": "on"}, r"overlap='on' must be 'auto' or 'off'\."),
     ({"pin_memory": "yes"}, r"pin_memory='yes' must be True, False or 'auto'\."),
     ({"bucket_size_mb": 0}, r"bucket_size_mb=0 must be a number of more than 0\."),
-    ({"cpu_kernel": "avx"}, r"cpu_kernel='avx' must be 'native', 'compile', 'torch' or 'auto'\."),
+    ({"cpu_kernel": "avx"}, r"cpu_kernel='avx' must be 'native', 'torch' or 'auto'\."),
+    ({"cpu_kernel": "compile"}, r"cpu_kernel='compile' must be 'native', 'torch' or 'auto'\."),
     ({"state_dtype": "int8"}, r"state_dtype='int8' must be 'float32' or 'bfloat16'\."),
     ({"overlap": 1, "bucket_size_mb": "big"}, r"2 problems:\n  - overlap=1.*\n  - bucket_size_mb="),
     ({"bucket_size": 3}, r"offload_options has no 'bucket_size'.*did you mean 'bucket_size_mb'\?"),

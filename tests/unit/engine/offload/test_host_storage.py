@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks._live import LiveBytes
-from lightning_par.engine.offload.adam import choose_kernel
+from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.host_storage import allocate
 from lightning_par.engine.offload.options import OffloadOptions
@@ -41,7 +41,7 @@ def test_host_takes_what_is_promised_per_parameter(
         for step in range(3):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
-            host.begin(step, hears=False, streams=False, largest=float("inf"))
+            host.begin(step, streams=False, largest=float("inf"))
             host.finish()
             for parameter in parameters:  # of the part on the device
                 parameter.grad = None

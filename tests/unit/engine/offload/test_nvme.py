@@ -11,7 +11,7 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.engine.offload import host_storage, nvme
-from lightning_par.engine.offload.adam import choose_kernel
+from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.nvme import DirectNvmeRange, PAGE
 from lightning_par.engine.offload.options import OffloadOptions
@@ -48,7 +48,7 @@ def make_host(
 
 
 def take_step(host: HostOptimizer, optimizer: Any, model: nn.Module, step: int) -> None:
-    host.begin(step, hears=False, streams=False, largest=float("inf"))
+    host.begin(step, streams=False, largest=float("inf"))
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -113,7 +113,7 @@ def test_file_system_without_direct_access_gives_the_same_bits() -> None:
 def direct_host(tmp_path: Path) -> tuple[nn.Module, HostOptimizer, Any]:
     model = network(torch.float32)
     host, optimizer = make_host(model, f"nvme:{tmp_path}")
-    if not all(isinstance(held.pages, DirectNvmeRange) for held in host._held.values()):
+    if not all(isinstance(held.nvme, DirectNvmeRange) for held in host._held.values()):
         pytest.skip("the file system of the tests has no O_DIRECT")
     return model, host, optimizer
 
@@ -184,6 +184,6 @@ def test_direct_access_that_shows_something_else_is_not_used(
 ) -> None:
     monkeypatch.setattr(nvme.os, "preadv", lambda file, views, at: PAGE)  # reads nothing
     host, _ = make_host(network(torch.float32), f"nvme:{tmp_path}")
-    kinds = {type(held.pages) for held in host._held.values()}
+    kinds = {type(held.nvme) for held in host._held.values()}
     assert DirectNvmeRange not in kinds
     host.close()
