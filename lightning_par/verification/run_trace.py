@@ -1,4 +1,4 @@
-"""Trace of a few training steps: losses, full gradients and full weights, comparable across meshes."""
+"""Trace of a few training steps: losses, full gradients and weights, comparable across meshes."""
 
 import functools
 import traceback
@@ -102,7 +102,7 @@ class _Recorder(Callback):
                 self._measure_losses(pl_module)
 
     def _measure_losses(self, module: pl.LightningModule) -> None:
-        """Record the losses of the parts of the first batch, and whether they depend on the seed."""
+        """Record the losses of the first batch's parts, and whether a loss depends on the seed."""
         replicas, micro_batches = self._parts
         for part in split_batch(self._first_batch, replicas):
             for micro_batch in split_batch(part, micro_batches):
