@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
     _log.setLevel(logging.INFO)
+    # Deprecations inside Lightning, and advice on loaders that does not concern a demo.
     warnings.filterwarnings("ignore", ".*LeafSpec.*")
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     pl.seed_everything(0, verbose=False)
@@ -94,6 +95,7 @@ def _report(
     assert isinstance(strategy, MeshStrategy)
     assert isinstance(checkpoint, ModelCheckpoint)
     assert isinstance(logger, CSVLogger)
+    # The loss of one batch is noisy.
     first, last = history.losses[0], sum(history.losses[-10:]) / len(history.losses[-10:])
     lines = [
         "",

@@ -83,6 +83,7 @@ class CommunicationProfiler(Profiler):
         dist.all_gather_object(found, mine)
         values = {}
         for (axis, operation), row in _join(found).items():
+            # Such as "pp shared weights", the group of a tied weight.
             key = f"communication/{axis.replace(' ', '_')}/{operation}"
             values[f"{key}/calls"] = float(row.calls)
             values[f"{key}/sent"] = float(row.sent)
@@ -149,6 +150,7 @@ def _join(parts: Iterable[_Parts]) -> dict[tuple[str, str], _Row]:
     for part in parts:
         for key, (counted, expected, seconds, exposed) in part.items():
             row = rows.setdefault(key, _Row())
+            # A rank without such calls (of another stage) must not lower the mean.
             if counted is not None:
                 row.calls += counted.calls
                 row.payload += counted.payload

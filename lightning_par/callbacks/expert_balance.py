@@ -88,7 +88,7 @@ class ExpertBalance(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a model without routers."""
+        """Raise if no pipeline stage has a router, and reset the records."""
         if not any(_gather(trainer, len(_routers(pl_module)))):
             raise ConfigurationError(
                 f"ExpertBalance: {type(pl_module).__name__} has no Router of lightning_par.models. "
@@ -131,6 +131,7 @@ class ExpertBalance(Callback):
         folder = trainer.log_dir or trainer.default_root_dir
         if not self.steps or not trainer.is_global_zero:
             return
+        # An optional dependency: its absence must not fail a run that has trained.
         if find_spec("matplotlib") is None:
             rank_zero_warn("ExpertBalance draws nothing: matplotlib is not installed.")
             return

@@ -117,6 +117,7 @@ class PipelineProfiler(Profiler):
     def draw(self, recording: Recording, records: Sequence[RankRecord], folder: Path) -> None:
         if recording.mesh.sizes.pipeline == 1:
             return
+        # An optional dependency: its absence must not fail a run that has trained.
         if find_spec("matplotlib") is None:
             rank_zero_warn(
                 "PipelineProfiler: timeline.png was not drawn, since matplotlib is not installed. "

@@ -326,6 +326,7 @@ class Profiler(Callback):
     ) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         sections = [p.describe(recording, records) for p in _profilers(trainer)]
+        # The report has room for one predicted timeline; only PipelineProfiler gives one.
         predicted = [s.predicted for s in sections if s.predicted]
         report = Report(
             title=f"{type(recording.parallel_model.module).__name__} on {recording.mesh.sizes}",

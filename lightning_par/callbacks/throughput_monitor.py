@@ -87,6 +87,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
 
     @override
     def on_validation_start(self, *_: Any) -> None:
+        # Less the start, plus the end: the sum over all validations is the time to exclude.
         self._paused -= time.monotonic()
 
     @override
@@ -158,6 +159,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
         if self._tokens is not None:
             return batch_size(batch), self._tokens(batch)
         batch_spec = strategy.parallel_model.resolved.plan.batch
+        # Every sequence of a batch has the same tokens: the first entry is enough.
         for name, dim in batch_spec.sequence_dims.items():
             entry = batch_entry(batch, name)
             return batch_size(batch), entry.shape[0] * entry.shape[dim]

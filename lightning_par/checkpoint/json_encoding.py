@@ -111,6 +111,7 @@ class Encoder:
             )
         kind = "tensor"
         if not isinstance(value, Tensor):
+            # Bool, integers, floats and complex are what a tensor can hold.
             if value.dtype.hasobject or value.dtype.kind not in "biufc":
                 return self._pickle(value, where)
             kind = "ndarray" if isinstance(value, np.ndarray) else "number"

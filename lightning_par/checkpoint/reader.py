@@ -130,11 +130,7 @@ class TensorFiles:
         return found
 
     def read_whole(self, entry: TensorEntry) -> Tensor:
-        """Read a global tensor, onto the CPU.
-
-        Args:
-            entry: Index entry of the tensor.
-        """
+        """Read the global tensor of an index entry, onto the CPU."""
         out = torch.empty(entry.shape, dtype=entry.dtype)
         self.read_box(entry, [0] * len(entry.shape), out)
         return out

@@ -69,7 +69,7 @@ def _entries_of(folder: Path, file: str) -> dict[str, TensorEntry]:
     try:
         with safe_open(folder / file, framework="pt", device="cpu") as opened:
             for key in opened.keys():  # noqa: SIM118  (not a dict)
-                part = opened.get_slice(key)
+                part = opened.get_slice(key)  # reads the header only
                 shape = tuple(part.get_shape())
                 chunk = Chunk(file, key, (0,) * len(shape), shape)
                 found[key] = TensorEntry(DTYPES[part.get_dtype()], shape, (chunk,))

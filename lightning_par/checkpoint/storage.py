@@ -306,6 +306,7 @@ def publish(partial: Path, final: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two paths atomically; return False where the system cannot."""
+    # Python's os module has no binding of it; the C library has one on Linux.
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if swap is None:
         return False

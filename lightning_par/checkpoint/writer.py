@@ -188,6 +188,7 @@ def _write_pieces(
     name = file_name(kind, part.rank, part.world)
     by_key = {piece.key: piece for piece in pieces}
     specs = {key: (piece.values.dtype, piece.box.shape) for key, piece in by_key.items()}
+    # Lazy, so that tensors are copied from the device one by one.
     values = ((key, by_key[key].values) for key in file_order(specs))
     report.files[name] = write_tensors(folder / name, specs, values)
     return merge_entries(

@@ -45,6 +45,7 @@ def main(arguments: list[str]) -> int:
             f"trainer.strategy is {type(strategy).__name__}: what it holds is not known here. Use "
             "one of this package, such as 'zero_offload'."
         )
+    # The model may be larger than this machine.
     with torch.device("meta"):
         module.configure_model()
     estimate = memory_estimate(module, strategy)

@@ -62,6 +62,7 @@ def _make(arguments: tuple[str, ...], steps: int) -> Subject:
 def _batches(run: ConfiguredRun, steps: int) -> list[Any]:
     """Return the first `steps` batches; if there are fewer, they repeat."""
     source = run.model if run.datamodule is None else run.datamodule
+    # The Trainer would call these hooks, but only inside fit.
     source.prepare_data()
     if run.datamodule is not None:
         run.datamodule.setup("fit")

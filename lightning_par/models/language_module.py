@@ -126,6 +126,7 @@ class LanguageModule(L.LightningModule):
         # (step + 1) / (warmup + 1): the first step is not lost to a rate of 0.
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
+        # LambdaLR asks for step 0 when it is made, see `_num_steps`.
         last = self._num_steps() if step else math.inf
         if math.isinf(last):
             return 1.0

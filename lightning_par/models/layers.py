@@ -155,6 +155,7 @@ class Attention(nn.Module):
             value,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
+            # Only where it is needed: it rules out some kernels.
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
         mixed = mixed.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim)

@@ -28,6 +28,7 @@ class Perplexity(Metric):
 
     def __init__(self) -> None:
         super().__init__()
+        # A float32 count stops growing at 2^24 tokens.
         zero = torch.zeros((), dtype=torch.float64)
         self.add_state("loss_sum", default=zero, dist_reduce_fx="sum")
         self.add_state("count", default=zero.clone(), dist_reduce_fx="sum")

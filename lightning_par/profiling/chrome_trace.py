@@ -53,6 +53,7 @@ def trace_events(records: Sequence[RankRecord]) -> Iterator[_Event]:
     for record in records:
         tracks = _tracks(record)
         yield _metadata("process_name", record.rank, 0, record.name)
+        # By name, rank 10 would come before rank 2.
         yield {
             **_metadata("process_sort_index", record.rank, 0, ""),
             "args": {"sort_index": record.rank},
@@ -175,6 +176,7 @@ def _arrow(
 ) -> Iterator[_Event]:
     common = {"name": "message", "cat": "message", "id": key, "tid": _ACTIONS}
     yield {**common, "ph": "s", "pid": rank, "ts": _microseconds(event.end, origin)}
+    # "bp": the arrow ends at the enclosing action, not at the next one.
     yield {**common, "ph": "f", "bp": "e", "pid": other, "ts": _microseconds(needed.start, origin)}
 
 

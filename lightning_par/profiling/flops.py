@@ -70,6 +70,7 @@ class FlopCounter(TorchDispatchMode):
         formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
         if formula is None and isinstance(func, torch._ops.OpOverload):
             # Composite operators such as `linear` have no formula, their parts do.
+            # Inside __torch_dispatch__ the mode is off; entered again, it counts the parts.
             with self:
                 result = func.decompose(*args, **options)
             if result is not NotImplemented:

@@ -243,6 +243,7 @@ class StepRecorder:
         times = iter(self.clock.read(marks))
         timed = []
         for t in transfers:
+            # The call itself blocks the rank as well, hence 1 +.
             exposed = [(next(times), next(times)) for _ in range(1 + len(t.waits))]
             span = exposed[0][0], exposed[-1][1]
             timed.append(

@@ -86,6 +86,7 @@ def draw_timeline(
         figure = Figure(figsize=(width, 1.35 + _INCHES_PER_ROW * len(events_per_rank)), dpi=150)
         figure.set_layout_engine("constrained")
         axes = figure.add_subplot()
+        # 72 points to the inch; about 0.92 of the width is left to the axes.
         _draw_boxes(axes, events_per_rank, origin, scale, width * 72 * 0.92 / (span * scale or 1))
         _draw_frame(axes, labels or _stage_labels(events_per_rank), span * scale, unit)
         bubble = f"{bubble_fraction(events_per_rank):.1%}".replace("%", " %")

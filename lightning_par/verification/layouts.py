@@ -30,6 +30,7 @@ def find_sizes(strategy: MeshStrategy, devices: int | None) -> ParallelSizes:
         return strategy.sizes
     asked = strategy._sizes_asked
     if devices is None:
+        # Nothing says how many devices there are: as few as the sizes allow.
         given = [v for n, v in asked.items() if n in ("tensor", "pipeline", "context", "data")]
         devices = 1
         for size in given:

@@ -196,6 +196,7 @@ def trace_steps(
     no_dropout = WithoutDropout()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
+        # Lightning's advice on loaders and loggers is for real runs.
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -205,7 +206,7 @@ def trace_steps(
             max_epochs=1,
             limit_val_batches=0,
             num_sanity_val_steps=0,
-            use_distributed_sampler=False,
+            use_distributed_sampler=False,  # `own` is this replica's part already
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

@@ -47,7 +47,7 @@ def prose_of(path: Path) -> str:
         return text
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in somebody else's code
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
@@ -183,6 +183,7 @@ class SentenceDataModule(TextDataModule):
     def _pack(self, files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Pair]:
         left = float("inf") if self.max_bytes is None else self.max_bytes
         for number, file in enumerate(files):
+            # min(): infinity is no end of a slice.
             text = prose_of(file)[: int(min(left, 2**40))]
             left -= len(text)
             sentences = [tokenizer.encode(s) for s in split_sentences(text)]

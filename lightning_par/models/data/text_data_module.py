@@ -122,7 +122,7 @@ class TextDataModule(L.LightningDataModule):
         Args:
             stage: Not used: all splits are made at once.
         """
-        if self._splits:
+        if self._splits:  # the Trainer calls it for every stage
             return
         tokens, _ = self._corpus
         ranges = split_ranges(

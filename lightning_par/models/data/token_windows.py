@@ -135,6 +135,7 @@ def split_ranges(
         if not 0 <= share < 1
     ]
     raise_problems(ConfigurationError, problems)
+    # A short corpus still has 64 blocks: with fewer, small fractions could not be met.
     block = max(1, min(_SPLIT_BLOCK, num_tokens // 64))
     count = -(-num_tokens // block)
     counts = [max(1, round(share * count)) if share else 0 for share in shares.values()]
@@ -202,6 +203,7 @@ class WindowDataset(Dataset[dict[str, Tensor]]):
         inside = position - (self._ends[run - 1] if run else 0)
         low = self._starts[run] + inside * self.length
         window = torch.from_numpy(self.tokens[low : low + self.length + 1].astype(np.int64))
+        # Clones: both are views of the same memory, and the padding is written in place.
         labels = window[1:].clone()
         if index == PADDING:
             labels.fill_(_IGNORE_INDEX)

@@ -178,7 +178,7 @@ def encode_files(
     parts: list[NDArray[np.uint32]] = []
     left = max_bytes
     for file in files:
-        raw = file.read_bytes()[:left]
+        raw = file.read_bytes()[:left]  # may end inside a character, which becomes U+FFFD
         tokens = tokenizer.encode(raw.decode("utf-8", errors="replace") + "\n")
         parts.append(np.fromiter(tokens, np.uint32, count=len(tokens)))
         if left is not None:

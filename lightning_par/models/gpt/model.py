@@ -170,6 +170,7 @@ class GPT(nn.Module):
         self.eval()
         try:
             for _ in range(max_new_tokens):
+                # The window moves with the text; positions count from its beginning.
                 logits = self(input_ids[:, -self.config.max_length :])[:, -1]
                 chosen = _sample(logits, temperature, top_k, generator)
                 input_ids = torch.cat((input_ids, chosen), dim=1)
@@ -192,6 +193,8 @@ class GPT(nn.Module):
 
     def parallel_plan(self) -> ParallelPlan:
         """Return the parallel plan: blocks, tensor styles, tied weights and batch spec."""
+        # With sequence parallelism, hidden states between attention and MLP are sharded over the
+        # tokens, as in Megatron: the norms run on shards, "gather_sequence" modules gather them.
         tensor: dict[str, TensorStyle] = {
             "embed": "vocab_embedding",
             "blocks.*.attention_norm": "sequence_parallel",
@@ -232,6 +235,7 @@ def _sample(
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
+        # Logits equal to the k-th stay in as well.
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)

@@ -158,6 +158,7 @@ class Mixtral(nn.Module):
             "blocks.*.attention.value": "colwise",
             "blocks.*.attention.out": "rowwise",
             "blocks.*.moe_norm": "sequence_parallel",
+            # The gate runs on a shard of the tokens, but capacity is counted over whole sequences.
             "blocks.*.moe.router.gate": "sequence_gather_output",
             "blocks.*.moe.experts": "experts",
             "blocks.*.moe.experts.gate": "expert_colwise",
@@ -237,6 +238,7 @@ def from_hugging_face_mixtral(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if hits:
                 renamed[new] = value
                 break
+    # The experts of a layer may come in any order, and from several files.
     for place, experts in stacks.items():
         renamed[place] = torch.stack([experts[i] for i in sorted(experts)])
     return renamed

@@ -225,6 +225,7 @@ class Router(nn.Module):
         To be called after every optimizer step.
         """
         if self.config.balance == "bias" and self.step_load is not None:
+            # The sign alone counts (2408.15664), so that one outlier does not move the bias far.
             missing = self.step_load.mean() - self.step_load
             self.bias_steps += missing.sign().to(torch.int64)
         self.step_load = None
@@ -301,6 +302,7 @@ class Experts(nn.Module):
         flat = hidden.flatten(0, 1)
         outputs, other = self.compute(flat[tokens], counts, beside)
         weighted = (outputs * weights[:, None].to(outputs.dtype)).to(flat.dtype)
+        # A token has up to k outputs, which index_add sums.
         return torch.zeros_like(flat).index_add(0, tokens, weighted).view_as(hidden), other
 
     def compute(
@@ -353,6 +355,7 @@ class MoELayer(nn.Module):
             [B, T, D], and balance loss and z-loss of the router, [2].
         """
         shared = self.shared
+        # Not computed here: the experts call it while their all-to-all is in flight.
         beside = None if shared is None else lambda: shared(hidden)
         tokens, weights, counts, losses = self.router(hidden, noise, counted)
         mixed, other = self.experts(hidden, weights, tokens, counts, beside)
