@@ -97,6 +97,7 @@ class MemoryMonitor(FirstStepCounter[SavedActivations]):
                 pairs = zip(_KINDS, row, strict=True)
                 values |= {f"rank_{rank}/{name}": value for name, value in pairs}
         logged = {f"memory/{name}": value for name, value in values.items()}
+        # batch_size: otherwise Lightning would search the batch for it.
         pl_module.log_dict(logged, on_step=True, on_epoch=False, batch_size=1)
         if device.type == "cuda":
             # The next peak is that of the steps until then, not of the run.

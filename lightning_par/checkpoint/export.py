@@ -39,6 +39,7 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
     verify_files(reader, ["weights"])
     weights = reader.weights()
     prefix = f"{below}." if below else ""
+    # Entries that are no tensors (extra state of modules) have no place in safetensors.
     stored: dict[str, StoredTensor] = {
         name.removeprefix(prefix): found
         for name, found in ((n, weights.find(n)) for n in weights)
@@ -50,6 +51,7 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
     values = ((name, stored[name].read()) for name in file_order(specs))
     with replacing(path) as partial:
+        # transformers refuses a file that does not name its framework.
         write_tensors(partial, specs, values, {"format": "pt"})
     return list(stored)
 

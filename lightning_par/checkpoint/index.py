@@ -212,6 +212,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder, with its own checksum in the first line."""
         value = {"kind": _KIND, "format": FORMAT, **asdict(self)}
+        # No other file could hold its checksum. With the first line the whole is one JSON object.
         body = f'"manifest": {json.dumps(value, indent=1)}\n}}\n'.encode()
         with ChecksumFile(folder / MANIFEST) as file:
             file.write(_first_line(body) + body)

@@ -212,7 +212,7 @@ class StoredTensors(MutableMapping[str, Any]):
         Args:
             entries: FQN -> `StoredTensor`, or a value that is no tensor in files.
         """
-        copy = StoredTensors.__new__(StoredTensors)
+        copy = StoredTensors.__new__(StoredTensors)  # __init__ takes entries of an index
         copy._entries = dict(entries)
         return copy
 

@@ -149,6 +149,7 @@ class CheckpointSaver:
 
     def _save_group(self) -> dist.ProcessGroup:
         if self._group is None:
+            # gloo on CUDA, too: a save in a thread must not enqueue anything on the GPU.
             group = dist.new_group(backend="gloo", timeout=self._timeout)
             assert isinstance(group, dist.ProcessGroup)
             self._group = group

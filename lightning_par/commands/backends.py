@@ -44,7 +44,7 @@ def _row(kernel: AttentionKernel) -> tuple[str, str, str]:
     takes = [
         str(kind).removeprefix("torch.")
         for kind in kinds
-        if kernel.refusal(device=device, dtype=kind, head_dim=64) is None
+        if kernel.refusal(device=device, dtype=kind, head_dim=64) is None  # 64: all support it
     ]
     masks = "padded keys" if kernel.takes_bias else "no padded keys"
     where = kernel.device_type or "any device"

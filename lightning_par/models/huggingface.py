@@ -71,6 +71,7 @@ class HuggingFaceModule(L.LightningModule):
         else:
             config = transformers.AutoConfig.for_model(self.config, **self.overrides)
         kind = getattr(transformers, f"AutoModelFor{self.task}")
+        # Not from_pretrained: weights are loaded later, by the strategy, each rank its shards.
         self.model = kind.from_config(config)
 
     def parallel_plan(self) -> ParallelPlan:

@@ -95,6 +95,7 @@ class LanguageModule(L.LightningModule):
         """
         data = getattr(self.trainer, "datamodule", None)
         limits = {"vocab_size": self.config.vocab_size}
+        # Rotary positions have no largest length.
         if getattr(self.config, "positions", "learned") == "learned":
             limits["max_length"] = self.config.max_length
         problems = []

@@ -120,7 +120,7 @@ def compare_steps(one: Trace, ranks: Sequence[Trace]) -> tuple[StepRow, ...]:
         StepRow(
             step=step,
             wanted=one.losses[step],
-            got=ranks[0].losses[step],
+            got=ranks[0].losses[step],  # reduced over all ranks
             gradient=max(_worst(t.gradients[step], one.gradients[step], one.ties) for t in ranks),
             weight=max(_worst(t.weights[step], one.weights[step], one.ties) for t in ranks),
         )

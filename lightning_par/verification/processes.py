@@ -81,6 +81,7 @@ def run_ranks(
         try:
             return _receive(ends, timeout)
         finally:
+            # Also those that answered: others may wait for them in a collective.
             for process in processes:
                 process.terminate()
                 process.join()
@@ -111,6 +112,7 @@ def _worker_main(
 ) -> None:
     world = sizes.world_size
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    # The rendezvous is the file `store`; Lightning only checks that these are set.
     named = {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "GROUP_RANK": 0}
     # As under torchrun, so that Lightning takes the process for one of several and starts none.
     elastic = {"TORCHELASTIC_RUN_ID": "verify", "TORCHELASTIC_RESTART_COUNT": 0}

@@ -64,6 +64,7 @@ class MixtralConfig(GPTConfig):
             if getattr(self, name) not in get_args(choice)
         ]
         problems += self._check_numbers()
+        # Inherited fields for which this model has one implementation.
         for name, only in (("positions", "rotary"), ("activation", "swiglu")):
             if getattr(self, name) != only:
                 problems.append(f"{name}={getattr(self, name)!r} must be {only!r}.")
