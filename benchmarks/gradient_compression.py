@@ -47,9 +47,9 @@ def body(arguments: Arguments) -> None:
         fit(BenchModule(), loader(BATCH), made, turn, arguments, limit_val_batches=0)
 
     for name in METHODS:
-        with CommVolume() as ledger:
+        with CommVolume() as volume:
             train(_Alone(), name)
-        sent[name] = ledger.total().sent / arguments.total_steps
+        sent[name] = volume.total().sent / arguments.total_steps
     contenders = {name: partial(train, name=name) for name in METHODS}
     compare(f"{RANKS} whole replicas", contenders, arguments, targets={})
     if dist.get_rank() == 0:

@@ -28,13 +28,13 @@ def count(attend: Callable[..., Tensor], tokens: int) -> tuple[float, float, flo
     """Return peak and what is kept, of the rank with most, and the mean of what is sent, in M."""
     leaves = [torch.randn(1, HEADS, tokens, DIM, requires_grad=True) for _ in range(3)]
     grad = torch.randn(1, HEADS, tokens, DIM)
-    with LiveBytes(besides=[leaves, grad]) as live, CommVolume() as ledger:
+    with LiveBytes(besides=[leaves, grad]) as live, CommVolume() as volume:
         out = attend(*leaves)
         kept = live.now
         out.backward(grad)
     unit = 2 * leaves[1].numel() * leaves[1].element_size()
     most = torch.tensor([live.peak, kept]) / unit
-    sent = torch.tensor(ledger.total().sent) / unit / dist.get_world_size()
+    sent = torch.tensor(volume.total().sent) / unit / dist.get_world_size()
     dist.all_reduce(most, dist.ReduceOp.MAX)
     dist.all_reduce(sent)
     return float(most[0]), float(most[1]), float(sent)

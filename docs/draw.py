@@ -154,7 +154,7 @@ def draw_collectives(axes: Axes, pitch: float) -> None:
 
 
 def tensor_parallel() -> Figure:
-    shapes, ledger = facts.activation_shapes()
+    shapes, volume = facts.activation_shapes()
     figure, axes = canvas(
         10, 4.1, title="Tensor parallelism of one block: activations on each of two ranks"
     )
@@ -187,7 +187,7 @@ def tensor_parallel() -> Figure:
         write(axes, 0.12, 1.15 + rank * 1.25 + tall / 2, f"rank {rank}", size=8, rotation=90)
     draw_collectives(axes, pitch)
     size = facts.BATCH * tokens * shapes["mlp_norm.out"][2] * 4
-    gathers, scatters = (ledger.total(operation=o) for o in ("all_gather", "reduce_scatter"))
+    gathers, scatters = (volume.total(operation=o) for o in ("all_gather", "reduce_scatter"))
     notes = (
         f"Counted in the block's forward: {gathers.calls} all-gathers and {scatters.calls} "
         f"reduce-scatters of B x T x D = {size:,} bytes each (B {facts.BATCH}, T {tokens}, D "

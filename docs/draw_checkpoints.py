@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_par.checkpoint.index import Chunk, file_name
-from lightning_par.checkpoint.pieces import Box, cut_box, share_out
+from lightning_par.checkpoint.pieces import assign_writers, Box, cut_box
 from lightning_par.checkpoint.reader import overlap
 from lightning_par.mesh import ParallelSizes
 
@@ -34,7 +34,7 @@ def stored_chunks() -> dict[str, list[Chunk]]:
     held = [[box_of(name, rank) for name in SHAPES] for rank in range(WRITERS.world_size)]
     sizes = [[(b, 4 * b.shape[0] if b.shape else 4) for b in boxes] for boxes in held]
     found: dict[str, list[Chunk]] = {name: [] for name in SHAPES}
-    for rank, boxes in enumerate(share_out(sizes)):
+    for rank, boxes in enumerate(assign_writers(sizes)):
         for b in sorted(boxes, key=lambda b: b.name):
             file = file_name("weights", rank, WRITERS.world_size)
             found[b.name].append(Chunk(file, b.name, b.offset, b.shape))

@@ -148,9 +148,9 @@ def activation_shapes() -> tuple[dict[str, tuple[int, ...]], CommVolume]:
     hidden = torch.zeros(BATCH, TOKENS // 2, model.config.model_dim)
     assert model.rotary is not None
     rotary = model.rotary(torch.arange(TOKENS)[None])
-    with CommVolume(mesh.named_groups()) as ledger:
+    with CommVolume(mesh.named_groups()) as volume:
         block(hidden, rotary)
-    return shapes, ledger
+    return shapes, volume
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +171,12 @@ def zero_facts(zero_stage: int) -> ZeroFacts:
     sizes = ParallelSizes(data_replicate=2) if zero_stage == 0 else ParallelSizes(data_shard=2)
     model, _, sharding = put_on(two_ranks(sizes), zero_stage=zero_stage)
     run_step(model, sharding, MICRO_BATCHES)
-    with CommVolume() as ledger:
+    with CommVolume() as volume:
         run_step(model, sharding, MICRO_BATCHES)
     sharding.release()
     local = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     whole = model.num_parameters
-    sent = {entry.operation: entry.sent / (4 * whole) for entry in ledger.entries()}
+    sent = {entry.operation: entry.sent / (4 * whole) for entry in volume.entries()}
     return ZeroFacts(held=local / whole, sent=sent)
 
 

@@ -1,7 +1,7 @@
-"""The demonstration behind ``make demo``: a small GPT on four processes, two stages of two ranks.
+"""Demo behind ``make demo``: a small GPT on four CPU processes, pp 2 x tp 2.
 
-It trains on the sources of Python's standard library, saves a checkpoint, draws the pipeline that
-ran, and lets the trained model write a few lines in one process.
+It trains on the sources of Python's standard library, saves a checkpoint, draws the measured
+pipeline timeline, and generates a few lines with the trained model on one process.
 """
 
 import argparse
@@ -29,27 +29,28 @@ _PROMPT = "def main(argv):\n    "
 
 
 class _LossHistory(Callback):
-    """Keeps the training loss of every step, and the pipeline's timeline at the end."""
+    """Callback that keeps the loss of every step, and at the end the pipeline's timeline."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.timeline: list[Any] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Keep the loss that the step logged."""
+        """Append the loss that the step logged."""
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Collect when every stage ran its actions."""
+        """Gather the timed actions of every stage."""
+        # A collective, so every rank calls it although rank 0 alone draws.
         if isinstance(trainer.strategy, MeshStrategy):
             self.timeline = trainer.strategy.pipeline_timeline()
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, draw, generate, and say where everything is.
+    """Train, draw, generate, and log where the files are.
 
     Args:
-        argv: Command line; None reads that of the process.
+        argv: Command line without the program's name; None: that of this process.
     """
     parser = argparse.ArgumentParser(prog="python -m lightning_par.demo", description=__doc__)
     parser.add_argument("--devices", type=int, default=4, help="processes on the CPU")
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
     _log.setLevel(logging.INFO)
+    # Deprecations inside Lightning, and advice on loaders that does not concern a demo.
     warnings.filterwarnings("ignore", ".*LeafSpec.*")
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     pl.seed_everything(0, verbose=False)
@@ -93,6 +95,7 @@ def _report(
     assert isinstance(strategy, MeshStrategy)
     assert isinstance(checkpoint, ModelCheckpoint)
     assert isinstance(logger, CSVLogger)
+    # The loss of one batch is noisy.
     first, last = history.losses[0], sum(history.losses[-10:]) / len(history.losses[-10:])
     lines = [
         "",
@@ -121,7 +124,7 @@ def _report(
 
 
 def _generate(path: Path, data: TextDataModule) -> str:
-    """Let a single process continue a prompt with the weights of a checkpoint."""
+    """Return a prompt continued on one process with the weights of a Lightning checkpoint file."""
     module = GPTModule.load_from_checkpoint(path, map_location="cpu")
     module.eval()
     prompt = torch.tensor([list(data.tokenizer.encode(_PROMPT))])

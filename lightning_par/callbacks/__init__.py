@@ -1,6 +1,4 @@
-"""Callbacks that save memory, and those that say where the time, the bytes and the memory of a step
-go, and the tokens.
-"""
+"""Callbacks: activation checkpointing, mixed precision, profilers and monitors."""
 
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_par.callbacks.communication_profiler import CommunicationProfiler

@@ -1,4 +1,4 @@
-"""`ActivationCheckpointing`: less memory for activations, bought with a second forward."""
+"""`ActivationCheckpointing`: recompute activations in the backward instead of storing them."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -23,30 +23,30 @@ __all__ = ["ActivationCheckpointing"]
 
 
 class ActivationCheckpointing(pl.Callback):
-    """Lets the blocks of the model keep less of their forward and recompute it in the backward.
+    """Activation checkpointing of the model's blocks: full, selective, or different per stage.
 
-    The results are the same to the last bit where the operations are deterministic, dropout
-    included. The blocks are those of the model's `parallel_plan()`. Works under every strategy
-    and schedule, with ``compile_blocks``, and under Lightning's own strategies.
+    Results are bitwise equal where the operations are deterministic, dropout included. The blocks
+    are those of the model's `parallel_plan()`. Works under every strategy and schedule, with
+    ``compile_blocks``, and under Lightning's own strategies.
 
     Args:
-        mode: ``"full"`` keeps the input of a block only; ``"selective"`` also what is costly to
-            recompute; ``"none"`` everything.
-        every: Of every so many blocks one is concerned: the first, and each `every`-th after it.
+        mode: ``"full"`` keeps only the input of a block; ``"selective"`` also the outputs of
+            operations that are costly to recompute; ``"none"`` keeps all activations.
+        every: Checkpoint every `every`-th block, beginning with the first; 1 or more.
         operations: Under ``"selective"``, the operations whose outputs are kept, such as
             ``["mm", "aten._scaled_dot_product_flash_attention"]``. None: matrix products and
-            attention, but not the scores of an attention without a kernel.
+            attention, but not the scores of an attention without a fused kernel.
         parts: Under ``"selective"``, instead of `operations`: the modules inside a block that are
-            recomputed, as in ``["attention"]``; the rest of the block is kept. ``"plan"``: those
-            that the plan calls checkpointable.
-        offload: ``"cpu"``: what is kept waits in the memory of the host, as far as it lies on a
-            CUDA device. Tensors below 1 MiB stay.
+            recomputed, as in ``["attention"]``; the activations of the rest are kept. ``"plan"``:
+            the modules that the plan lists as checkpointable.
+        offload: ``"cpu"``: kept activations of a CUDA device are moved to pinned host memory until
+            the backward. Tensors below 1 MiB stay.
         per_stage: A mode for every pipeline stage instead of `mode`; or ``"auto"``: every stage
-            recomputes as little as it can without needing more memory than the fullest one does
-            under `mode`. Later stages hold fewer micro-batches at a time, hence recompute less.
+            recomputes as little as it can without needing more memory than the fullest stage does
+            under `mode`. Later stages hold fewer micro-batches in flight, hence recompute less.
 
     Raises:
-        ConfigurationError: A value does not exist or does not fit another one; with every problem.
+        ConfigurationError: A value is out of range or contradicts another one; with every problem.
     """
 
     def __init__(
@@ -81,22 +81,24 @@ class ActivationCheckpointing(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Tell the strategy, which wraps the blocks when it puts the model on its mesh."""
+        """Hand the options to the strategy, which wraps the blocks when it sets up the model."""
         if isinstance(trainer.strategy, MeshStrategy):
             trainer.strategy.recomputation = self.recomputation
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap the blocks under a strategy of Lightning's own."""
+        """Wrap the blocks under one of Lightning's own strategies."""
+        # fit() may be called again with the same module: never wrap twice.
         if isinstance(trainer.strategy, MeshStrategy) or self._wrapped is pl_module:
             return
         what, plan = self.recomputation, find_plan(pl_module) or ParallelPlan()
-        layout = resolve_plan(pl_module, plan)
-        check_recomputation(pl_module, layout, what, 1)
+        resolved = resolve_plan(pl_module, plan)
+        check_recomputation(pl_module, resolved, what, 1)
+        # Without a pipeline there is one stage, which holds all blocks.
         mode = what.stage_modes[0] if isinstance(what.stage_modes, tuple) else what.mode
-        recompute_blocks(pl_module, layout, what, [(0, len(layout.block_names))], [mode])
+        recompute_blocks(pl_module, resolved, what, [(0, len(resolved.block_names))], [mode])
         if what.on_host:
-            for name in layout.block_names[:: what.every]:
+            for name in resolved.block_names[:: what.every]:
                 wait_on_host(pl_module.get_submodule(name))
         self._wrapped = pl_module
 

@@ -1,4 +1,4 @@
-"""`CommunicationProfiler`: what a step communicates, on which axis, and what it has to wait for."""
+"""`CommunicationProfiler`: volume and exposed time of a step's communication, per mesh axis."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_par.callbacks.profiler import Chapter, Profiler, Recording
+from lightning_par.callbacks.profiler import Profiler, Recording, ReportSection
 from lightning_par.profiling.comm_volume import CommVolumeEntry
 from lightning_par.profiling.html_report import Table
 from lightning_par.profiling.pipeline_record import RankRecord, StepRecord
@@ -24,7 +24,7 @@ _NOTE = (
 
 @dataclass(eq=False)
 class _Row:
-    """One axis and operation, all ranks together."""
+    """Communication on one axis in one operation, summed over all ranks."""
 
     calls: int = 0
     payload: int = 0
@@ -36,17 +36,17 @@ class _Row:
 
     @property
     def time(self) -> float:
-        """Seconds, the mean over the ranks that took part."""
+        """Seconds from the calls to the ends of their waits, mean over participating ranks."""
         return self.seconds / max(self.ranks, 1)
 
     @property
     def mean_exposed(self) -> float:
-        """Seconds, the mean over the ranks that took part."""
+        """Seconds of `time` in which a rank was blocked, mean over participating ranks."""
         return self.exposed / max(self.ranks, 1)
 
 
 class CommunicationProfiler(Profiler):
-    """Keeps a ledger of every collective and every message, per mesh axis and operation.
+    """Profiler of every collective and point-to-point message, per mesh axis and operation.
 
     Logged at the Trainer's ``log_every_n_steps``, for the last step, the same on every rank; axis
     and operation are such as ``tp/all_gather`` or ``pp_activations/send``:
@@ -54,31 +54,36 @@ class CommunicationProfiler(Profiler):
     ===========================================  =====  ==========================================
     key                                          unit   meaning
     ===========================================  =====  ==========================================
-    ``communication/axis/operation/calls``       1      of all ranks together
-    ``communication/axis/operation/sent``        bytes  of all ranks together, by the ring
-    ``communication/axis/operation/predicted``   bytes  the same, from the plan; where it can be
-    ``communication/axis/operation/time``        ms     from the call to the end of the wait, the
-                                                        mean over the ranks that took part
-    ``communication/axis/operation/exposed``     ms     of this, how long a rank stood still
+    ``communication/axis/operation/calls``       1      number of calls, summed over all ranks
+    ``communication/axis/operation/sent``        bytes  sent under the ring algorithm, summed over
+                                                        all ranks
+    ``communication/axis/operation/predicted``   bytes  the same, computed from the plan; absent
+                                                        where the plan does not determine it
+    ``communication/axis/operation/time``        ms     from the call to the end of the wait, mean
+                                                        over the participating ranks
+    ``communication/axis/operation/exposed``     ms     part of ``time`` in which the rank was
+                                                        blocked
     ===========================================  =====  ==========================================
 
-    The report of `PipelineProfiler` has the same as a table, and the timeline shows when a rank
-    stood still for what; without that callback this one writes both.
+    The report of `PipelineProfiler` has the same as a table, and its timeline shows which
+    communication blocked which rank; without that callback this one writes both.
 
     Args:
-        folder: Where the files go; None: ``profile`` in the folder of the Trainer's logger.
-        keep_steps: How many steps, the last ones, are shown in the files.
+        folder: Folder of the files; None: ``profile`` in the folder of the Trainer's logger.
+        keep_steps: Number of steps, counted from the last, that the files show; 1 or more.
 
-    **Communicates**: at every logged step, one small object of every rank to all.
+    **Communicates**: at every logged step, an all-gather of one small object per rank.
     """
 
     @override
     def measure(self, recording: Recording) -> Mapping[str, float]:
-        mine = _row_parts(recording.steps.last())
+        # All ranks, since ranks of different stages use different axes and operations.
+        mine = _rank_parts(recording.steps.last())
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         values = {}
         for (axis, operation), row in _join(found).items():
+            # Such as "pp shared weights", the group of a tied weight.
             key = f"communication/{axis.replace(' ', '_')}/{operation}"
             values[f"{key}/calls"] = float(row.calls)
             values[f"{key}/sent"] = float(row.sent)
@@ -89,15 +94,15 @@ class CommunicationProfiler(Profiler):
         return values
 
     @override
-    def describe(self, recording: Recording, records: Sequence[RankRecord]) -> Chapter:
-        rows = _join(_row_parts(record.steps[-1]) for record in records)
-        chapter = Chapter()
+    def describe(self, recording: Recording, records: Sequence[RankRecord]) -> ReportSection:
+        rows = _join(_rank_parts(record.steps[-1]) for record in records)
+        section = ReportSection()
         sent, exposed = sum(r.sent for r in rows.values()), sum(r.exposed for r in rows.values())
-        chapter.headline = {
+        section.headline = {
             "sent by all ranks in a step": f"{sent / 2**20:,.2f} MiB",
             "stood still for communication, per rank": f"{1e3 * exposed / len(records):,.2f} ms",
         }
-        chapter.tables = [
+        section.tables = [
             Table(
                 key="communication",
                 title="Communication",
@@ -116,38 +121,43 @@ class CommunicationProfiler(Profiler):
                 rows=[_cells(*key, row) for key, row in rows.items()],
             )
         ]
-        return chapter
+        return section
 
 
 _Parts = dict[tuple[str, str], tuple[CommVolumeEntry | None, CommVolumeEntry | None, float, float]]
 
 
-def _row_parts(step: StepRecord) -> _Parts:
-    """Return, of one rank, what was counted, what was foreseen, seconds, and seconds exposed."""
+def _rank_parts(step: StepRecord) -> _Parts:
+    """Return one rank's part of every row.
+
+    Returns:
+        (axis, operation) -> counted volume, expected volume, seconds, exposed seconds.
+    """
     counted = {(e.axis, e.operation): e for e in step.entries}
-    foreseen = {(e.axis, e.operation): e for e in step.foreseen}
+    expected = {(e.axis, e.operation): e for e in step.expected}
     times: dict[tuple[str, str], tuple[float, float]] = {}
     for t in step.transfers:
         key = t.axis, t.operation
         seconds, exposed = times.get(key, (0.0, 0.0))
         times[key] = seconds + t.end - t.start, exposed + t.exposed_seconds
-    keys = dict.fromkeys((*counted, *foreseen))
-    return {k: (counted.get(k), foreseen.get(k), *times.get(k, (0.0, 0.0))) for k in keys}
+    keys = dict.fromkeys((*counted, *expected))
+    return {k: (counted.get(k), expected.get(k), *times.get(k, (0.0, 0.0))) for k in keys}
 
 
 def _join(parts: Iterable[_Parts]) -> dict[tuple[str, str], _Row]:
-    """Add up what all ranks give."""
+    """Sum the rows over all ranks."""
     rows: dict[tuple[str, str], _Row] = {}
     for part in parts:
-        for key, (counted, foreseen, seconds, exposed) in part.items():
+        for key, (counted, expected, seconds, exposed) in part.items():
             row = rows.setdefault(key, _Row())
+            # A rank without such calls (of another stage) must not lower the mean.
             if counted is not None:
                 row.calls += counted.calls
                 row.payload += counted.payload
                 row.sent += counted.sent
                 row.ranks += 1
-            if foreseen is not None:
-                row.predicted = (row.predicted or 0) + foreseen.sent
+            if expected is not None:
+                row.predicted = (row.predicted or 0) + expected.sent
             row.seconds += seconds
             row.exposed += exposed
     return dict(sorted(rows.items()))

@@ -1,4 +1,4 @@
-"""`ExpertBalance`: how evenly the routers of a mixture of experts load their experts."""
+"""`ExpertBalance`: monitor of the expert load of every mixture-of-experts layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ __all__ = ["ExpertBalance", "LayerLoad"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
-    """What one router did since the last report, over all replicas.
+    """Expert load of one layer since the last report, summed over all replicas.
 
     Attributes:
-        load: Assignments that every expert was to get, before any was dropped.
-        dropped: Of these, how many were.
+        load: Token assignments per expert, dropped ones included.
+        dropped: Number of assignments that were dropped.
         z: Mean over the tokens of the squared log-sum-exp of the router's logits.
     """
 
@@ -37,7 +37,7 @@ class LayerLoad:
     z: float
 
     def measures(self) -> dict[str, float]:
-        """Return what is logged of a layer, by the last part of its key."""
+        """Return the logged values of a layer by the last part of their keys."""
         loads = torch.tensor(self.load, dtype=torch.float64)
         shares = loads / loads.sum().clamp(min=1)
         largest = torch.tensor(float(len(loads))).log().clamp(min=1e-12)
@@ -52,30 +52,33 @@ class LayerLoad:
 
 
 class ExpertBalance(Callback):
-    """Logs the load of the experts of every layer, and draws it.
+    """Monitor that logs the expert load of every layer, and draws it at the end.
 
     Logged at the Trainer's ``log_every_n_steps``, the same on every rank, over the steps since the
-    last time, all their micro-batches and all replicas; i is the number of the layer:
+    last report, all their micro-batches and all replicas; i is the index of the layer:
 
     ===================================  ====================================================
     key                                  meaning
     ===================================  ====================================================
-    ``experts/layer_i/load_e``           share of the assignments that expert e was to get
-    ``experts/layer_i/entropy``          of these shares, 0 (one has all) to 1 (even)
-    ``experts/layer_i/max_over_mean``    the largest share times the number of experts
-    ``experts/layer_i/dropped``          share of the assignments that found no room
+    ``experts/layer_i/load_e``           fraction of the assignments that chose expert e
+    ``experts/layer_i/entropy``          entropy of the load, 0 (one expert has all) to 1 (balanced)
+    ``experts/layer_i/max_over_mean``    load of the fullest expert over the mean load
+    ``experts/layer_i/dropped``          fraction of the assignments beyond the capacity
     ``experts/layer_i/z``                mean squared log-sum-exp of the router's logits
-    ``experts/entropy`` and so on        the mean over the layers; of ``max_over_mean`` the largest
+    ``experts/entropy`` and so on        mean over the layers; maximum for ``max_over_mean``
     ===================================  ====================================================
 
     At the end of training rank 0 draws ``expert_balance.png``, layers and experts over time.
 
     Args:
-        path: Where the picture goes (.png, .svg or .pdf); None: ``expert_balance.png`` in the
-            folder of the Trainer's logger.
+        path: File of the picture (.png, .svg or .pdf); None: ``expert_balance.png`` in the folder
+            of the Trainer's logger.
 
-    **Communicates**: the numbers of the layers, over the ``pp`` axis, when it logs. What it counts
-    costs a few sums per layer; the routers sum them over the replicas anyway.
+    Raises:
+        ConfigurationError: At the start of training, if no rank has a `Router`.
+
+    **Communicates**: an all-gather over ``pp`` of the loads, at every logged step. Counting costs a
+    few sums per layer, which the routers reduce over the replicas anyway.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -85,7 +88,7 @@ class ExpertBalance(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a model without routers."""
+        """Raise if no pipeline stage has a router, and reset the records."""
         if not any(_gather(trainer, len(_routers(pl_module)))):
             raise ConfigurationError(
                 f"ExpertBalance: {type(pl_module).__name__} has no Router of lightning_par.models. "
@@ -98,7 +101,8 @@ class ExpertBalance(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Report, if it is time."""
+        """Log the loads at every `log_every_n_steps`-th optimizer step."""
+        # With gradient accumulation several batches end at the same step: report once.
         step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and step and step % every == 0 and self.steps[-1:] != [step]:
             self._report(trainer, pl_module)
@@ -122,10 +126,12 @@ class ExpertBalance(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw what was reported."""
-        folder = trainer.log_dir or trainer.default_root_dir  # every rank has to ask
+        """Draw the reported loads."""
+        # log_dir is a collective: Lightning broadcasts it from rank 0.
+        folder = trainer.log_dir or trainer.default_root_dir
         if not self.steps or not trainer.is_global_zero:
             return
+        # An optional dependency: its absence must not fail a run that has trained.
         if find_spec("matplotlib") is None:
             rank_zero_warn("ExpertBalance draws nothing: matplotlib is not installed.")
             return
@@ -139,7 +145,7 @@ class ExpertBalance(Callback):
 
 
 def _routers(module: nn.Module) -> dict[str, Router]:
-    """Return the routers of this rank by the name of their layer."""
+    """Return the routers of this rank: name of the layer -> router."""
     named = {n: m for n, m in module.named_modules() if isinstance(m, Router)}
     return {_layer(name): router for name, router in named.items()}
 
@@ -151,6 +157,7 @@ def _layer(fqn: str) -> str:
 
 
 def _number(layer: str) -> tuple[int, str]:
+    """Return a sort key that puts layer_10 behind layer_9."""
     digits = layer.rpartition("_")[2]
     return (int(digits) if digits.isdecimal() else -1, layer)
 
@@ -166,7 +173,7 @@ def _read(router: Router) -> LayerLoad:
 
 
 def _gather(trainer: pl.Trainer, value: Any) -> list[Any]:
-    """Return the values of all pipeline stages."""
+    """Return the values of all pipeline ranks, in their order; on every rank."""
     strategy = trainer.strategy
     if not isinstance(strategy, MeshStrategy) or strategy.sizes.pipeline == 1:
         return [value]
@@ -176,7 +183,7 @@ def _gather(trainer: pl.Trainer, value: Any) -> list[Any]:
 
 
 def _values(layers: Mapping[str, LayerLoad]) -> dict[str, float]:
-    """Return what is logged, by key."""
+    """Return the logged values of all layers and their summary, by key."""
     each = {name: layer.measures() for name, layer in layers.items()}
     values = {f"experts/{n}/{k}": v for n, found in each.items() for k, v in found.items()}
     for key in ("entropy", "max_over_mean", "dropped", "z"):

@@ -1,4 +1,4 @@
-"""Counting what every step of a kind needs, in the first of that kind."""
+"""Base of callbacks that count something in the first step of every batch shape."""
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, ExitStack
@@ -19,63 +19,66 @@ T = TypeVar("T")
 
 
 class FirstStepCounter(Callback, Generic[T]):
-    """Base of the callbacks that count something in the first step of every batch shape.
+    """Base of callbacks that count FLOPs or bytes in the first step of every batch shape.
 
-    That step runs without `torch.compile`, since neither operators nor what they save can be seen
-    in compiled code.
+    Later steps of the same shape need the same. The counted step runs without `torch.compile`,
+    since dispatch modes and saved-tensor hooks do not see inside compiled code.
     """
 
     def __init__(self) -> None:
-        self._counted: dict[Hashable, T] = {}
-        self._kind: Hashable = None
-        self._open: ExitStack | None = None
+        self._counters: dict[Hashable, T] = {}
+        self._signature: Hashable = None
+        self._counting: ExitStack | None = None
 
     def counter(self) -> AbstractContextManager[T]:
-        """Return what is entered while forward and backward run."""
+        """Return a new counter, a context manager around a forward and its backward."""
         raise NotImplementedError
 
     @property
     def counted(self) -> T:
-        """What was counted in a step of the kind of the last one."""
-        return self._counted[self._kind]
+        """Counter of the first step with the batch shape of the last step."""
+        return self._counters[self._signature]
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._kind = signature(batch)
-        if self._kind not in self._counted:
-            self._open = ExitStack()
+        self._signature = signature(batch)
+        if self._signature not in self._counters:
+            self._counting = ExitStack()
             torch.compiler.set_stance("force_eager")
-            self._open.callback(torch.compiler.set_stance, "default")
-            self._counted[self._kind] = self._open.enter_context(self.counter())
+            self._counting.callback(torch.compiler.set_stance, "default")
+            self._counters[self._signature] = self._counting.enter_context(self.counter())
 
     @override
     def on_before_optimizer_step(self, *_: Any) -> None:
-        self._stop()
+        self._stop_counting()  # the optimizer's own operators are no part of the model
 
     @override
     def on_train_batch_end(self, *_: Any) -> None:
-        self._stop()
+        self._stop_counting()  # a batch that only accumulates has no optimizer step
 
     @override
     def on_exception(self, *_: Any) -> None:
-        self._stop()
+        self._stop_counting()
 
-    def _stop(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+    def _stop_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.close()
+            self._counting = None
 
 
 def gather_numbers(numbers: list[float], device: torch.device) -> Tensor:
-    """Return the numbers of every rank, [ranks, len(numbers)], in float64 on the CPU.
+    """All-gather a few numbers over all ranks.
 
     Args:
-        numbers: As many on every rank.
-        device: Of this rank.
+        numbers: N numbers, the same N on every rank.
+        device: Device of this rank, for the collective.
 
-    **Communicates**: one all-gather of the numbers over all ranks.
+    Returns:
+        [ranks, N], float64, on the CPU; the same on every rank.
+
+    **Communicates**: one all-gather of N float64 over the world.
     """
     mine = torch.tensor(numbers, dtype=torch.float64, device=device)
     if not dist.is_initialized() or dist.get_world_size() == 1:

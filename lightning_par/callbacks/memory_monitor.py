@@ -1,4 +1,4 @@
-"""`MemoryMonitor`: what every rank holds at its peak, and of what kind it is."""
+"""`MemoryMonitor`: memory of every rank: peak, parameters, gradients, states, activations."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,23 +21,23 @@ _KINDS = ("peak", "current", "parameters", "gradients", "optimizer", "activation
 
 
 class MemoryMonitor(FirstStepCounter[SavedActivations]):
-    """Measures the memory of every rank.
+    """Monitor of the memory of every rank, by kind.
 
     Logged at the Trainer's ``log_every_n_steps`` in MiB, the same on every rank. The first six are
-    the largest over the ranks:
+    the maximum over the ranks:
 
     ==========================  ===================================================================
     key                         meaning
     ==========================  ===================================================================
-    ``memory/peak``             on CUDA the most bytes in tensors since the last logged step; on the
-                                CPU the most that the process ever held
-    ``memory/current``          the same now, at the end of the step
-    ``memory/parameters``       this rank's shards of parameters and buffers
-    ``memory/gradients``        of gradients, when the optimizer steps
-    ``memory/optimizer``        of optimizer states
-    ``memory/activations``      the most bytes saved for backwards at once, counted in the first
-                                step of every batch shape; without parameters and what is gathered
-    ``memory/rank_r/peak``      of rank r; so for all six
+    ``memory/peak``             peak memory: on CUDA allocated bytes since the last logged step, on
+                                the CPU the process's highest resident set size so far
+    ``memory/current``          the same at the end of the step
+    ``memory/parameters``       local shards of parameters and buffers
+    ``memory/gradients``        local gradients, right before the optimizer step
+    ``memory/optimizer``        local optimizer states
+    ``memory/activations``      peak of the tensors saved for the backward, counted in the first
+                                step of every batch shape; without parameters and gathered shards
+    ``memory/rank_r/peak``      value of rank r; likewise for all six
     ==========================  ===================================================================
 
     Works with any strategy.
@@ -64,7 +64,8 @@ class MemoryMonitor(FirstStepCounter[SavedActivations]):
         pl_module: pl.LightningModule,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self._stop()
+        self._stop_counting()
+        # Measured here, since the optimizer step is followed by zero_grad.
         self._gradients = bytes_held([p.grad for p in pl_module.parameters()])
 
     @override
@@ -76,7 +77,7 @@ class MemoryMonitor(FirstStepCounter[SavedActivations]):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._stop()
+        self._stop_counting()
         if not trainer._logger_connector.should_update_logs:
             return
         device = trainer.strategy.root_device
@@ -96,6 +97,8 @@ class MemoryMonitor(FirstStepCounter[SavedActivations]):
                 pairs = zip(_KINDS, row, strict=True)
                 values |= {f"rank_{rank}/{name}": value for name, value in pairs}
         logged = {f"memory/{name}": value for name, value in values.items()}
+        # batch_size: otherwise Lightning would search the batch for it.
         pl_module.log_dict(logged, on_step=True, on_epoch=False, batch_size=1)
         if device.type == "cuda":
+            # The next peak is that of the steps until then, not of the run.
             torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""`PipelineProfiler`: where the time of a pipelined step goes, and the split that would fix it."""
+"""`PipelineProfiler`: time breakdown of a pipelined step, its bubble, and a better split."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_par.callbacks.profiler import Chapter, mesh_strategy, Profiler, Recording
+from lightning_par.callbacks.profiler import mesh_strategy, Profiler, Recording, ReportSection
 from lightning_par.profiling.html_report import Table
 from lightning_par.profiling.pipeline_record import RankRecord
 from lightning_par.profiling.pipeline_summary import PipelineSummary, RankTimes, summarize_pipeline
@@ -25,37 +25,38 @@ _NOTE = (
 
 
 class PipelineProfiler(Profiler):
-    """Times every action of every rank of a pipeline.
+    """Profiler of every action of every rank of a pipeline.
 
-    Logged at the Trainer's ``log_every_n_steps``, the same on every rank, for the pipeline of this
-    rank's replica (loggers write that of rank 0); r is the place along the pipeline:
+    Logged at the Trainer's ``log_every_n_steps``, for the pipeline of this rank's replica (loggers
+    write that of rank 0), the same on every rank of it; r is the coordinate on the ``pp`` axis:
 
     ==============================  ========  ====================================================
     key                             unit      meaning
     ==============================  ========  ====================================================
     ``pipeline/step``               ms        from the first start to the last end of an action
-    ``pipeline/bubble``             fraction  idle share of that time, all stages together
-    ``pipeline/bubble_predicted``   fraction  the same on paper, with the stages' own times
-    ``pipeline/bubble_balanced``    fraction  the same on paper, if the stages were equal
-    ``pipeline/imbalance``          fraction  what the slowest stage takes more than the mean
-    ``pipeline/rank_r/compute``     ms        in actions, less `exposed`
-    ``pipeline/rank_r/exposed``     ms        stood still in actions for collectives
-    ``pipeline/rank_r/waited``      ms        stood still for messages of other stages
-    ``pipeline/rank_r/bubble``      fraction  idle share of the step
+    ``pipeline/bubble``             fraction  idle fraction of that time, mean over the ranks
+    ``pipeline/bubble_predicted``   fraction  bubble of the simulated schedule, with the median
+                                              times of every stage
+    ``pipeline/bubble_balanced``    fraction  the same, if all stages took the mean time
+    ``pipeline/imbalance``          fraction  excess of the slowest stage over the mean stage
+    ``pipeline/rank_r/compute``     ms        time in actions, less ``exposed``
+    ``pipeline/rank_r/exposed``     ms        time blocked by collectives inside actions
+    ``pipeline/rank_r/waited``      ms        time blocked by receives from other stages
+    ``pipeline/rank_r/bubble``      fraction  idle fraction of the step
     ==============================  ========  ====================================================
 
-    At the end of training rank 0 writes ``report.html`` (one file: a timeline to zoom into, tables,
-    the predicted timeline beside the measured one), ``trace.json`` (for Perfetto or
-    ``chrome://tracing``) and, where matplotlib is installed, ``timeline.png``. Without a pipeline
-    it says so once, and shows the steps only.
+    At the end of training rank 0 writes ``report.html`` (one file: a zoomable timeline, measured
+    and predicted, and tables), ``trace.json`` (for Perfetto or ``chrome://tracing``) and, where
+    matplotlib is installed, ``timeline.png``. Without a pipeline it warns once, and shows the steps
+    only.
 
     Args:
-        folder: Where the files go; None: ``profile`` in the folder of the Trainer's logger.
-        keep_steps: How many steps, the last ones, are shown in the files.
+        folder: Folder of the files; None: ``profile`` in the folder of the Trainer's logger.
+        keep_steps: Number of steps, counted from the last, that the files show; 1 or more.
 
-    **Communicates**: at every logged step, the times of the actions of every rank over ``pp``; at
-    the end, those of the steps that were kept, over all ranks. Between hosts, a few round trips to
-    compare their clocks.
+    **Communicates**: at every logged step, an all-gather over ``pp`` of the times of the actions;
+    at the end, one over all ranks of the kept steps. Between hosts, a few round trips to compare
+    their clocks.
     """
 
     @override
@@ -88,34 +89,35 @@ class PipelineProfiler(Profiler):
         return {f"pipeline/{name}": value for name, value in values.items()}
 
     @override
-    def describe(self, recording: Recording, records: Sequence[RankRecord]) -> Chapter:
-        chapter = Chapter()
+    def describe(self, recording: Recording, records: Sequence[RankRecord]) -> ReportSection:
+        section = ReportSection()
         if recording.mesh.sizes.pipeline == 1:
-            return chapter
+            return section
         pipelines = _pipelines(recording, records)
         found = _summarize(recording, pipelines[0])
-        chapter.predicted = found.simulation.events
-        chapter.headline = {
+        section.predicted = found.simulation.events
+        section.headline = {
             "bubble, measured": _percent(found.bubble),
             "bubble, predicted": _percent(found.predicted),
             "bubble if the stages were equal": _percent(found.balanced),
             "imbalance": _percent(found.imbalance),
             "pipelined part of a step": _milliseconds(found.makespan),
         }
-        chapter.remarks = [_advice(found)]
+        section.remarks = [_advice(found)]
         error = max(record.clock_error for record in records)
         if error:
-            chapter.remarks.append(f"The clocks of the hosts agree to within {1e3 * error:.3f} ms.")
-        chapter.tables = [
+            section.remarks.append(f"The clocks of the hosts agree to within {1e3 * error:.3f} ms.")
+        section.tables = [
             _table(recording, pipeline, number, len(pipelines))
             for number, pipeline in enumerate(pipelines)
         ]
-        return chapter
+        return section
 
     @override
     def draw(self, recording: Recording, records: Sequence[RankRecord], folder: Path) -> None:
         if recording.mesh.sizes.pipeline == 1:
             return
+        # An optional dependency: its absence must not fail a run that has trained.
         if find_spec("matplotlib") is None:
             rank_zero_warn(
                 "PipelineProfiler: timeline.png was not drawn, since matplotlib is not installed. "
@@ -129,19 +131,21 @@ class PipelineProfiler(Profiler):
 
 
 def _summarize(recording: Recording, records: Sequence[RankRecord]) -> PipelineSummary:
-    """Summarize the last step of one pipeline."""
+    """Break down the last step of one pipeline."""
     parallel_model = recording.parallel_model
     steps = [record.steps[-1] for record in records]
     return summarize_pipeline(steps, parallel_model.resolved, parallel_model.bounds)
 
 
 def _pipelines(recording: Recording, records: Sequence[RankRecord]) -> list[list[RankRecord]]:
-    """Return the records of each pipeline, in its order; that of rank 0 comes first."""
+    """Group records by pipeline, in the order of the stages; the pipeline of rank 0 comes first."""
     groups = recording.mesh.sizes.groups(("pp",))
     return [[records[rank] for rank in group] for group in groups]
 
 
 def _advice(found: PipelineSummary) -> str:
+    """Return the sentence of the report that suggests a better split of the blocks."""
+    # With virtual stages a rank holds e.g. stages 0 and 2: bring the counts into stage order.
     now = [count for times in found.ranks for count in times.blocks]
     stages = [stage for times in found.ranks for stage in times.stages]
     now = [count for _, count in sorted(zip(stages, now, strict=True))]

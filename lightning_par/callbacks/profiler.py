@@ -1,4 +1,4 @@
-"""What the profilers share: one recording of the steps, and one report at the end."""
+"""Base of the profiler callbacks: one shared recording of the steps, one report at the end."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,17 +24,18 @@ from lightning_par.profiling.pipeline_record import RankRecord, StepRecorder
 from lightning_par.sizes import AXES
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 
-__all__ = ["Chapter", "Profiler", "Recording", "mesh_strategy"]
+__all__ = ["Profiler", "Recording", "ReportSection", "mesh_strategy"]
 
 
-class Chapter:
-    """What one profiler adds to the report.
+class ReportSection:
+    """Contribution of one profiler to the report; see `Report`.
 
     Attributes:
-        headline: Figures at the top: label -> text.
-        remarks: Sentences below them.
-        tables: In order.
-        predicted: Simulated actions of one pipeline, in seconds; empty without one.
+        headline: Key figures at the top: label -> text.
+        remarks: Sentences below the key figures.
+        tables: Tables in their order on the page.
+        predicted: Simulated actions of one pipeline, per rank, in seconds; empty without a
+            pipeline.
     """
 
     def __init__(self) -> None:
@@ -45,11 +46,11 @@ class Chapter:
 
 
 class Recording:
-    """The recording of one fit, which all profilers of a Trainer share.
+    """Recording of the steps of one fit, shared by all profilers of a Trainer.
 
     Args:
-        trainer: Its strategy has set up the model.
-        keep: How many steps are remembered.
+        trainer: Trainer whose strategy has set up the model.
+        keep: Number of steps that are kept.
     """
 
     def __init__(self, trainer: pl.Trainer, keep: int) -> None:
@@ -58,38 +59,40 @@ class Recording:
         clock = clock_for(strategy.root_device)
         self.steps = StepRecorder(
             clock=clock,
-            ledger=CommVolume(self._axes(), clock),
+            comm_volume=CommVolume(self._axes(), clock),
             blocks=self._blocks(),
             keep=keep,
         )
-        self._forecast = Forecast(self._parts(trainer, strategy), self.steps.ledger)
-        self._foreseen: dict[Hashable, tuple[CommVolumeEntry, ...]] = {}
-        self._kind: Hashable = None
-        self._watch: ExitStack | None = None
-        self._open = ExitStack()
+        self._forecast = Forecast(self._parts(trainer, strategy), self.steps.comm_volume)
+        # The expected volume follows from the shapes, so it is computed once per batch signature.
+        self._expected: dict[Hashable, tuple[CommVolumeEntry, ...]] = {}
+        self._signature: Hashable = None
+        self._shape_hooks: ExitStack | None = None
+        self._hooks = ExitStack()
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Install the hooks and give the pipeline executor the recording's clock."""
         executor = self.parallel_model.steps.executor
         if executor is not None:
             before, executor.clock = executor.clock, self.steps.clock
-            self._open.callback(setattr, executor, "clock", before)
-        self._open.enter_context(self.steps.listening())
+            self._hooks.callback(setattr, executor, "clock", before)
+        self._hooks.enter_context(self.steps.hooked())
 
     def stop(self) -> None:
-        """Stop listening; may be called again."""
-        self._open.close()
+        """Remove the hooks; may be called again."""
+        self._hooks.close()
 
     def begin(self, batch: Any, *, synchronizes: bool) -> None:
-        """Begin a step.
+        """Start to record a step.
 
         Args:
-            batch: Its shapes tell whether steps of the same kind have been seen.
-            synchronizes: Whether gradients are reduced at its end.
+            batch: Batch of the step, of which only the shapes are used.
+            synchronizes: Whether gradients are reduced at the end of the step, rather than
+                accumulated.
         """
-        self._kind = signature(batch, synchronizes)
-        if self._kind not in self._foreseen:
-            self._watch = self._forecast.watch()
+        self._signature = signature(batch, synchronizes)
+        if self._signature not in self._expected:
+            self._shape_hooks = self._forecast.watch()
         self.steps.begin()
 
     def end(self, step: int) -> None:
@@ -99,24 +102,28 @@ class Recording:
             step: Number of the batch.
         """
         run = self.parallel_model.steps.last_run
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self._shape_hooks is not None:
+            self._shape_hooks.close()
+            self._shape_hooks = None
             actions = [] if run is None else [action for action, *_ in run.marks]
-            synchronizes = bool(self._kind[-1])  # type: ignore[index]
+            synchronizes = bool(self._signature[-1])  # type: ignore[index]
             rows = self._forecast.rows(actions, synchronizes=synchronizes)
-            self._foreseen[self._kind] = rows
-        self.steps.end(step, run, self._foreseen[self._kind])
+            self._expected[self._signature] = rows
+        self.steps.end(step, run, self._expected[self._signature])
 
     def gather(self, group: dist.ProcessGroup, *, last: bool = False) -> list[RankRecord]:
         """Return the records of all ranks of a group, on the clock of its first rank.
 
         Args:
-            group: Every rank of it has to call.
-            last: Only the last step, instead of all that are remembered.
+            group: Process group, all of whose ranks have to call.
+            last: Whether only the last step is gathered, instead of all that are kept.
 
-        **Communicates**: what `measure_offset` does, then the records of every rank to all.
+        Returns:
+            One record per rank, in the order of the group; the same on every rank of it.
+
+        **Communicates**: what `measure_offset` does, then an all-gather of the pickled records.
         """
+        # Hosts have clocks of their own, which drift: the offset is measured at every gather.
         offset = measure_offset(group)
         steps = (self.steps.last(),) if last else self.steps.kept()
         sizes = zip(AXES, self.mesh.sizes.shape, strict=True)
@@ -131,7 +138,9 @@ class Recording:
         return found
 
     def _axes(self) -> dict[str, dist.ProcessGroup]:
+        """Return the groups that communication is counted under, by name."""
         axes = dict(self.parallel_model.groups)
+        # Stages that share a tied weight reduce its gradient over a group that is no mesh axis.
         known = {group.group_name for group in axes.values()}
         others = [s.group for s in self.parallel_model.shared if s.group.group_name not in known]
         for number, group in enumerate(others, 1):
@@ -139,11 +148,13 @@ class Recording:
         return axes
 
     def _parts(self, trainer: pl.Trainer, strategy: MeshStrategy) -> Parts:
+        # A loss scaler checks for inf and NaN itself; otherwise the gradient norm shows them, and
+        # computing it takes a collective.
         scales_loss = getattr(trainer.precision_plugin, "scaler", None) is not None
-        judges = strategy.on_nonfinite != "ignore" and not scales_loss
+        checks_finite = strategy.on_nonfinite != "ignore" and not scales_loss
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         return Parts(
-            takes_norm=judges or clips,
+            takes_norm=checks_finite or clips,
             compresses=self.parallel_model.compression is not None,
             module=self.parallel_model.module,
             resolved=self.parallel_model.resolved,
@@ -157,6 +168,7 @@ class Recording:
         )
 
     def _blocks(self) -> dict[int, Any]:
+        """Return the blocks of this rank's stages by their index in the model."""
         module = self.parallel_model.module
         names = enumerate(self.parallel_model.resolved.block_names)
         blocks = {number: module.get_submodule(name) for number, name in names}
@@ -164,10 +176,13 @@ class Recording:
 
 
 def mesh_strategy(trainer: pl.Trainer) -> MeshStrategy:
-    """Return the strategy of a Trainer.
+    """Return the strategy of a Trainer, which has a mesh.
+
+    Args:
+        trainer: Trainer with any strategy.
 
     Raises:
-        ConfigurationError: It is not one of ours.
+        ConfigurationError: The strategy is not a `MeshStrategy`.
     """
     strategy = trainer.strategy
     if not isinstance(strategy, MeshStrategy):
@@ -182,11 +197,14 @@ def mesh_strategy(trainer: pl.Trainer) -> MeshStrategy:
 class Profiler(Callback):
     """Base of the callbacks that record steps; those of one Trainer share a recording and a report.
 
-    The first of them in the Trainer's list records, and writes the files of all.
+    The first profiler in the Trainer's list records, and writes the files for all of them.
 
     Args:
-        folder: Where the files go; None: ``profile`` in the folder of the Trainer's logger.
-        keep_steps: How many steps, the last ones, are shown in the files.
+        folder: Folder of the files; None: ``profile`` in the folder of the Trainer's logger.
+        keep_steps: Number of steps, counted from the last, that the files show; 1 or more.
+
+    Raises:
+        ConfigurationError: `keep_steps` is less than 1.
     """
 
     def __init__(self, *, folder: str | Path | None = None, keep_steps: int = 3) -> None:
@@ -208,14 +226,15 @@ class Profiler(Callback):
             self._recording = Recording(trainer, self.keep_steps)
             self._recording.start()
         self._recording = first._recording
-        folder = trainer.log_dir or trainer.default_root_dir  # every rank has to ask
+        # log_dir is a collective: Lightning broadcasts it from rank 0.
+        folder = trainer.log_dir or trainer.default_root_dir
         self._folder = Path(folder) / "profile" if self._given is None else Path(self._given)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._records(trainer):
+        if self._is_recorder(trainer):
             synchronizes = not trainer.fit_loop._should_accumulate()
             self.recording.begin(batch, synchronizes=synchronizes)
 
@@ -229,7 +248,8 @@ class Profiler(Callback):
         batch_idx: int,
     ) -> None:
         recording = self.recording
-        if self._records(trainer):
+        # The recorder comes first in the list, so the step is complete when the others measure.
+        if self._is_recorder(trainer):
             recording.end(trainer.fit_loop.total_batch_idx)
         if trainer._logger_connector.should_update_logs:
             values = self.measure(recording)
@@ -237,7 +257,7 @@ class Profiler(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._records(trainer):
+        if not self._is_recorder(trainer):
             return
         recording = self.recording
         recording.stop()
@@ -257,48 +277,64 @@ class Profiler(Callback):
 
     @property
     def recording(self) -> Recording:
-        """The recording of this fit."""
+        """Recording of this fit, shared with the Trainer's other profilers."""
         assert self._recording is not None
         return self._recording
 
     @property
     def folder(self) -> Path:
-        """Where the files go; known once training has started."""
+        """Folder of the files; known once training has started."""
         assert self._folder is not None
         return self._folder
 
     def measure(self, recording: Recording) -> Mapping[str, float]:
-        """Return what is logged of the last step, the same on every rank; every rank calls."""
-        raise NotImplementedError
+        """Return the values to log for the last step.
 
-    def describe(self, recording: Recording, records: Sequence[RankRecord]) -> Chapter:
-        """Return this profiler's part of the report; called on the first rank only.
+        May communicate: every rank calls it at every logged step.
 
         Args:
-            recording: Of the first rank.
-            records: Of all ranks.
+            recording: Recording of this rank.
+
+        Returns:
+            Logged key -> value, the same keys on every rank.
+        """
+        raise NotImplementedError
+
+    def describe(self, recording: Recording, records: Sequence[RankRecord]) -> ReportSection:
+        """Return this profiler's section of the report; called on rank 0 only.
+
+        Args:
+            recording: Recording of rank 0.
+            records: Records of all ranks, in their order.
         """
         raise NotImplementedError
 
     def draw(self, recording: Recording, records: Sequence[RankRecord], folder: Path) -> None:
-        """Write pictures; called on the first rank only."""
+        """Write pictures; called on rank 0 only.
 
-    def _records(self, trainer: pl.Trainer) -> bool:
+        Args:
+            recording: Recording of rank 0.
+            records: Records of all ranks, in their order.
+            folder: Folder of the files, which exists.
+        """
+
+    def _is_recorder(self, trainer: pl.Trainer) -> bool:
         return _profilers(trainer)[0] is self
 
     def _write(
         self, trainer: pl.Trainer, recording: Recording, records: Sequence[RankRecord]
     ) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        chapters = [p.describe(recording, records) for p in _profilers(trainer)]
-        predicted = [c.predicted for c in chapters if c.predicted]
+        sections = [p.describe(recording, records) for p in _profilers(trainer)]
+        # The report has room for one predicted timeline; only PipelineProfiler gives one.
+        predicted = [s.predicted for s in sections if s.predicted]
         report = Report(
             title=f"{type(recording.parallel_model.module).__name__} on {recording.mesh.sizes}",
-            headline={k: v for c in chapters for k, v in c.headline.items()},
-            remarks=[remark for c in chapters for remark in c.remarks],
+            headline={k: v for s in sections for k, v in s.headline.items()},
+            remarks=[remark for s in sections for remark in s.remarks],
             records=records,
             predicted=predicted[0] if predicted else (),
-            tables=[table for c in chapters for table in c.tables],
+            tables=[table for s in sections for table in s.tables],
         )
         write_report(report, self.folder / "report.html")
         write_trace(records, self.folder / "trace.json")

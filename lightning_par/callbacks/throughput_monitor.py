@@ -1,4 +1,4 @@
-"""`ThroughputMonitor`: samples, tokens and counted FLOPs per second, and the share of the peak."""
+"""`ThroughputMonitor`: samples, tokens and FLOPs per second, and MFU (model FLOPs utilization)."""
 
 import time
 from collections.abc import Callable
@@ -21,31 +21,35 @@ __all__ = ["ThroughputMonitor"]
 
 
 class ThroughputMonitor(FirstStepCounter[FlopCounter]):
-    """Measures how fast the whole mesh trains, between two logged steps.
+    """Monitor of the throughput of the whole mesh, averaged between two logged steps.
 
     FLOPs are counted by torch's formulas in the first step of every batch shape, on every rank, and
-    summed; nothing has to be declared. The first step, which is counted, and validation do not take
-    part in the time. Logged at the Trainer's ``log_every_n_steps``, the same on every rank:
+    summed; the model declares nothing. The first step, which counts, and validation are excluded
+    from the time. Logged at the Trainer's ``log_every_n_steps``, the same on every rank:
 
     ====================================  =========  ==============================================
     key                                   unit       meaning
     ====================================  =========  ==============================================
-    ``throughput/samples``                1/s        of all replicas together
-    ``throughput/tokens``                 1/s        the same; if the plan names sequence dims, or
-                                                     `tokens` is given
+    ``throughput/samples``                1/s        samples, summed over the replicas
+    ``throughput/tokens``                 1/s        tokens, summed over the replicas; only if the
+                                                     plan names sequence dims, or `tokens` is given
     ``throughput/step``                   ms         mean time of a batch
-    ``throughput/model_flops``            TFLOP/s    per device; forwards and backwards
-    ``throughput/hardware_flops``         TFLOP/s    the same with what is computed a second time
-    ``throughput/mfu``                    fraction   model FLOP/s over the device's peak, where that
-                                                     is known
+    ``throughput/model_flops``            TFLOP/s    forward and backward FLOPs per device
+    ``throughput/hardware_flops``         TFLOP/s    the same, recomputed activations included
+    ``throughput/mfu``                    fraction   model FLOP/s over the device's peak, where the
+                                                     peak is known
     ====================================  =========  ==============================================
 
-    Works with any strategy. On CUDA, logging waits for the device.
+    Works with any strategy. On CUDA, logging synchronizes with the device.
 
     Args:
-        peak_flops: Of one device, in FLOP/s; None looks it up by the name of the device and the
+        peak_flops: Peak FLOP/s of one device; None: looked up by the device's name and the
             precision. There is none for CPUs.
-        tokens: Gives the number of tokens of this rank's batch; None asks the model's plan.
+        tokens: Function from this rank's batch to its number of tokens; None: taken from the batch
+            spec of the model's plan.
+
+    Raises:
+        ConfigurationError: `peak_flops` is 0 or less.
 
     **Communicates**: one all-gather of five numbers at every logged step.
     """
@@ -65,6 +69,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
         self.peak_flops, self._tokens = peak_flops, tokens
         self._started: float | None = None
         self._paused = 0.0
+        # Samples, tokens, model FLOPs and hardware FLOPs of this rank since the last logged step.
         self._sums = [0.0, 0.0, 0.0, 0.0]
         self._batches = 0
 
@@ -82,6 +87,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
 
     @override
     def on_validation_start(self, *_: Any) -> None:
+        # Less the start, plus the end: the sum over all validations is the time to exclude.
         self._paused -= time.monotonic()
 
     @override
@@ -97,8 +103,8 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._stop()
-        if self._started is None:  # this step was counted, and is no measure
+        self._stop_counting()
+        if self._started is None:  # the first step counted FLOPs in eager mode: no measure of time
             self._synchronize(trainer)
             self._restart(time.monotonic())
             return
@@ -126,6 +132,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
         device = trainer.strategy.root_device
         found = gather_numbers([*self._sums, seconds], device)
         samples, tokens, model, hardware = (float(n) for n in found[:, :4].sum(0))
+        # The ranks step together: the slowest one's time is the mesh's.
         devices, seconds = len(found), float(found[:, 4].max())
         values = {
             "samples": samples / seconds,
@@ -140,7 +147,10 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
         return {f"throughput/{name}": value for name, value in values.items()}
 
     def _count(self, trainer: pl.Trainer, batch: Any) -> tuple[int, int]:
-        """Return the samples and tokens of a batch, on one rank of every replica, else 0."""
+        """Return the samples and tokens of a batch on one rank per replica; (0, 0) on the others.
+
+        The ranks of a replica have the same batch, which must be counted once.
+        """
         strategy = trainer.strategy
         if not isinstance(strategy, MeshStrategy):
             return batch_size(batch), 0 if self._tokens is None else self._tokens(batch)
@@ -148,8 +158,9 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
             return 0, 0
         if self._tokens is not None:
             return batch_size(batch), self._tokens(batch)
-        layout = strategy.parallel_model.resolved.plan.batch
-        for name, dim in layout.sequence_dims.items():
+        batch_spec = strategy.parallel_model.resolved.plan.batch
+        # Every sequence of a batch has the same tokens: the first entry is enough.
+        for name, dim in batch_spec.sequence_dims.items():
             entry = batch_entry(batch, name)
             return batch_size(batch), entry.shape[0] * entry.shape[dim]
         return batch_size(batch), 0

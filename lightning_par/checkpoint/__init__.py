@@ -1,1 +1,1 @@
-"""Checkpoints by global names and shapes, that any layout reads."""
+"""Checkpoint folders by global names and shapes, which a mesh of any size can load."""

@@ -1,4 +1,4 @@
-"""A checkpoint folder as one file: its weights as safetensors, or all of it as Lightning has it."""
+"""Export of a checkpoint folder to one file: weights as safetensors, or a Lightning .ckpt."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,28 +16,30 @@ from lightning_par.errors import CheckpointError
 __all__ = ["OWN_STATE", "export_checkpoint", "export_weights", "verify_files"]
 
 OWN_STATE = "lightning_par"
-"""Key under which a state holds what a strategy of this package adds to the Trainer's."""
+"""Key of the Trainer's state under which a strategy of this package stores its own."""
 
 
 def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> list[str]:
-    """Write the weights as one safetensors file; one tensor is in memory at a time.
+    """Write the weights as one safetensors file, with one tensor in memory at a time.
 
     Tied weights are written under each of their names, as in a `state_dict`.
 
     Args:
-        reader: Of the checkpoint.
-        path: Where to; what is there stays until the new file is whole.
-        below: Name of a module: only weights in it are written, named from it.
+        reader: Reader of the checkpoint.
+        path: File to write; an existing one is replaced when the new one is complete.
+        below: FQN of a module: only its weights are written, with names relative to it. Empty: all
+            weights.
 
     Returns:
-        The names.
+        The names of the tensors in the file.
 
     Raises:
-        CheckpointError: A file is damaged, or there is no weight below that module.
+        CheckpointError: A file is damaged, or no weight is below that module.
     """
     verify_files(reader, ["weights"])
     weights = reader.weights()
     prefix = f"{below}." if below else ""
+    # Entries that are no tensors (extra state of modules) have no place in safetensors.
     stored: dict[str, StoredTensor] = {
         name.removeprefix(prefix): found
         for name, found in ((n, weights.find(n)) for n in weights)
@@ -49,34 +51,36 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
     values = ((name, stored[name].read()) for name in file_order(specs))
     with replacing(path) as partial:
+        # transformers refuses a file that does not name its framework.
         write_tensors(partial, specs, values, {"format": "pt"})
     return list(stored)
 
 
 def export_checkpoint(reader: CheckpointReader, path: Path, *, unpickle: bool = False) -> None:
-    """Write a checkpoint as the file that a plain `Trainer` would have written.
+    """Write a checkpoint as the .ckpt file that a Trainer on one device would have written.
 
     Args:
-        reader: Of the checkpoint.
-        path: Where to; what is there stays until the new file is whole.
-        unpickle: Whether pickles in it may be read.
+        reader: Reader of the checkpoint.
+        path: File to write; an existing one is replaced when the new one is complete.
+        unpickle: Whether pickles in the checkpoint may be loaded, which can run code.
 
     Raises:
-        CheckpointError: A file is damaged, or needs to be trusted.
+        CheckpointError: A file is damaged, or holds a pickle and `unpickle` is false.
     """
     verify_files(reader, ["weights", "optimizer", "state"])
+    # The state of rank 0 is that of the Trainer; the files of other ranks only hold their own part.
     state = reader.state(0, unpickle=unpickle)
     state.pop(OWN_STATE, None)
     state.pop("left_out", None)
     state["state_dict"] = dict(reader.weights(unpickle=unpickle))
     optimizers = reader.optimizers(unpickle=unpickle)
     if optimizers:
-        state["optimizer_states"] = [_numbered(optimizer) for optimizer in optimizers]
+        state["optimizer_states"] = [_state_dict(optimizer) for optimizer in optimizers]
     write_object(path, state)
 
 
-def _numbered(optimizer: StoredOptimizer) -> dict[str, Any]:
-    """Return the state dict of an optimizer, which knows parameters by number."""
+def _state_dict(optimizer: StoredOptimizer) -> dict[str, Any]:
+    """Return an optimizer's state in the form of torch, with numbers in place of FQNs."""
     numbers: dict[str, int] = {}
     groups = []
     for group in optimizer.groups:
@@ -94,14 +98,14 @@ def _numbered(optimizer: StoredOptimizer) -> dict[str, Any]:
 
 
 def verify_files(reader: CheckpointReader, kinds: Iterable[str]) -> None:
-    """Refuse to export damaged files.
+    """Compare files with their checksums before an export.
 
     Args:
-        reader: Of the checkpoint.
-        kinds: As in `CheckpointReader.data_files`.
+        reader: Reader of the checkpoint.
+        kinds: Kinds of files, as in `CheckpointReader.data_files`.
 
     Raises:
-        CheckpointError: With what is wrong with every damaged file.
+        CheckpointError: A file is missing or damaged; lists every such file.
     """
     problems = reader.problems(reader.data_files(*kinds))
     if problems:

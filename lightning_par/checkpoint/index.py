@@ -1,9 +1,8 @@
-"""What a checkpoint says about itself: which file holds which slice of which tensor, and how long
-every file is.
+"""Index and manifest of a checkpoint: which file holds which slice of which tensor, and checksums.
 
 A checkpoint is a folder::
 
-    manifest.json                            step, layout; length and checksum of every file
+    manifest.json                            step, mesh sizes; length and checksum of every file
     index.json                               global name -> dtype, global shape, slices
     weights-00001-of-00004.safetensors       what rank 1 wrote of the weights
     optimizer-00001-of-00004.safetensors     and of the optimizer states
@@ -38,37 +37,38 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Number of the format; it grows when older code can no longer read what is written."""
+"""Version of the format; it grows when older code can no longer read new checkpoints."""
 MANIFEST, INDEX = "manifest.json", "index.json"
 _KIND = "lightning_par checkpoint"
 
 
 def file_name(kind: str, rank: int, world: int, suffix: str = "safetensors") -> str:
-    """Return the name of a file of one rank.
+    """Return the name of a file that one rank writes.
 
     Args:
         kind: ``"weights"``, ``"optimizer"`` or ``"state"``.
-        rank: Who wrote it.
-        world: Of how many.
-        suffix: Of the name.
+        rank: Global rank that writes it.
+        world: Number of ranks.
+        suffix: Suffix of the name, without the dot.
     """
     return f"{kind}-{rank:05d}-of-{world:05d}.{suffix}"
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Return whether a path is meant to be a checkpoint of this format."""
+    """Return whether a path is a checkpoint of this format, complete or not."""
+    # Either file: a folder without its manifest is to be reported as damaged, not as unknown.
     return (path / MANIFEST).exists() or (path / INDEX).exists()
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor in a file.
+    """A box (slice in every dim) of a global tensor, stored in a file.
 
     Attributes:
-        file: Name inside the checkpoint.
-        key: Of the tensor in that file.
+        file: Name of the file inside the checkpoint.
+        key: Name of the box in that safetensors file.
         offset: First entry of the box in every dim of the global tensor.
-        shape: Of the box.
+        shape: Shape of the box.
     """
 
     file: str
@@ -79,12 +79,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor under its global name.
+    """Where a global tensor is stored.
 
     Attributes:
-        dtype: Of all its chunks.
-        shape: Of the whole.
-        chunks: Boxes that do not overlap and together are the whole.
+        dtype: Dtype of all its chunks.
+        shape: Global shape.
+        chunks: Boxes that do not overlap and together fill the global shape.
     """
 
     dtype: torch.dtype
@@ -93,25 +93,28 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Entries of the whole."""
+        """Number of entries of the global tensor."""
         return torch.Size(self.shape).numel()
 
     def is_complete(self) -> bool:
-        """Return whether the chunks have as many entries as the whole."""
+        """Return whether the chunks have as many entries as the global tensor."""
+        # Counting finds a box that is missing or stored twice. Only both at once, with boxes of
+        # equal size, would pass, and no single fault of a save does that.
         return sum(torch.Size(chunk.shape).numel() for chunk in self.chunks) == self.numel
 
 
 @dataclass(kw_only=True)
 class Index:
-    """Where everything is.
+    """Contents of a checkpoint by global name.
 
     Attributes:
-        weights: Name -> where; a tied weight is there once.
-        aliases: Further names of tied weights -> the name in `weights`.
-        optimizer: ``"0/<weight>/exp_avg"`` (number of the optimizer, weight, state) -> where.
-        groups: For every optimizer its groups: options, and the names of the parameters.
-        values: What the states of modules and optimizers hold besides tensors, encoded; by
-            ``"weights/<name>"`` or ``"optimizer/0/<weight>/<state>"``.
+        weights: FQN of a weight -> where it is stored; a tied weight is listed once.
+        aliases: Further FQNs of tied weights -> the name in `weights`.
+        optimizer: ``"0/<weight>/exp_avg"`` (index of the optimizer, FQN, state) -> where it is
+            stored.
+        groups: Per optimizer its parameter groups: encoded options, and FQNs under ``"params"``.
+        values: Entries of the state dicts that are no tensors, encoded; named ``"weights/<name>"``
+            or ``"optimizer/0/<weight>/<state>"``.
     """
 
     weights: dict[str, TensorEntry] = field(default_factory=dict)
@@ -121,7 +124,7 @@ class Index:
     values: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON's types; `from_json` reads it."""
+        """Return the index as JSON types; `from_json` is the inverse."""
         return {
             "weights": _entries_to_json(self.weights),
             "aliases": self.aliases,
@@ -132,7 +135,7 @@ class Index:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Index":
-        """Read what `to_json` gave."""
+        """Return the index of the JSON types that `to_json` returned."""
         return cls(
             weights=_entries_from_json(value["weights"]),
             aliases=dict(value["aliases"]),
@@ -142,10 +145,10 @@ class Index:
         )
 
     def check_complete(self) -> None:
-        """Refuse an index in which a part of a tensor is missing or there twice.
+        """Check that the chunks of every tensor fill its global shape.
 
         Raises:
-            CheckpointError: Names the first such tensor.
+            CheckpointError: A part of a tensor is missing or stored twice; names the first one.
         """
         for kind, entries in (("weights", self.weights), ("optimizer", self.optimizer)):
             for name, entry in entries.items():
@@ -188,14 +191,14 @@ def _entries_from_json(value: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 @dataclass(kw_only=True)
 class Manifest:
-    """The file that makes a folder a checkpoint; it is written last.
+    """Manifest of a checkpoint. It is written last: a folder without one is incomplete.
 
     Attributes:
-        world_size: Number of ranks that wrote.
-        layout: Size of every mesh axis.
-        step: Optimizer steps that the weights have seen.
+        world_size: Number of ranks that wrote the checkpoint.
+        layout: Mesh axis -> size; informative, loading does not need it.
+        step: Number of optimizer steps of the weights.
         epoch: Epoch of the Trainer.
-        versions: Of the packages that wrote it.
+        versions: Package -> version, for the packages that wrote the checkpoint.
         files: Name -> length and checksum of every other file.
     """
 
@@ -207,8 +210,9 @@ class Manifest:
     files: dict[str, FileRecord] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder, with a checksum of its own in the first line."""
+        """Write the manifest into a folder, with its own checksum in the first line."""
         value = {"kind": _KIND, "format": FORMAT, **asdict(self)}
+        # No other file could hold its checksum. With the first line the whole is one JSON object.
         body = f'"manifest": {json.dumps(value, indent=1)}\n}}\n'.encode()
         with ChecksumFile(folder / MANIFEST) as file:
             file.write(_first_line(body) + body)
@@ -218,7 +222,8 @@ class Manifest:
         """Read and verify the manifest of a folder.
 
         Raises:
-            CheckpointError: It is missing, damaged, or of a newer format.
+            CheckpointError: The manifest is missing, damaged, of a newer format, or names a file
+                outside the folder.
         """
         try:
             data = (folder / MANIFEST).read_bytes()
@@ -226,6 +231,7 @@ class Manifest:
             raise CheckpointError(
                 f"{folder} is not a complete checkpoint: it has no {MANIFEST}."
             ) from None
+        # The first line has the same length whatever the body is: 8 hexadecimal digits.
         body = data[len(_first_line(b"")) :]
         if data != _first_line(body) + body:
             raise CheckpointError(
@@ -239,6 +245,7 @@ class Manifest:
                 f"{FORMAT}."
             )
         files = {name: FileRecord(**record) for name, record in value.pop("files").items()}
+        # A manifest from elsewhere must not make us read (or compare) "../../etc/passwd".
         outside = [name for name in files if Path(name).name != name]
         if outside:
             raise CheckpointError(f"{folder}: {MANIFEST} names {outside[0]!r}, a file elsewhere.")
@@ -250,10 +257,10 @@ def _first_line(body: bytes) -> bytes:
 
 
 def merge_entries(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Put the chunks together that several ranks wrote of every tensor.
+    """Merge the entries of several ranks: the chunks of a tensor are concatenated.
 
     Args:
-        parts: What each rank wrote.
+        parts: Name -> entry with the chunks that one rank wrote, for every rank.
     """
     merged: dict[str, TensorEntry] = {}
     for part in parts:

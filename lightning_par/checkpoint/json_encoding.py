@@ -1,11 +1,11 @@
-"""States of loops, callbacks, schedulers and random generators as JSON, their tensors aside.
+"""JSON codec for the states of loops, callbacks, schedulers and random generators.
 
-JSON's own types stand for themselves. Anything else becomes an object with the key ``"$"``, which
-says what it is: ``{"$": "tuple", "items": [1, 2]}``. A tensor becomes the name of a file and a key
-in it. Reading this runs no code of the file.
+Values of JSON's own types are stored as they are. Others become an object with the key ``"$"``,
+which names their type: ``{"$": "tuple", "items": [1, 2]}``. A tensor becomes the name of a
+safetensors file and a key in it. Decoding runs no code from the file.
 
-What is not data, such as an object among the hyper-parameters, is stored as a pickle, as the
-stock Trainer would; it is read only if the user trusts the file and says so.
+Objects of other classes, for example among the hyper-parameters, are stored as a pickle, as
+Lightning's Trainer does; pickles are loaded only if the user trusts the file.
 """
 
 import base64
@@ -26,14 +26,19 @@ from lightning_par.errors import CheckpointError, either
 
 __all__ = ["Decoder", "Encoder", "PickledValueError"]
 
-_PLAIN = (bool, int, str, type(None))
-_ITEMS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
-_PAIRS: dict[type, str] = {
+_JSON_SCALARS = (bool, int, str, type(None))
+_SEQUENCES: dict[type, str] = {
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    torch.Size: "size",
+}
+_MAPPINGS: dict[type, str] = {
     collections.OrderedDict: "ordered",
     collections.Counter: "counter",
     dict: "dict",
 }
-_MAKE: dict[str, Callable[[Any], Any]] = {
+_CONSTRUCTORS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
@@ -45,17 +50,17 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 class PickledValueError(CheckpointError):
-    """A value was stored as a pickle, which is not read unless the user trusts the file."""
+    """A value was stored as a pickle, but pickles may not be loaded."""
 
 
 class Encoder:
-    """Encodes values and collects their tensors.
+    """Encoder of values as JSON types, which collects their tensors.
 
     Args:
-        file: Name of the safetensors file that the tensors will be in.
+        file: Name of the safetensors file in which the caller will store `tensors`.
 
     Attributes:
-        tensors: Key -> tensor, as collected.
+        tensors: Key -> copy of a tensor on the CPU, of all values encoded so far.
     """
 
     def __init__(self, file: str) -> None:
@@ -63,31 +68,37 @@ class Encoder:
         self.tensors: dict[str, Tensor] = {}
 
     def encode(self, value: Any, where: str) -> Any:
-        """Return what stands for `value` in JSON.
+        """Return a value as JSON types.
 
         Args:
-            value: Any nest.
-            where: What the user knows it by, for messages.
+            value: Any nest of containers, scalars, tensors and arrays.
+            where: Name of the value for the user, such as ``"callbacks.EarlyStopping.patience"``,
+                for messages.
 
         Raises:
-            CheckpointError: It cannot be stored at all; names the entry.
+            CheckpointError: A DTensor, a dtype that safetensors lacks, or an object that cannot be
+                pickled; names the entry.
         """
+        # type() and not isinstance(): a subclass (bool of int, a named tuple) must come back as
+        # what it was, or go the way of the pickle.
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _JSON_SCALARS:
             return value
         if kind is float:
+            # JSON has no NaN or infinity, though Python's writer would emit them.
             return value if math.isfinite(value) else {"$": "float", "value": str(value)}
         if kind is list:
             return [self.encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        # A dict with other keys, or with our own "$", is stored as a list of pairs.
         if kind is dict and all(type(k) is str and not k.startswith("$") for k in value):
             return {k: self.encode(v, f"{where}.{k}") for k, v in value.items()}
-        if kind in _PAIRS:
+        if kind in _MAPPINGS:
             pairs = [
                 [self.encode(k, where), self.encode(v, f"{where}.{k}")] for k, v in value.items()
             ]
-            return {"$": _PAIRS[kind], "items": pairs}
-        if kind in _ITEMS:
-            return {"$": _ITEMS[kind], "items": [self.encode(v, where) for v in value]}
+            return {"$": _MAPPINGS[kind], "items": pairs}
+        if kind in _SEQUENCES:
+            return {"$": _SEQUENCES[kind], "items": [self.encode(v, where) for v in value]}
         if isinstance(value, Tensor | np.ndarray | np.generic):
             return self._encode_array(value, where)
         return self._encode_rest(value, where)
@@ -100,6 +111,7 @@ class Encoder:
             )
         kind = "tensor"
         if not isinstance(value, Tensor):
+            # Bool, integers, floats and complex are what a tensor can hold.
             if value.dtype.hasobject or value.dtype.kind not in "biufc":
                 return self._pickle(value, where)
             kind = "ndarray" if isinstance(value, np.ndarray) else "number"
@@ -110,6 +122,7 @@ class Encoder:
                 f"{either(sorted(str(d) for d in DTYPES.values()))}."
             )
         key = f"{len(self.tensors)}"
+        # A clone, since training goes on while a background save writes it.
         self.tensors[key] = value.detach().cpu().clone()
         return {"$": kind, "file": self._file, "key": key}
 
@@ -137,11 +150,11 @@ class Encoder:
 
 
 class Decoder:
-    """Gives back what an `Encoder` encoded.
+    """Decoder of what an `Encoder` encoded.
 
     Args:
-        fetch: Called with a file and a key; returns the tensor.
-        unpickle: Whether the user trusts the file.
+        fetch: Function from the name of a file and a key to the tensor.
+        unpickle: Whether pickles may be loaded, which can run code.
     """
 
     def __init__(self, fetch: Callable[[str, str], Tensor], *, unpickle: bool = False) -> None:
@@ -151,11 +164,12 @@ class Decoder:
         """Return the value that was encoded.
 
         Args:
-            value: From JSON.
-            where: What the user knows it by, for messages.
+            value: JSON types that `Encoder.encode` returned.
+            where: Name of the value for the user, for messages.
 
         Raises:
-            PickledValueError: There is a pickle in it, and it is not to be read.
+            PickledValueError: It contains a pickle, and `unpickle` is false.
+            CheckpointError: It has a type that this version does not know.
         """
         if isinstance(value, list):
             return [self.decode(v, f"{where}[{i}]") for i, v in enumerate(value)]
@@ -164,12 +178,13 @@ class Decoder:
         kind = value.get("$")
         if kind is None:
             return {k: self.decode(v, f"{where}.{k}") for k, v in value.items()}
-        if kind in _MAKE:
-            return _MAKE[kind](self.decode(value["items"], where))
+        if kind in _CONSTRUCTORS:
+            return _CONSTRUCTORS[kind](self.decode(value["items"], where))
         if kind in ("tensor", "ndarray", "number"):
             tensor = self._fetch(value["file"], value["key"])
             if kind == "tensor":
                 return tensor
+            # [()] turns an array without dims into the NumPy scalar that was stored.
             return tensor.numpy() if kind == "ndarray" else tensor.numpy()[()]
         if kind == "pickle":
             return self._load_pickle(value, where)
@@ -181,6 +196,7 @@ class Decoder:
         if kind == "bytes":
             return base64.b64decode(text)
         if kind == "dtype":
+            # Checked: the text could name anything in torch.
             dtype = getattr(torch, text, None)
             if isinstance(dtype, torch.dtype):
                 return dtype

@@ -1,4 +1,4 @@
-"""Names and numbers of the parameters in an optimizer's groups."""
+"""Parameter groups of an optimizer: FQNs in our checkpoints, numbers in torch's state dicts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,10 +10,10 @@ __all__ = ["by_name", "check_groups", "number_names"]
 
 
 def number_names(groups: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Number parameters as one process would: group by group.
+    """Return the number of every parameter in torch's state dict: counted group by group.
 
     Args:
-        groups: Names in every group.
+        groups: FQNs of the parameters in every group.
     """
     numbers: dict[str, int] = {}
     for name in (n for group in groups for n in group):
@@ -22,15 +22,16 @@ def number_names(groups: Sequence[Sequence[str]]) -> dict[str, int]:
 
 
 def by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> StoredOptimizer:
-    """Give the numbers in an optimizer's state dict their names.
+    """Replace the numbers of an optimizer's state dict by FQNs.
 
     Args:
-        state: As `Optimizer.state_dict` of one process gives it.
-        groups: Names in every group.
+        state: `Optimizer.state_dict()` of one process.
+        groups: FQNs of the parameters in every group of this run's optimizer.
 
     Raises:
-        CheckpointError: The numbers of parameters differ.
+        CheckpointError: Groups differ in their number of parameters.
     """
+    # Numbers carry no names, so sizes of groups are all that can be compared.
     saved = state["param_groups"]
     counts = [len(g["params"]) for g in saved]
     if counts != [len(group) for group in groups]:
@@ -45,14 +46,14 @@ def by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Stored
 
 
 def check_groups(stored: StoredOptimizer, groups: Sequence[Sequence[str]]) -> None:
-    """Compare the names in groups.
+    """Check that an optimizer has the groups of the stored one.
 
     Args:
-        stored: Of the checkpoint.
-        groups: Names in every group of this run.
+        stored: Optimizer in the checkpoint.
+        groups: FQNs of the parameters in every group of this run's optimizer.
 
     Raises:
-        CheckpointError: They differ; with every difference.
+        CheckpointError: The number of groups or the FQNs in one differ; lists every difference.
     """
     problems = []
     if len(stored.groups) != len(groups):

@@ -1,4 +1,4 @@
-"""What a rank holds of every tensor, and which of the ranks that hold the same writes it."""
+"""Local shards of global tensors, and which rank writes a shard that several ranks hold."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_par.errors import CheckpointError
 
-__all__ = ["Box", "Piece", "cut_box", "cut_piece", "local_box", "local_part", "share_out"]
+__all__ = ["Box", "Piece", "assign_writers", "cut_box", "cut_piece", "local_box", "local_part"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of a named tensor with its values.
+    """A box of a global tensor with its values.
 
     Attributes:
-        box: Which part.
-        global_shape: Of the whole.
-        values: On any device.
+        box: Name, offset and shape of the box.
+        global_shape: Shape of the global tensor.
+        values: Entries of the box, of its shape, on any device.
     """
 
     box: Box
@@ -43,17 +43,18 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Size of the part in bytes."""
+        """Size of the values in bytes."""
         return self.values.numel() * self.values.element_size()
 
     @property
     def is_shard_of_nothing(self) -> bool:
-        """Whether this rank holds no entry of a tensor that has some."""
+        """Whether the shard is empty although the global tensor is not."""
+        # With more ranks than rows, the last ranks get none.
         return not self.values.numel() and bool(torch.Size(self.global_shape).numel())
 
     @property
     def key(self) -> str:
-        """Its name in a file: the tensor's, and the slices unless it is the whole."""
+        """Key in a safetensors file: ``weight``, or ``weight[0:4, 8:16]`` for a part of it."""
         if self.box.shape == self.global_shape:
             return self.box.name
         ends = zip(self.box.offset, self.box.shape, strict=True)
@@ -120,7 +121,11 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def cut_piece(name: str, tensor: Tensor) -> Piece:
-    """Return what this rank holds of a named tensor.
+    """Return the local shard of a global tensor as a `Piece`.
+
+    Args:
+        name: Global FQN of the tensor.
+        tensor: DTensor, or a tensor that every rank holds whole.
 
     Raises:
         CheckpointError: See `local_box`.
@@ -128,14 +133,14 @@ def cut_piece(name: str, tensor: Tensor) -> Piece:
     return Piece(local_box(name, tensor), tuple(tensor.shape), local_part(tensor))
 
 
-def share_out(held: Sequence[Iterable[tuple[Box, int]]]) -> list[frozenset[Box]]:
-    """Let every box be written by one of the ranks that hold it, so that all write about as much.
+def assign_writers(held: Sequence[Iterable[tuple[Box, int]]]) -> list[frozenset[Box]]:
+    """Assign each box to one of the ranks that hold it, with balanced bytes per rank.
 
     Args:
-        held: For every rank its boxes, and their sizes in bytes.
+        held: Boxes of every rank, each with its size in bytes.
 
     Returns:
-        For every rank the boxes that it writes; the same on every rank that computes it.
+        The boxes that each rank writes; deterministic, so every rank computes the same.
     """
     holders: dict[Box, list[int]] = {}
     sizes: dict[Box, int] = {}
@@ -144,10 +149,12 @@ def share_out(held: Sequence[Iterable[tuple[Box, int]]]) -> list[frozenset[Box]]
             holders.setdefault(box, []).append(rank)
             sizes[box] = size
     load = [0] * len(held)
-    mine: list[set[Box]] = [set() for _ in held]
+    assigned: list[set[Box]] = [set() for _ in held]
+    # Greedy: boxes with one holder have no choice and come first, then large before small, each to
+    # the rank with the least bytes so far. Names break ties, so that all ranks agree.
     order = sorted(holders, key=lambda b: (len(holders[b]), -sizes[b], b.name, b.offset))
-    for box in order:  # those without a choice come first
+    for box in order:
         rank = min(holders[box], key=lambda r: (load[r], r))
         load[rank] += sizes[box]
-        mine[rank].add(box)
-    return [frozenset(boxes) for boxes in mine]
+        assigned[rank].add(box)
+    return [frozenset(boxes) for boxes in assigned]

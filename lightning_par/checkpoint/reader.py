@@ -1,4 +1,4 @@
-"""Reading a checkpoint: any box of any tensor, out of whichever files hold parts of it."""
+"""Checkpoint reader: any box of a global tensor, from whichever files hold parts of it."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -33,20 +33,22 @@ __all__ = [
     "overlap",
 ]
 
-_HINTS = ("hyper_parameters", "datamodule_hyper_parameters")
-"""Parts of the state that the Trainer never restores; a pickle in them can be left out."""
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+"""Parts of the state that the Trainer never restores, so that pickles in them can be left out."""
 
 
 def overlap(
     chunk: Chunk, offset: Sequence[int], shape: Sequence[int]
 ) -> list[tuple[int, int]] | None:
-    """Return what a stored box and a wanted one have in common: first and one-past-last entry of
-    every dim, or None.
+    """Return the intersection of a stored box and a wanted box.
 
     Args:
-        chunk: What is stored.
+        chunk: Stored box.
         offset: First entry of the wanted box in every dim.
-        shape: Of the wanted box.
+        shape: Shape of the wanted box.
+
+    Returns:
+        First and one-past-last global entry in every dim; None if the boxes do not overlap.
     """
     common = []
     for dim, size in enumerate(shape):
@@ -59,13 +61,13 @@ def overlap(
 
 
 class TensorFiles:
-    """The safetensors files of a folder, mapped into memory when they are first used.
+    """Safetensors files of a folder, memory-mapped at their first use.
 
     Args:
-        folder: Where they are.
+        folder: Folder of the files.
 
     Attributes:
-        bytes_read: Bytes of tensors that have been copied out of the files.
+        bytes_read: Bytes of tensors copied out of the files so far.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,10 +76,14 @@ class TensorFiles:
         self.bytes_read = 0
 
     def tensor(self, file: str, key: str) -> Tensor:
-        """Return a tensor of a file without reading it: its pages come when they are used.
+        """Return a memory-mapped tensor; its pages are read when they are accessed.
+
+        Args:
+            file: Name of the file in the folder.
+            key: Name of the tensor in the file.
 
         Raises:
-            CheckpointError: The file is no safetensors file, or has no such tensor.
+            CheckpointError: The file is missing, not a safetensors file, or has no such tensor.
         """
         try:
             if file not in self._open:
@@ -89,16 +95,17 @@ class TensorFiles:
 
     @torch.no_grad()
     def read_box(self, entry: TensorEntry, offset: Sequence[int], out: Tensor) -> None:
-        """Copy a box of a tensor out of the chunks that it overlaps.
+        """Read a box of a global tensor from the chunks that overlap it.
 
         Args:
-            entry: Where the tensor is.
+            entry: Index entry of the tensor.
             offset: First entry of the box in every dim.
-            out: Receives the box; of its shape, of any dtype and device.
+            out: Receives the box; has its shape, any dtype and any device.
 
         Raises:
-            CheckpointError: The files do not fit the index.
+            CheckpointError: A file has not the tensors that the index says.
         """
+        # Only the pages of the intersections are read: a mapped tensor is narrowed before the copy.
         for chunk in entry.chunks:
             common = overlap(chunk, offset, out.shape)
             if common is None:
@@ -112,7 +119,8 @@ class TensorFiles:
 
     def _chunk(self, chunk: Chunk) -> Tensor:
         found = self.tensor(chunk.file, chunk.key)
-        if chunk.shape == (1, *found.shape):  # one of several that are stacked
+        if chunk.shape == (1, *found.shape):
+            # One of several tensors that the index stacks, e.g. experts in files of Hugging Face.
             found = found[None]
         if tuple(found.shape) != chunk.shape:
             raise CheckpointError(
@@ -122,7 +130,7 @@ class TensorFiles:
         return found
 
     def read_whole(self, entry: TensorEntry) -> Tensor:
-        """Return a whole tensor, on the CPU."""
+        """Read the global tensor of an index entry, onto the CPU."""
         out = torch.empty(entry.shape, dtype=entry.dtype)
         self.read_box(entry, [0] * len(entry.shape), out)
         return out
@@ -130,11 +138,11 @@ class TensorFiles:
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor in files, of which any box can be read.
+    """A global tensor in files, of which any box can be read.
 
     Attributes:
-        files: Where it is.
-        entry: What the index says of it.
+        files: Files that hold its chunks.
+        entry: Its entry in the index.
     """
 
     files: TensorFiles
@@ -142,33 +150,34 @@ class StoredTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole."""
+        """Global shape."""
         return torch.Size(self.entry.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """As it was written."""
+        """Dtype in the files."""
         return self.entry.dtype
 
     def read_box(self, offset: Sequence[int], out: Tensor) -> None:
-        """Copy a box; see `TensorFiles.read_box`."""
+        """Read a box into `out`; see `TensorFiles.read_box`."""
         self.files.read_box(self.entry, offset, out)
 
     def read(self) -> Tensor:
-        """Return the whole tensor, on the CPU."""
+        """Read the global tensor, onto the CPU."""
         return self.files.read_whole(self.entry)
 
 
 class StoredTensors(MutableMapping[str, Any]):
-    """Tensors in files that look like a state dict; one is read when it is asked for.
+    """State dict whose tensors stay in files until they are accessed.
 
-    A part of the model reads only its part of them (`find`). Entries may be replaced or removed.
+    ``states[name]`` reads the global tensor; `find` returns it unread, for a rank that needs only
+    its shard. Entries may be replaced or removed.
 
     Args:
-        files: Where they are.
-        entries: Name -> where.
-        aliases: Further names.
-        values: Entries that are no tensors.
+        files: Files that hold the chunks.
+        entries: FQN -> index entry.
+        aliases: Further FQNs of tied weights -> FQN in `entries`.
+        values: Entries of the state dict that are no tensors.
     """
 
     def __init__(
@@ -183,7 +192,14 @@ class StoredTensors(MutableMapping[str, Any]):
         self._entries: dict[str, Any] = {**found, **(values or {})}
 
     def find(self, name: str) -> Any:
-        """Return an entry; a tensor in a file as a `StoredTensor`, unread."""
+        """Return an entry without reading it: a tensor in files is a `StoredTensor`.
+
+        Args:
+            name: FQN of the entry.
+
+        Raises:
+            KeyError: There is no such entry.
+        """
         return self._entries[name]
 
     def renamed(self, prefix: str) -> "StoredTensors":
@@ -191,12 +207,12 @@ class StoredTensors(MutableMapping[str, Any]):
         return self.with_entries({f"{prefix}{name}": e for name, e in self._entries.items()})
 
     def with_entries(self, entries: Mapping[str, Any]) -> "StoredTensors":
-        """Return others like this one.
+        """Return a mapping with other entries.
 
         Args:
-            entries: Name -> `StoredTensor`, or what is no tensor.
+            entries: FQN -> `StoredTensor`, or a value that is no tensor in files.
         """
-        copy = StoredTensors.__new__(StoredTensors)
+        copy = StoredTensors.__new__(StoredTensors)  # __init__ takes entries of an index
         copy._entries = dict(entries)
         return copy
 
@@ -211,7 +227,7 @@ class StoredTensors(MutableMapping[str, Any]):
         del self._entries[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries  # that of a mapping would read the tensor
+        return name in self._entries  # Mapping's own calls __getitem__, which reads the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -222,11 +238,11 @@ class StoredTensors(MutableMapping[str, Any]):
 
 @dataclass(frozen=True, eq=False)
 class StoredOptimizer:
-    """The state of one optimizer in the files of a checkpoint.
+    """State of one optimizer in a checkpoint.
 
     Attributes:
-        groups: Options of every group, and under ``"params"`` the names of its parameters.
-        states: Name of a parameter -> its states; tensors as `StoredTensor`.
+        groups: Parameter groups: their options, and FQNs under ``"params"``.
+        states: FQN of a parameter -> name of a state -> its value; tensors as `StoredTensor`.
     """
 
     groups: list[dict[str, Any]]
@@ -234,10 +250,10 @@ class StoredOptimizer:
 
 
 class CheckpointReader:
-    """A checkpoint whose manifest and index have been verified.
+    """Reader of a checkpoint folder; manifest and index are verified at once, other files not.
 
     Args:
-        folder: The checkpoint.
+        folder: Checkpoint folder.
 
     Raises:
         CheckpointError: Manifest or index are missing or damaged.
@@ -254,21 +270,38 @@ class CheckpointReader:
         return [name for name in self.manifest.files if name.startswith(kinds)]
 
     def problems(self, names: Iterable[str]) -> list[str]:
-        """Read files whole and return what is wrong with them.
+        """Compare files with their checksums.
 
         Args:
-            names: Of the manifest.
+            names: Names of files that the manifest lists.
+
+        Returns:
+            One message per missing or damaged file.
         """
         found = (check_file(self.folder / name, self.manifest.files[name]) for name in names)
         return [problem for problem in found if problem is not None]
 
     def weights(self, *, unpickle: bool = False) -> StoredTensors:
-        """Return the weights, to be read when they are needed."""
+        """Return the weights as a lazy state dict.
+
+        Args:
+            unpickle: Whether pickles may be loaded, which can run code.
+
+        Raises:
+            PickledValueError: An entry is a pickle, and `unpickle` is false.
+        """
         values = self._values("weights/", unpickle=unpickle)
         return StoredTensors(self.files, self.index.weights, self.index.aliases, values)
 
     def optimizers(self, *, unpickle: bool = False) -> list[StoredOptimizer]:
-        """Return the optimizers; their tensors are to be read when they are needed."""
+        """Return the optimizers, their tensors unread.
+
+        Args:
+            unpickle: Whether pickles may be loaded, which can run code.
+
+        Raises:
+            PickledValueError: An entry is a pickle, and `unpickle` is false.
+        """
         decoder = self._decoder(unpickle=unpickle)
         found = []
         for number, groups in enumerate(self.index.groups):
@@ -276,6 +309,7 @@ class CheckpointReader:
             prefix = f"{number}/"
             for key, entry in self.index.optimizer.items():
                 if key.startswith(prefix):
+                    # From the right: an FQN may hold a "/", the name of a state does not.
                     name, _, state = key.removeprefix(prefix).rpartition("/")
                     states.setdefault(name, {})[state] = StoredTensor(self.files, entry)
             for key, value in self._values(f"optimizer/{prefix}", unpickle=unpickle).items():
@@ -297,15 +331,17 @@ class CheckpointReader:
         """Return what one rank stored besides weights and optimizer states.
 
         Args:
-            rank: 0 stored what belongs to all; the others what is their own.
-            unpickle: Whether the user trusts the checkpoint.
+            rank: Rank that wrote it. Rank 0 stored the Trainer's state, the others only their own
+                part, such as random states.
+            unpickle: Whether pickles may be loaded, which can run code.
 
         Returns:
-            The state; hyper-parameters that were stored as a pickle are left out if it is not
-            trusted, and named under ``"left_out"``.
+            The state by the Trainer's keys. If `unpickle` is false, pickled hyper-parameters are
+            left out, and their names listed under ``"left_out"``.
 
         Raises:
-            CheckpointError: A file is damaged, or needs to be trusted.
+            CheckpointError: A file is damaged, or anything else is a pickle and `unpickle` is
+                false.
         """
         world = self.manifest.world_size
         encoded = self._read_json(file_name("state", rank, world, "json"))
@@ -314,7 +350,7 @@ class CheckpointReader:
             self._verify(with_tensors)
         decoder = self._decoder(unpickle=unpickle)
         left_out: list[str] = []
-        for part in _HINTS:
+        for part in _HYPER_PARAMETERS:
             given = encoded.get(part)
             if isinstance(given, dict) and "$" not in given:
                 encoded[part] = {}
@@ -328,6 +364,7 @@ class CheckpointReader:
         return {**state, "left_out": left_out} if left_out else state
 
     def _decoder(self, *, unpickle: bool) -> Decoder:
+        # A clone, since a mapped tensor would keep the file open and change with it.
         fetch = lambda file, key: self.files.tensor(file, key).clone()  # noqa: E731
         return Decoder(fetch, unpickle=unpickle)
 
@@ -348,10 +385,13 @@ class CheckpointReader:
 
 
 def find_problems(folder: Path) -> list[str]:
-    """Read every file of a checkpoint and return what is wrong; nothing if it is sound.
+    """Verify every file of a checkpoint.
 
     Args:
-        folder: The checkpoint.
+        folder: Checkpoint folder.
+
+    Returns:
+        One message per missing or damaged file; empty if the checkpoint is intact.
     """
     try:
         reader = CheckpointReader(folder)

@@ -1,4 +1,4 @@
-"""Weights in plain safetensors files, as other programs write them."""
+"""Weights in plain safetensors files, as Hugging Face and other programs write them."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,14 @@ __all__ = ["find_weights", "holds_weights_only"]
 
 
 def find_weights(path: Path) -> StoredTensors:
-    """Open weights that are stored alone: one safetensors file, or several with an index.
+    """Open weights without reading them: one safetensors file, or several with an index.
 
     Args:
         path: ``model.safetensors``; ``model.safetensors.index.json``, whose ``weight_map`` says
             which file holds which tensor; or a folder with one of the two.
 
     Raises:
-        CheckpointError: It is none of these, or damaged.
+        CheckpointError: The path is none of these, or a file is damaged.
     """
     if path.is_dir() and (path / "model.safetensors.index.json").exists():
         path = path / "model.safetensors.index.json"
@@ -44,7 +44,7 @@ def find_weights(path: Path) -> StoredTensors:
 
 
 def holds_weights_only(path: Path) -> bool:
-    """Return whether `find_weights` would look into a path."""
+    """Return whether a path has a form that `find_weights` accepts; nothing is read."""
     names = ("model.safetensors.index.json", "model.safetensors")
     if path.is_dir():
         return any((path / name).exists() for name in names)
@@ -56,6 +56,7 @@ def _files_of(index: Path) -> set[str]:
         files = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+    # A downloaded index must not make us read files elsewhere on this machine.
     outside = [name for name in files if Path(str(name)).name != name]
     if outside:
         raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file beside it.")
@@ -63,12 +64,12 @@ def _files_of(index: Path) -> set[str]:
 
 
 def _entries_of(folder: Path, file: str) -> dict[str, TensorEntry]:
-    """Return the index of a single safetensors file."""
+    """Return name -> entry for every tensor of one safetensors file."""
     found = {}
     try:
         with safe_open(folder / file, framework="pt", device="cpu") as opened:
             for key in opened.keys():  # noqa: SIM118  (not a dict)
-                part = opened.get_slice(key)
+                part = opened.get_slice(key)  # reads the header only
                 shape = tuple(part.get_shape())
                 chunk = Chunk(file, key, (0,) * len(shape), shape)
                 found[key] = TensorEntry(DTYPES[part.get_dtype()], shape, (chunk,))

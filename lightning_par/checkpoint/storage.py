@@ -1,9 +1,8 @@
-"""Files with a checksum: tensors as safetensors, text as JSON, folders that appear whole or not at
-all.
+"""Files with checksums (safetensors, JSON), and atomic replacement of files and folders.
 
-Note [Checksum]: CRC-32 from zlib. It finds every single-bit error and every burst of up to 32 bits,
-and any other damage but for one case in 2^32. It guards against accidents; it is no signature. Of
-what Python brings along it costs the least: see benchmarks/RESULTS.md.
+Note [Checksum]: CRC-32 from zlib. It detects every single-bit error and every burst of up to 32
+bits, and any other damage with probability 1 - 2^-32. It guards against accidents; it is no
+signature. It is the cheapest checksum in Python's standard library: see benchmarks/RESULTS.md.
 """
 
 import contextlib
@@ -54,22 +53,23 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Names of the safetensors format."""
+"""Name of a dtype in the safetensors format -> dtype."""
 _CHUNK = 1 << 20
-"""Bytes that are written and summed at a time; they stay in the cache between the two."""
-_EXCHANGE = 2
-"""The flag of `renameat2` that swaps two paths."""
-_HERE = -100
-"""Stands for the working directory in `renameat2`."""
+"""Bytes that are summed and then written at a time, so that they are still in the CPU cache."""
+# Constants of Linux's headers, which Python does not export.
+_RENAME_EXCHANGE = 2
+"""Flag of `renameat2` that swaps two paths."""
+_AT_FDCWD = -100
+"""Directory argument of `renameat2` for paths relative to the working directory."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of a file.
+    """Length and checksum of a file, as the manifest lists them.
 
     Attributes:
-        length: In bytes.
-        crc32: As 8 hexadecimal digits.
+        length: Length in bytes.
+        crc32: CRC-32 as 8 hexadecimal digits.
     """
 
     length: int
@@ -77,10 +77,10 @@ class FileRecord:
 
 
 class ChecksumFile:
-    """A file that is summed while it is written; `sync_files` brings it to the disk.
+    """File opened for writing that computes its checksum on the way; see `sync_files` for fsync.
 
     Args:
-        path: Created or overwritten.
+        path: File to create or overwrite.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,7 +91,7 @@ class ChecksumFile:
         """Append bytes.
 
         Args:
-            data: Anything with a flat buffer.
+            data: Bytes, or any object with a one-dimensional buffer of bytes.
 
         Raises:
             OSError: The disk is full, for example.
@@ -100,7 +100,7 @@ class ChecksumFile:
         for low in range(0, len(view), _CHUNK):
             part = view[low : low + _CHUNK]
             self._sum = zlib.crc32(part, self._sum)
-            while part:  # the system may take less than all
+            while part:  # an unbuffered write may be partial
                 part = part[self._file.write(part) :]
         self._length += len(view)
 
@@ -117,17 +117,21 @@ class ChecksumFile:
 
     @property
     def record(self) -> FileRecord:
-        """Length and checksum of what was written."""
+        """Length and checksum of the bytes written so far."""
         return FileRecord(self._length, f"{self._sum:08x}")
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
-    """Write a value as JSON, in one line: an indent would take Python's slow encoder.
+    """Write a value as JSON in one line.
 
     Args:
-        path: Where to.
-        value: Made of JSON's types.
+        path: File to write.
+        value: Value of JSON types.
+
+    Returns:
+        Length and checksum of the file.
     """
+    # Without indent, which would switch Python to its slow encoder.
     with ChecksumFile(path) as file:
         file.write(json.dumps(value, allow_nan=False).encode())
     return file.record
@@ -142,15 +146,19 @@ def write_tensors(
     """Write a safetensors file, tensor by tensor.
 
     Args:
-        path: Where to.
+        path: File to write.
         specs: Key -> dtype and shape of every tensor.
-        values: Every key of `specs` with its tensor, in the order of `file_order`; at most one of
-            them has to be in memory.
-        metadata: Strings for the header.
+        values: Every key of `specs` with its tensor, in the order of `file_order`; may be lazy, so
+            that one tensor at a time is in memory.
+        metadata: Free text entries of the header.
+
+    Returns:
+        Length and checksum of the file.
 
     Raises:
         OSError: The disk is full, for example.
     """
+    # Not safetensors.save_file: it wants all tensors in memory and computes no checksum.
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     names = {dtype: name for name, dtype in DTYPES.items()}
     place = 0
@@ -160,7 +168,7 @@ def write_tensors(
         header[key] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [place, end]}
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # aligns the first tensor
     with ChecksumFile(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
@@ -168,19 +176,20 @@ def write_tensors(
             assert specs[key] == (tensor.dtype, tuple(tensor.shape)), key
             if tensor.numel():
                 flat = tensor.detach().cpu().contiguous().view(-1)
-                file.write(flat.view(torch.uint8).numpy())
+                file.write(flat.view(torch.uint8).numpy())  # NumPy lacks bfloat16 and float8
     return file.record
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a hidden path to write to; what is there at the end takes the place of `path`.
+    """Context that yields a temporary path, which atomically replaces `path` at the end.
 
-    If the body raises, it is removed, and what had the name before stays.
+    If the body raises, the temporary file or folder is removed, and an existing `path` stays.
 
     Args:
-        path: Its folder is made.
+        path: Final path, whose parent is created.
     """
+    # In the same folder, hence on the same file system: a rename between two is not atomic.
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     remove_path(partial)
@@ -193,11 +202,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_object(path: Path, value: Any) -> None:
-    """Write one file with `torch.save`; what had that name stays until the new one is whole.
+    """Write one file with `torch.save`, atomically.
 
     Args:
-        path: Where to.
-        value: What `torch.save` takes.
+        path: File to write; an existing one is replaced when the new one is complete.
+        value: Any value that `torch.save` takes.
 
     Raises:
         OSError: The disk is full, for example; or RuntimeError, from `torch.save`.
@@ -207,19 +216,25 @@ def write_object(path: Path, value: Any) -> None:
 
 
 def file_order(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[str]:
-    """Return the keys with the widest dtype first, so that every tensor is aligned.
+    """Return the keys in the order in which tensors are stored: widest dtype first.
+
+    After a tensor of a wide dtype the next one is aligned for any narrower dtype.
 
     Args:
-        specs: As for `write_tensors`.
+        specs: Key -> dtype and shape, as for `write_tensors`.
     """
     return sorted(specs, key=lambda key: -specs[key][0].itemsize)
 
 
 def check_file(path: Path, record: FileRecord) -> str | None:
-    """Compare a file with its record.
+    """Compare a file with its length and checksum.
+
+    Args:
+        path: File to read.
+        record: Length and checksum that were written.
 
     Returns:
-        What is wrong with it, or None.
+        What is wrong with the file; None if nothing is.
     """
     try:
         length = path.stat().st_size
@@ -238,6 +253,7 @@ def check_file(path: Path, record: FileRecord) -> str | None:
 
 
 def _read(path: Path) -> Iterator[memoryview]:
+    # In pieces through one buffer: a file may be larger than the memory.
     buffer = bytearray(_CHUNK)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
@@ -246,10 +262,10 @@ def _read(path: Path) -> Iterator[memoryview]:
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Bring files, or the names of the files in folders, to the disk.
+    """Call fsync on files, and on folders, whose entries (names) it makes durable.
 
-    Together, after all have been written: the first then makes the file system write most of what
-    the others wait for.
+    Call it once for all files after they are written: the first fsync flushes most of what the
+    others would wait for.
 
     Args:
         paths: Files and folders.
@@ -263,15 +279,16 @@ def sync_files(paths: Iterable[Path]) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its final name; what had that name before is then removed.
+    """Rename a complete file or folder to its final path, and remove what was there before.
 
-    There is no moment without a complete checkpoint under the final name, where the system can
-    swap two paths (Linux, on its own file systems). Elsewhere the old one is renamed first.
+    Where the system can swap two paths (Linux, on local file systems), a complete checkpoint is at
+    the final path at any moment. Elsewhere the old one is renamed first.
 
     Args:
-        partial: On the same file system.
-        final: May exist, as a folder, a file or a link.
+        partial: Complete file or folder on the file system of `final`.
+        final: Final path; an existing folder, file or link is replaced.
     """
+    # Contents before the name: after a crash a name must not point to unwritten data.
     sync_files([partial])
     aside = None
     if not os.path.lexists(final):
@@ -288,24 +305,29 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two paths in one step; return False where the system cannot."""
+    """Swap two paths atomically; return False where the system cannot."""
+    # Python's os module has no binding of it; the C library has one on Linux.
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if swap is None:
         return False
-    return bool(swap(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE) == 0)
+    return bool(
+        swap(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+    )
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file, a link or a folder; do nothing if it is not there.
+    """Remove a file, a link or a folder; do nothing if it does not exist.
 
-    A folder is renamed first, so that what a crash leaves behind is no checkpoint.
+    Args:
+        path: Path to remove; of a link, the link.
     """
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     elif path.is_dir():
-        doomed = path
+        hidden = path
+        # Renamed first: a crash in the middle must not leave a checkpoint with half its files.
         if not path.name.startswith("."):
-            doomed = path.with_name(f".{path.name}.removed.partial")
-            shutil.rmtree(doomed, ignore_errors=True)
-            path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+            hidden = path.with_name(f".{path.name}.removed.partial")
+            shutil.rmtree(hidden, ignore_errors=True)
+            path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)

@@ -1,6 +1,4 @@
-"""Writing a checkpoint: every rank its own files into a hidden folder, which one rank then
-completes and renames.
-"""
+"""Checkpoint writer: every rank writes its files into a hidden folder, which rank 0 commits."""
 
 import shutil
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -33,24 +31,24 @@ from lightning_par.checkpoint.storage import (
 )
 from lightning_par.errors import CheckpointError
 
-__all__ = ["Part", "Report", "complete", "make_part", "write_part"]
+__all__ = ["Part", "WriteReport", "commit", "make_part", "write_part"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank writes; `make_part` makes it.
+    """What one rank writes of a checkpoint; made by `make_part`.
 
     Attributes:
-        rank: Who.
-        world: Of how many.
-        step: Optimizer steps that its weights have seen.
-        weights: Its pieces of the weights.
-        optimizer: Its pieces of the optimizer states, named ``"0/<weight>/exp_avg"``.
-        state: Anything else, encoded.
-        tensors: Of the state, the values and the groups.
-        values: What belongs to weights and optimizer states and is no tensor, encoded; see `Index`.
-        groups: For every optimizer its groups: encoded options, and names of parameters.
-        error: Why there is nothing to write, or None.
+        rank: Global rank.
+        world: Number of ranks.
+        step: Number of optimizer steps of the weights.
+        weights: Local shards of the weights.
+        optimizer: Local shards of the optimizer states, named ``"0/<weight>/exp_avg"``.
+        state: The rest of the state by the Trainer's keys, encoded as JSON types.
+        tensors: Key -> tensor, of all tensors inside `state`, `values` and `groups`.
+        values: Entries of the state dicts that are no tensors, encoded; see `Index`.
+        groups: Per optimizer its parameter groups: encoded options, and FQNs.
+        error: Why this rank has nothing to write; None: it has.
     """
 
     rank: int
@@ -65,7 +63,11 @@ class Part:
     error: str | None = None
 
     def only(self, boxes: Container[Box]) -> "Part":
-        """Return a copy with the pieces of these boxes."""
+        """Return a copy with only some of the shards.
+
+        Args:
+            boxes: Boxes of the shards that this rank writes.
+        """
 
         def chosen(pieces: Sequence[Piece]) -> list[Piece]:
             return [p for p in pieces if p.box in boxes]
@@ -73,7 +75,10 @@ class Part:
         return replace(self, weights=chosen(self.weights), optimizer=chosen(self.optimizer))
 
     def on_cpu(self) -> "Part":
-        """Return a copy whose tensors of weights and optimizers no training step changes."""
+        """Return a copy with its weights and optimizer states copied to the CPU.
+
+        Training may then go on while a background save writes the copy.
+        """
 
         def copied(pieces: Sequence[Piece]) -> list[Piece]:
             return [replace(p, values=p.values.detach().to("cpu", copy=True)) for p in pieces]
@@ -92,20 +97,21 @@ def make_part(
     values: Mapping[str, Any] | None = None,
     groups: Sequence[Sequence[Mapping[str, Any]]] = (),
 ) -> Part:
-    """Encode what one rank writes besides its tensors.
+    """Make the part of one rank: encode its state, check its dtypes.
 
     Args:
-        rank: Who.
-        world: Of how many.
-        step: See `Part`.
-        weights: See `Part`.
-        optimizer: See `Part`.
-        state: Anything, by name.
-        values: By the names that `Index.values` says.
-        groups: For every optimizer its groups: options, and under ``"params"`` names.
+        rank: Global rank.
+        world: Number of ranks.
+        step: Number of optimizer steps of the weights.
+        weights: Local shards of the weights.
+        optimizer: Local shards of the optimizer states, named ``"0/<weight>/exp_avg"``.
+        state: The rest of the state by the Trainer's keys, not encoded.
+        values: Entries of the state dicts that are no tensors, named as in `Index.values`.
+        groups: Per optimizer its parameter groups: options, and FQNs under ``"params"``.
 
     Raises:
-        CheckpointError: Something cannot be stored; names it.
+        CheckpointError: A tensor has a dtype that safetensors lacks, or a value cannot be encoded;
+            names it.
     """
     for piece in (*weights, *optimizer):
         if piece.values.dtype not in DTYPES.values():
@@ -130,15 +136,15 @@ def make_part(
 
 
 @dataclass(kw_only=True)
-class Report:
-    """What one rank has written, or why it could not.
+class WriteReport:
+    """Result of `write_part` on one rank, which it sends to rank 0.
 
     Attributes:
-        rank: Who.
-        step: Of its weights.
-        files: Name -> length and checksum.
-        index: Of what it wrote.
-        error: What went wrong, or None.
+        rank: Global rank.
+        step: Number of optimizer steps of its weights.
+        files: Name -> length and checksum of the files that it wrote.
+        index: Index of what it wrote.
+        error: Why it could not write; None: it could.
     """
 
     rank: int
@@ -148,17 +154,18 @@ class Report:
     error: str | None = None
 
 
-def write_part(folder: Path, part: Part) -> Report:
-    """Write the files of one rank; they are on the disk when this returns.
+def write_part(folder: Path, part: Part) -> WriteReport:
+    """Write the files of one rank and fsync them.
 
     Args:
-        folder: Made if it is not there.
-        part: What to write.
+        folder: Folder of the files, created if it does not exist.
+        part: What this rank writes.
 
     Returns:
-        What was written; if that failed, a report with the error, and nothing is raised.
+        The report of this rank. An error is reported in it and not raised: the other ranks wait for
+        the report.
     """
-    report = Report(rank=part.rank, step=part.step, error=part.error)
+    report = WriteReport(rank=part.rank, step=part.step, error=part.error)
     if part.error is not None:
         return report
     try:
@@ -174,13 +181,14 @@ def write_part(folder: Path, part: Part) -> Report:
 
 
 def _write_pieces(
-    folder: Path, kind: str, pieces: Sequence[Piece], part: Part, report: Report
+    folder: Path, kind: str, pieces: Sequence[Piece], part: Part, report: WriteReport
 ) -> dict[str, TensorEntry]:
     if not pieces:
         return {}
     name = file_name(kind, part.rank, part.world)
     by_key = {piece.key: piece for piece in pieces}
     specs = {key: (piece.values.dtype, piece.box.shape) for key, piece in by_key.items()}
+    # Lazy, so that tensors are copied from the device one by one.
     values = ((key, by_key[key].values) for key in file_order(specs))
     report.files[name] = write_tensors(folder / name, specs, values)
     return merge_entries(
@@ -193,7 +201,7 @@ def _write_pieces(
     )
 
 
-def _write_state(folder: Path, part: Part, report: Report) -> None:
+def _write_state(folder: Path, part: Part, report: WriteReport) -> None:
     report.index.values, report.index.groups = dict(part.values), part.groups
     name = file_name("state", part.rank, part.world, "json")
     report.files[name] = write_json(folder / name, part.state)
@@ -204,29 +212,30 @@ def _write_state(folder: Path, part: Part, report: Report) -> None:
         report.files[name] = write_tensors(folder / name, specs, values)
 
 
-def complete(
+def commit(
     folder: Path,
     final: Path,
-    reports: Sequence[Report],
+    reports: Sequence[WriteReport],
     manifest: Manifest,
     *,
     aliases: Mapping[str, str],
     order: Callable[[str], int],
 ) -> None:
-    """Write index and manifest and give the checkpoint its name; one rank calls this.
+    """Write index and manifest and rename the folder to its final path; called on one rank.
 
-    Whatever goes wrong, the hidden folder is removed and what had the name before stays.
+    If anything fails, the hidden folder is removed, and an existing checkpoint of that name stays.
 
     Args:
-        folder: Where all ranks have written.
-        final: The checkpoint.
-        reports: Of all ranks.
-        manifest: Without the files.
-        aliases: Further names of tied weights.
-        order: Place of a parameter's name in the model.
+        folder: Hidden folder into which all ranks have written.
+        final: Final path of the checkpoint.
+        reports: Reports of all ranks, in their order.
+        manifest: Manifest with an empty list of files.
+        aliases: Further FQNs of tied weights -> FQN under which the weight is stored.
+        order: Function from a parameter's FQN to its position in the model.
 
     Raises:
-        CheckpointError: Names every rank that failed, and the cause.
+        CheckpointError: A rank failed, or what they wrote does not fit together; names every such
+            rank, and the cause.
     """
     try:
         _check_reports(folder, reports, manifest.step)
@@ -237,12 +246,13 @@ def complete(
             groups=_merge_groups([r.index.groups for r in reports if r.index.groups], order),
             values={k: v for r in reports for k, v in r.index.values.items()},
         )
+        # A hook of the user may have left a tied weight out of the state dict.
         index.aliases = {k: v for k, v in index.aliases.items() if v in index.weights}
         index.check_complete()
         for report in reports:
             manifest.files.update(report.files)
         manifest.files[INDEX] = write_json(folder / INDEX, index.to_json())
-        manifest.write(folder)
+        manifest.write(folder)  # last: a folder with a manifest is complete
         sync_files([folder / INDEX, folder / MANIFEST])
         publish(folder, final)
     except Exception as error:
@@ -252,8 +262,9 @@ def complete(
         raise CheckpointError(f"{final} was not saved, {before}: {cause}") from error
 
 
-def _check_reports(folder: Path, reports: Sequence[Report], step: int) -> None:
-    """Refuse what cannot become a checkpoint."""
+def _check_reports(folder: Path, reports: Sequence[WriteReport], step: int) -> None:
+    """Check that all ranks wrote, at the same step, into the same folder."""
+    # One kind of problem at a time: a rank that failed has no step and no files to compare.
     problems = [f"rank {r.rank}: {r.error}" for r in reports if r.error is not None]
     if not problems:
         problems = [
@@ -276,7 +287,10 @@ def _check_reports(folder: Path, reports: Sequence[Report], step: int) -> None:
 def _merge_groups(
     parts: Sequence[Sequence[Sequence[Mapping[str, Any]]]], order: Callable[[str], int]
 ) -> list[list[dict[str, Any]]]:
-    """Give every group the parameters of all ranks, in the model's order; options are rank 0's."""
+    """Merge the parameter groups of all ranks: FQNs in the model's order, options of one rank.
+
+    With a pipeline, a rank's groups hold the parameters of its stages only.
+    """
     merged = []
     for optimizers in zip(*parts, strict=True):
         groups = []

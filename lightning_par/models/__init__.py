@@ -1,4 +1,4 @@
-"""Reference models: plain one-device modules with a plan, their LightningModule and data."""
+"""Reference models: plain one-device modules with a `ParallelPlan`, LightningModules and data."""
 
 from lightning_par.models.bert.config import BertConfig
 from lightning_par.models.bert.lightning_module import BertModule

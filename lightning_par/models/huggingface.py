@@ -1,4 +1,4 @@
-"""A LightningModule for Hugging Face models, for runs that a YAML file describes."""
+"""LightningModule for models of Hugging Face transformers, configurable from YAML."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,22 +17,23 @@ __all__ = ["HuggingFaceModule"]
 
 
 class HuggingFaceModule(L.LightningModule):
-    """Trains a model of transformers with AdamW on batches that are its keyword arguments.
+    """Training of a transformers model with AdamW; batches are keyword arguments of the model.
 
-    Logs ``train_loss`` and ``val_loss`` (nats per label). Weights come from ``ckpt_path``: a folder
-    of ``save_pretrained``, or a checkpoint; else they are drawn.
+    Logs ``train_loss`` and ``val_loss`` (nats per label). Pretrained weights are loaded with the
+    Trainer's ``ckpt_path``: a folder of ``save_pretrained``, or a checkpoint; otherwise weights are
+    initialized at random.
 
     Args:
-        config: A folder with a ``config.json``, or the type of a model, such as ``"llama"``.
-        overrides: Fields of the configuration that differ.
-        task: What follows ``AutoModelFor``.
+        config: Folder with a ``config.json``, or a model type, such as ``"llama"``.
+        overrides: Field of the model's configuration -> value.
+        task: Suffix of the ``AutoModelFor`` class, such as ``"CausalLM"``.
         shifted_labels: Whether ``labels[:, t]`` is the token after ``input_ids[:, t]``, as in the
-            batches of `TextDataModule`. False: the model shifts labels by itself.
-        lr: Learning rate.
-        weight_decay: Of matrices and tables.
+            batches of `TextDataModule`. False: the model shifts labels itself.
+        lr: Learning rate, constant.
+        weight_decay: Weight decay of matrices and tables; vectors are not decayed.
 
     Raises:
-        ConfigurationError: transformers is not installed, or does not know the task.
+        ConfigurationError: transformers is not installed, or has no such task.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class HuggingFaceModule(L.LightningModule):
         self.shifted_labels, self.lr, self.weight_decay = shifted_labels, lr, weight_decay
 
     def configure_model(self) -> None:
-        """Build the model, once; a strategy may call this with the meta device as default."""
+        """Build the model, at the first call only."""
+        # Not in __init__: here a strategy can set the meta device, or build a part of it only.
         if hasattr(self, "model"):
             return
         import transformers
@@ -69,19 +71,22 @@ class HuggingFaceModule(L.LightningModule):
         else:
             config = transformers.AutoConfig.for_model(self.config, **self.overrides)
         kind = getattr(transformers, f"AutoModelFor{self.task}")
+        # Not from_pretrained: weights are loaded later, by the strategy, each rank its shards.
         self.model = kind.from_config(config)
 
     def parallel_plan(self) -> ParallelPlan:
-        """Return the plan of the model, for labels as the batches have them."""
+        """Return the plan of the model under ``model``, adapted to shifted labels."""
         plan = find_plan(self.model)
         plan = (plan or ParallelPlan()).under("model")
         if not self.shifted_labels:
             return plan
-        named = plan.batch
+        # The plan is for models that shift labels, of which each token shard needs one label more.
+        # Labels that are shifted already are sharded like tokens.
+        spec = plan.batch
         batch = BatchLayout(
-            sequence_dims={k: v for k, v in named.sequence_dims.items() if k != named.shifted},
-            labels=named.labels,
-            optional=tuple(name for name in named.optional if name != named.shifted),
+            sequence_dims={k: v for k, v in spec.sequence_dims.items() if k != spec.shifted},
+            labels=spec.labels,
+            optional=tuple(name for name in spec.optional if name != spec.shifted),
         )
         return replace(plan, batch=batch)
 
@@ -96,7 +101,7 @@ class HuggingFaceModule(L.LightningModule):
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        # transformers takes a view of them.
+        # Contiguous: transformers calls view() on them.
         more = {"shift_labels": batch["labels"].contiguous()} if self.shifted_labels else {}
         loss: Tensor = self.model(**batch, **more).loss
         return loss

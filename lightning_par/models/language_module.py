@@ -1,4 +1,4 @@
-"""What the LightningModules of the reference models share: sizes by name, optimizer, its rate."""
+"""Base LightningModule of the reference models: presets, AdamW, warm-up and cosine decay."""
 
 import math
 from collections.abc import Iterable
@@ -16,23 +16,24 @@ __all__ = ["LanguageModule", "group_parameters"]
 
 
 class LanguageModule(L.LightningModule):
-    """Builds a model from a preset and trains it with AdamW, linear warm-up and cosine decay.
+    """Base of the reference models' LightningModules: AdamW with linear warm-up and cosine decay.
 
     A subclass sets `config_type` and `model_type` and defines the steps.
 
     Args:
         preset: Name of a preset of `config_type`.
-        overrides: Fields of the configuration that differ from the preset.
-        lr: Peak learning rate.
-        weight_decay: Of matrices and tables; vectors (biases, norms) are not decayed.
-        betas: Of AdamW.
-        warmup_steps: Optimizer steps over which the rate rises linearly.
-        max_steps: Optimizer steps after which the rate has fallen, along a cosine, to
-            `min_lr_ratio * lr`. None: those of the run; a run without an end keeps the peak rate.
-        min_lr_ratio: 0 .. 1.
+        overrides: Field of the configuration -> value in place of the preset's.
+        lr: Peak learning rate, 0 or more.
+        weight_decay: Weight decay of matrices and tables, 0 or more; vectors (biases, norms) are
+            not decayed.
+        betas: Betas of AdamW.
+        warmup_steps: Number of optimizer steps of the linear warm-up, 0 or more.
+        max_steps: Optimizer step at which the cosine decay reaches `min_lr_ratio * lr`. None: the
+            last step of the run; a run without an end keeps the peak rate.
+        min_lr_ratio: Final over peak learning rate, 0 .. 1.
 
     Raises:
-        ConfigurationError: A value is out of range.
+        ConfigurationError: A value is out of range; lists every problem.
     """
 
     config_type: ClassVar[type[Any]]
@@ -74,10 +75,11 @@ class LanguageModule(L.LightningModule):
         self._add_metrics()
 
     def _add_metrics(self) -> None:
-        """Make the metrics of the subclass."""
+        """Create the metrics of the subclass."""
 
     def configure_model(self) -> None:
-        """Build the network, once; a strategy may call this with the meta device as default."""
+        """Build the network, at the first call only."""
+        # Not in __init__: here a strategy can set the meta device, or build a part of it only.
         if not hasattr(self, "model"):
             self.model = self.model_type(self.config)
 
@@ -88,11 +90,12 @@ class LanguageModule(L.LightningModule):
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            ConfigurationError: The data module has more tokens in its vocabulary, or in a sample,
-                than the model.
+            ConfigurationError: The data module has a larger vocabulary or longer samples than the
+                model.
         """
         data = getattr(self.trainer, "datamodule", None)
         limits = {"vocab_size": self.config.vocab_size}
+        # Rotary positions have no largest length.
         if getattr(self.config, "positions", "learned") == "learned":
             limits["max_length"] = self.config.max_length
         problems = []
@@ -106,7 +109,7 @@ class LanguageModule(L.LightningModule):
         raise_problems(ConfigurationError, problems)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return fused AdamW, and a linear warm-up and cosine decay that step per step."""
+        """Return fused AdamW, and the learning rate schedule, updated every step."""
         groups = group_parameters(self.named_parameters(), weight_decay=self.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, fused=True)
         scheduler = LambdaLR(optimizer, self._lr_factor)
@@ -116,9 +119,15 @@ class LanguageModule(L.LightningModule):
         }
 
     def _lr_factor(self, step: int) -> float:
-        """Return the share of the peak rate that the step after `step` steps uses."""
+        """Return the factor of the peak rate for the next step.
+
+        Args:
+            step: Number of optimizer steps so far.
+        """
+        # (step + 1) / (warmup + 1): the first step is not lost to a rate of 0.
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
+        # LambdaLR asks for step 0 when it is made, see `_num_steps`.
         last = self._num_steps() if step else math.inf
         if math.isinf(last):
             return 1.0
@@ -127,12 +136,10 @@ class LanguageModule(L.LightningModule):
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine
 
     def _num_steps(self) -> float:
-        """Return the optimizer steps of the run.
-
-        Asked for at the second step and not in `configure_optimizers`: there, the Trainer would set
-        up the training dataloader before it reads a checkpoint's progress, and then never restore
-        the loader's position.
-        """
+        """Return the number of optimizer steps of the run, which may be infinite."""
+        # Asked for at the second step and not in `configure_optimizers`: there, the Trainer would
+        # set up the training dataloader before it reads a checkpoint's progress, and then never
+        # restore the loader's position.
         if self.max_steps is not None:
             return self.max_steps
         return self.trainer.estimated_stepping_batches
@@ -141,14 +148,13 @@ class LanguageModule(L.LightningModule):
 def group_parameters(
     named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return two optimizer groups: matrices and tables with weight decay, vectors without.
-
-    Always two, even if one is empty, so that every rank and every layout has the same groups.
+    """Return two parameter groups: matrices and tables with weight decay, vectors without.
 
     Args:
-        named: Any part of the parameters of a model; frozen ones are left out.
-        weight_decay: Of the first group.
+        named: Parameters with their FQNs, of a whole model or of a stage; frozen ones are left out.
+        weight_decay: Weight decay of the first group.
     """
+    # Always two, even if one is empty: all ranks, and runs on other meshes, have the same groups.
     trained = [parameter for _, parameter in named if parameter.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},

@@ -1,11 +1,11 @@
-"""Building blocks of the decoder models: rotary positions, grouped-query attention, MLPs and norms.
+"""Layers of the decoder models: rotary embedding, grouped-query attention, MLPs and norms.
 
 Shapes: B batch, T tokens, D model dim, N query heads, K key/value heads, H head dim, F feed-forward
 dim.
 
-Note [Sequence length inside a block]: a strategy may hand a block only its share of the tokens and
-gather them right before attention and the MLP. No module here therefore derives positions from the
-hidden state; the model computes rotary tables once, from the whole sequence, and passes them down.
+Note [Sequence length inside a block]: under sequence parallelism a block gets only a shard of the
+tokens, which is gathered right before attention and the MLP. No module here therefore derives
+positions from the hidden state; the model computes the rotary tables once and passes them down.
 """
 
 from typing import Literal
@@ -33,8 +33,8 @@ def make_norm(kind: NormKind, dim: int, *, eps: float, bias: bool) -> nn.Module:
     Args:
         kind: ``"rmsnorm"`` (never has a bias) or ``"layernorm"``.
         dim: D.
-        eps: Added to the mean square or the variance.
-        bias: Whether a LayerNorm has one.
+        eps: Epsilon, added to the mean square or the variance.
+        bias: Whether a LayerNorm has a bias.
     """
     if kind == "rmsnorm":
         return nn.RMSNorm(dim, eps=eps)
@@ -42,10 +42,10 @@ def make_norm(kind: NormKind, dim: int, *, eps: float, bias: bool) -> nn.Module:
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of rotary position embeddings; holds no parameter and no buffer.
+    """Rotary position embedding (RoPE): cosine and sine tables, without parameters or buffers.
 
     The frequencies are computed in float32 at every call: a buffer would be cast along with the
-    weights of a model in bfloat16, and positions above 256 are not exact there.
+    weights of a model in bfloat16, where positions above 256 are not exact.
 
     Args:
         head_dim: H, even.
@@ -91,22 +91,23 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """
     cos, sin = rotary.unbind()
     low, high = x.chunk(2, dim=-1)
-    turned = torch.cat((-high, low), dim=-1)
-    return (x * cos + turned * sin).type_as(x)
+    rotated = torch.cat((-high, low), dim=-1)
+    # The tables are float32, so the products are, too; the result has the dtype of x again.
+    return (x * cos + rotated * sin).type_as(x)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries (N query heads share K key/value heads).
+    """Causal grouped-query attention (GQA): N query heads share K key/value heads.
 
-    `num_heads` and `num_kv_heads` are read at every call: where the projections are sharded over
-    heads, a strategy lowers them to the local counts. `head_dim` never changes.
+    `num_heads` and `num_kv_heads` are read at every call: tensor parallelism lowers them to the
+    local numbers of heads. `head_dim` never changes.
 
     Args:
         model_dim: D.
         num_heads: N, a multiple of K.
         num_kv_heads: K.
-        bias: Whether the four projections have one.
-        dropout: Probability, of attention weights and of the output.
+        bias: Whether the four projections have a bias.
+        dropout: Dropout probability of the attention weights and of the output.
 
     **Source**: Ainslie et al., GQA (2305.13245).
     """
@@ -136,7 +137,7 @@ class Attention(nn.Module):
 
         Args:
             hidden: [B, T, D].
-            rotary: [2, B or 1, 1, T, H], or None where positions are added to the embeddings.
+            rotary: Cosines and sines [2, B or 1, 1, T, H]; None: positions are in the embeddings.
 
         Returns:
             [B, T, D].
@@ -154,6 +155,7 @@ class Attention(nn.Module):
             value,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
+            # Only where it is needed: it rules out some kernels.
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
         mixed = mixed.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim)
@@ -162,13 +164,13 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))``.
+    """Gated MLP ``down(silu(gate(x)) * up(x))``.
 
     Args:
         model_dim: D.
         ff_dim: F.
-        bias: Whether the projections have one.
-        dropout: Probability, of the output.
+        bias: Whether the projections have a bias.
+        dropout: Dropout probability of the output.
 
     **Source**: Shazeer, GLU variants improve transformer (2002.05202), equation 6.
     """
@@ -189,13 +191,13 @@ class SwiGLU(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """``down(gelu(up(x)))`` with the tanh form of GELU that GPT-2 was trained with.
+    """MLP ``down(gelu(up(x)))`` with the tanh approximation of GELU, as in GPT-2.
 
     Args:
         model_dim: D.
         ff_dim: F.
-        bias: Whether the projections have one.
-        dropout: Probability, of the output.
+        bias: Whether the projections have a bias.
+        dropout: Dropout probability of the output.
 
     **Source**: Hendrycks and Gimpel (1606.08415), section 2.
     """

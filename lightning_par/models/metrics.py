@@ -1,4 +1,4 @@
-"""Metrics of language models that need the loss and a count only, never the logits."""
+"""Metrics of language models that are computed from the loss, without logits."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ __all__ = ["Perplexity"]
 
 
 class Perplexity(Metric):
-    """exp of the mean negative log-likelihood per token, over all batches and ranks.
+    """Perplexity: exp of the mean negative log-likelihood per token, over all batches and ranks.
 
-    Fed with the loss and not with logits, it costs nothing where logits are sharded over the
-    vocabulary.
+    It takes the loss and not the logits, which under tensor parallelism are sharded over the
+    vocabulary and would have to be gathered.
 
     Example:
         >>> metric = Perplexity()
@@ -28,16 +28,17 @@ class Perplexity(Metric):
 
     def __init__(self) -> None:
         super().__init__()
+        # A float32 count stops growing at 2^24 tokens.
         zero = torch.zeros((), dtype=torch.float64)
         self.add_state("loss_sum", default=zero, dist_reduce_fx="sum")
         self.add_state("count", default=zero.clone(), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, count: int | Tensor) -> None:
-        """Add a batch.
+        """Add the loss of a batch.
 
         Args:
-            loss: Scalar, the mean over the tokens that count, in nats.
-            count: How many tokens count; 0 leaves the metric as it is, whatever the loss.
+            loss: Scalar: mean loss over the valid tokens, in nats.
+            count: Number of valid tokens; with 0 the loss, NaN perhaps, is ignored.
         """
         if int(count):
             self.loss_sum += loss.detach().double() * count

@@ -1,1 +1,1 @@
-"""What a run did: times, bytes and messages; its pictures and pages. Plain torch."""
+"""Profiling in plain torch: communication volume, timelines, FLOPs, and the reports of them."""

@@ -1,9 +1,8 @@
-"""Writes the recorded steps of all ranks in the Trace Event Format, which Perfetto and
-``chrome://tracing`` open.
+"""Export of recorded steps in the Trace Event Format, for Perfetto and ``chrome://tracing``.
 
 Every rank is a process with these tracks: its steps, its pipeline actions, and one track per mesh
-axis that shows how long a communication was under way and, inside it, how long the rank stood still
-for it. Arrows lead from an action to the one on another rank that waited for its result.
+axis that shows each communication in flight and, inside it, the time for which it blocked the rank.
+Arrows lead from an action to the one on another rank that needs its result.
 
 **Source**: Trace Event Format, Google, "JSON Object Format"; times are microseconds.
 """
@@ -29,11 +28,14 @@ _NAMES: Mapping[ActionKind, str] = {
 
 
 def write_trace(records: Sequence[RankRecord], path: Path) -> Path:
-    """Write a trace.
+    """Write a trace file.
 
     Args:
-        records: Of every rank, on one clock.
-        path: Where to; its folder exists.
+        records: Records of every rank, on one clock.
+        path: File to write; its folder exists.
+
+    Returns:
+        `path`.
     """
     document = {"traceEvents": list(trace_events(records)), "displayTimeUnit": "ms"}
     path.write_text(json.dumps(document))
@@ -41,22 +43,23 @@ def write_trace(records: Sequence[RankRecord], path: Path) -> Path:
 
 
 def trace_events(records: Sequence[RankRecord]) -> Iterator[_Event]:
-    """Give the events of a trace.
+    """Yield the events of a trace, ready for JSON.
 
     Args:
-        records: Of every rank, on one clock.
+        records: Records of every rank, on one clock.
     """
     starts = [step.start for record in records for step in record.steps]
     origin = min(starts, default=0.0)
     for record in records:
         tracks = _tracks(record)
-        yield _named("process_name", record.rank, 0, record.name)
+        yield _metadata("process_name", record.rank, 0, record.name)
+        # By name, rank 10 would come before rank 2.
         yield {
-            **_named("process_sort_index", record.rank, 0, ""),
+            **_metadata("process_sort_index", record.rank, 0, ""),
             "args": {"sort_index": record.rank},
         }
         for name, track in tracks.items():
-            yield _named("thread_name", record.rank, track, name)
+            yield _metadata("thread_name", record.rank, track, name)
         for step in record.steps:
             yield _complete(f"step {step.step}", "step", record.rank, _STEPS, step, origin, {})
             for action, wait in zip(step.actions, step.waits, strict=True):
@@ -74,11 +77,11 @@ def _tracks(record: RankRecord) -> dict[str, int]:
     return {**names, **{axis: number for number, axis in enumerate(axes, len(names))}}
 
 
-def _named(kind: str, rank: int, track: int, name: str) -> _Event:
+def _metadata(kind: str, rank: int, track: int, name: str) -> _Event:
     return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": {"name": name}}
 
 
-def _micro(time: float, origin: float) -> float:
+def _microseconds(time: float, origin: float) -> float:
     return round((time - origin) * 1e6, 3)
 
 
@@ -97,7 +100,7 @@ def _complete(
         "cat": category,
         "pid": rank,
         "tid": track,
-        "ts": _micro(span.start, origin),
+        "ts": _microseconds(span.start, origin),
         "dur": round((span.end - span.start) * 1e6, 3),
         "args": dict(arguments),
     }
@@ -113,27 +116,38 @@ def _action(event: TimedAction, wait: float, rank: int, origin: float) -> _Event
 def _transfer(
     transfer: TimedTransfer, rank: int, track: int, key: str, origin: float
 ) -> Iterator[_Event]:
-    """A communication under way, which may overlap with others, and the times of standing still."""
+    """Yield the events of one communication: in flight, and the intervals in which it blocked."""
+    # Async events ("b", "e") may overlap on a track, complete events ("X") must nest. Several
+    # communications are in flight at once, but a rank is blocked by one at a time.
     about = {
         "payload_bytes": transfer.payload,
         "sent_bytes": transfer.sent,
         "exposed_ms": transfer.exposed_seconds * 1e3,
     }
     common = {"name": transfer.operation, "cat": transfer.axis, "pid": rank, "tid": track}
-    yield {**common, "ph": "b", "id": key, "ts": _micro(transfer.start, origin), "args": about}
-    yield {**common, "ph": "e", "id": key, "ts": _micro(transfer.end, origin)}
+    yield {
+        **common,
+        "ph": "b",
+        "id": key,
+        "ts": _microseconds(transfer.start, origin),
+        "args": about,
+    }
+    yield {**common, "ph": "e", "id": key, "ts": _microseconds(transfer.end, origin)}
     for start, end in transfer.exposed:
         yield {
             **common,
             "ph": "X",
-            "ts": _micro(start, origin),
+            "ts": _microseconds(start, origin),
             "dur": round((end - start) * 1e6, 3),
             "args": about,
         }
 
 
 def _arrows(records: Sequence[RankRecord], origin: float) -> Iterator[_Event]:
-    """From an action to the one of the neighboring stage, on another rank, that needs it."""
+    """Yield an arrow from every action to the one of the neighboring stage that needs its result.
+
+    Stages on the same rank pass tensors without a message, hence no arrow.
+    """
     for pipeline in _pipelines(records):
         for index in range(min(len(record.steps) for record in pipeline)):
             ran = {
@@ -149,7 +163,7 @@ def _arrows(records: Sequence[RankRecord], origin: float) -> Iterator[_Event]:
                     else (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
                 )
                 if action.kind is ActionKind.BACKWARD_WEIGHT:
-                    continue
+                    continue  # weight gradients stay on the rank
                 for kind in kinds:
                     following = ran.get(type(action)(action.stage + ahead, kind, action.microbatch))
                     if following is not None and following[0] != rank:
@@ -161,12 +175,13 @@ def _arrow(
     key: str, rank: int, event: TimedAction, other: int, needed: TimedAction, origin: float
 ) -> Iterator[_Event]:
     common = {"name": "message", "cat": "message", "id": key, "tid": _ACTIONS}
-    yield {**common, "ph": "s", "pid": rank, "ts": _micro(event.end, origin)}
-    yield {**common, "ph": "f", "bp": "e", "pid": other, "ts": _micro(needed.start, origin)}
+    yield {**common, "ph": "s", "pid": rank, "ts": _microseconds(event.end, origin)}
+    # "bp": the arrow ends at the enclosing action, not at the next one.
+    yield {**common, "ph": "f", "bp": "e", "pid": other, "ts": _microseconds(needed.start, origin)}
 
 
 def _pipelines(records: Sequence[RankRecord]) -> list[list[RankRecord]]:
-    """Group the ranks that differ only in their place along the pipeline."""
+    """Group the ranks that differ only in their coordinate on the pp axis."""
     found: dict[tuple[tuple[str, int], ...], list[RankRecord]] = {}
     for record in records:
         rest = tuple((axis, at) for axis, at in record.place.items() if axis != "pp")

@@ -1,20 +1,20 @@
-"""Hears every communication of this process, at the places where torch hands it to a process group.
+"""Hooks on every collective and point-to-point call of this process.
 
-Note [Where to listen]: Python code, FSDP2 and point-to-point call methods of `ProcessGroup`;
-DTensor and compiled code call operators of ``_c10d_functional``. While a wiretap is entered, both
-are replaced by ones that call what was there and then tell what they heard. Operators that compute
-are left alone, so that a step runs as fast as without, on whichever thread; a dispatch mode would
-be asked about each of them, and would make compiled code compile again.
+Note [Where calls are hooked]: Python code, FSDP2 and point-to-point call methods of `ProcessGroup`;
+DTensor and compiled code call operators of ``_c10d_functional``. While a hook is entered, both are
+replaced by wrappers that run the original and then report the call. Compute operators are not
+touched, so a step runs as fast as without a hook, on any thread. A `TorchDispatchMode` would
+intercept each of them, and would make compiled code recompile.
 
-Note [Interpreter lock]: a worker thread of gloo may need the lock to let go of a tensor while it
-holds the queue that the next call needs. So nothing that was there may be called with the lock
-held, as calling a kernel object would. The functional operators have one composite kernel for every
-backend: under the key of another backend it is reached without coming back here, and redispatching
-lets go of the lock.
+Note [Interpreter lock]: a worker thread of gloo may need the GIL to free a tensor while it holds
+the queue that the next call needs. The original must therefore never run with the GIL held, as it
+would if a kernel object were called. The functional operators have one composite kernel for all
+backends: redispatching under the key of another backend reaches that kernel, does not come back to
+the wrapper, and releases the GIL.
 
-The replacement is of the process. Hooks may be nested; the one entered last is left first.
-Communication that C++ code starts by itself, as DDP's reducer does, is not heard. Copies between
-the device and the host are heard where an offloaded optimizer makes them.
+Hooks are process-wide. They may be nested; the one entered last is left first. Communication that
+C++ code starts by itself, as DDP's reducer does, is not seen. Copies between device and host are
+reported where an offloaded optimizer makes them.
 """
 
 from abc import ABC, abstractmethod
@@ -36,15 +36,16 @@ __all__ = ["Call", "CollectiveHook"]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One communication that was called.
+    """One collective or point-to-point call.
 
     Args:
         operation: ``"all_reduce"``, ``"all_gather"``, ...
-        tensors: Those that are counted, in any nest.
-        is_part: Whether they are one of as many equal parts as the group has ranks.
-        group: Where.
-        root: The rank of the group that the operation starts or ends at, None if there is none.
-        splits: Of an all-to-all's input along dim 0; empty: equal parts, or a list of tensors.
+        tensors: Tensors whose bytes are counted: one, or any nest of lists and tuples.
+        is_part: Whether `tensors` is 1/n of the payload, n being the size of the group.
+        group: Process group of the call.
+        root: Source or destination rank within the group; None for operations without one.
+        splits: Rows of an all-to-all's input that go to each rank (dim 0); empty: equal parts, or
+            the input is a list with one tensor per rank.
     """
 
     operation: str
@@ -56,84 +57,95 @@ class Call:
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How to read the arguments of a method or an operator, without its group."""
+class _Signature:
+    """Positions of the arguments of a method or an operator that a `Call` needs, group excluded."""
 
     operation: str
-    counted: int = 0
+    tensors: int = 0
     is_part: bool = False
     root: int | None = None
     splits: int | None = None
 
-    def read(self, group: dist.ProcessGroup, args: tuple[Any, ...]) -> Call:
+    def bind(self, group: dist.ProcessGroup, args: tuple[Any, ...]) -> Call:
         root = None if self.root is None else args[self.root]
         return Call(
             operation=self.operation,
-            tensors=args[self.counted],
+            tensors=args[self.tensors],
             is_part=self.is_part,
             group=group,
+            # Methods of ProcessGroup take the root inside an options object, operators as a number.
             root=getattr(root, "rootRank", root),
             splits=() if self.splits is None else tuple(args[self.splits]),
         )
 
 
-_METHODS: Mapping[str, _Form] = MappingProxyType(
+# Output first, input second: where the output is the larger tensor (all-gather) argument 0 is the
+# payload, where the input is (reduce-scatter), argument 1.
+_METHODS: Mapping[str, _Signature] = MappingProxyType(
     {
-        "_allgather_base": _Form("all_gather"),
-        "_reduce_scatter_base": _Form("reduce_scatter", 1),
-        "all_gather_single": _Form("all_gather"),
-        "all_gather_single_coalesced": _Form("all_gather"),
-        "all_to_all_single": _Form("all_to_all", 1, splits=3),
-        "allgather": _Form("all_gather"),
-        "allgather_coalesced": _Form("all_gather"),
-        "allgather_into_tensor_coalesced": _Form("all_gather"),
-        "allreduce": _Form("all_reduce"),
-        "allreduce_coalesced": _Form("all_reduce"),
-        "alltoall": _Form("all_to_all", 1),
-        "alltoall_base": _Form("all_to_all", 1, splits=3),
-        "broadcast": _Form("broadcast", root=1),
-        "gather": _Form("gather", 1, is_part=True, root=2),
-        "recv": _Form("recv"),
-        "recv_anysource": _Form("recv"),
-        "reduce": _Form("reduce", root=1),
-        "reduce_scatter": _Form("reduce_scatter", 1),
-        "reduce_scatter_single": _Form("reduce_scatter", 1),
-        "reduce_scatter_single_coalesced": _Form("reduce_scatter", 1),
-        "reduce_scatter_tensor_coalesced": _Form("reduce_scatter", 1),
-        "scatter": _Form("scatter", is_part=True, root=2),
-        "send": _Form("send"),
+        "_allgather_base": _Signature("all_gather"),
+        "_reduce_scatter_base": _Signature("reduce_scatter", 1),
+        "all_gather_single": _Signature("all_gather"),
+        "all_gather_single_coalesced": _Signature("all_gather"),
+        "all_to_all_single": _Signature("all_to_all", 1, splits=3),
+        "allgather": _Signature("all_gather"),
+        "allgather_coalesced": _Signature("all_gather"),
+        "allgather_into_tensor_coalesced": _Signature("all_gather"),
+        "allreduce": _Signature("all_reduce"),
+        "allreduce_coalesced": _Signature("all_reduce"),
+        "alltoall": _Signature("all_to_all", 1),
+        "alltoall_base": _Signature("all_to_all", 1, splits=3),
+        "broadcast": _Signature("broadcast", root=1),
+        "gather": _Signature("gather", 1, is_part=True, root=2),
+        "recv": _Signature("recv"),
+        "recv_anysource": _Signature("recv"),
+        "reduce": _Signature("reduce", root=1),
+        "reduce_scatter": _Signature("reduce_scatter", 1),
+        "reduce_scatter_single": _Signature("reduce_scatter", 1),
+        "reduce_scatter_single_coalesced": _Signature("reduce_scatter", 1),
+        "reduce_scatter_tensor_coalesced": _Signature("reduce_scatter", 1),
+        "scatter": _Signature("scatter", is_part=True, root=2),
+        "send": _Signature("send"),
     }
 )
-"""Methods of `ProcessGroup`; versions of torch have different ones."""
+"""Methods of `ProcessGroup`. Versions of torch differ in which of them exist; those that do not are
+skipped.
+"""
 
-_OPERATORS: Mapping[str, _Form] = MappingProxyType(
+# Operators get only the input. An all-gather's input is a shard (is_part), a reduce-scatter's is
+# the whole tensor.
+_OPERATORS: Mapping[str, _Signature] = MappingProxyType(
     {
-        "all_gather_into_tensor": _Form("all_gather", is_part=True),
-        "all_gather_into_tensor_coalesced": _Form("all_gather", is_part=True),
-        "all_gather_into_tensor_out": _Form("all_gather", is_part=True),
-        "all_reduce": _Form("all_reduce"),
-        "all_reduce_": _Form("all_reduce"),
-        "all_reduce_coalesced": _Form("all_reduce"),
-        "all_reduce_coalesced_": _Form("all_reduce"),
-        "all_to_all_single": _Form("all_to_all", splits=2),
-        "broadcast": _Form("broadcast", root=1),
-        "broadcast_": _Form("broadcast", root=1),
-        "irecv": _Form("recv"),
-        "isend": _Form("send"),
-        "reduce_scatter_tensor": _Form("reduce_scatter"),
-        "reduce_scatter_tensor_coalesced": _Form("reduce_scatter"),
-        "reduce_scatter_tensor_out": _Form("reduce_scatter"),
+        "all_gather_into_tensor": _Signature("all_gather", is_part=True),
+        "all_gather_into_tensor_coalesced": _Signature("all_gather", is_part=True),
+        "all_gather_into_tensor_out": _Signature("all_gather", is_part=True),
+        "all_reduce": _Signature("all_reduce"),
+        "all_reduce_": _Signature("all_reduce"),
+        "all_reduce_coalesced": _Signature("all_reduce"),
+        "all_reduce_coalesced_": _Signature("all_reduce"),
+        "all_to_all_single": _Signature("all_to_all", splits=2),
+        "broadcast": _Signature("broadcast", root=1),
+        "broadcast_": _Signature("broadcast", root=1),
+        "irecv": _Signature("recv"),
+        "isend": _Signature("send"),
+        "reduce_scatter_tensor": _Signature("reduce_scatter"),
+        "reduce_scatter_tensor_coalesced": _Signature("reduce_scatter"),
+        "reduce_scatter_tensor_out": _Signature("reduce_scatter"),
     }
 )
 """Operators of ``_c10d_functional``, whose last argument is the group."""
 
 _NAMESPACE = "_c10d_functional"
-_ELSEWHERE = torch._C.DispatchKeySet(torch._C.DispatchKey.Lazy)
-"""Another backend's key; see Note [Interpreter lock]."""
+_OTHER_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.Lazy)
+"""Dispatch key of a backend that no tensor here has; see Note [Interpreter lock]."""
 
 
 class CollectiveHook(ABC):
-    """Hears the communication of this process while it is entered; see Note [Where to listen]."""
+    """Base of hooks on the collectives of this process; see Note [Where calls are hooked].
+
+    A subclass says what to do at a call (`_on_call`), at a wait for its result (`_on_wait`) and at
+    a copy between device and host (`_on_copy`), and when to hook (`_enter`, `_exit`).
+    """
 
     def __init__(self) -> None:
         self._library: Library | None = None
@@ -141,49 +153,49 @@ class CollectiveHook(ABC):
 
     @abstractmethod
     def _mark(self) -> Any:
-        """Return this point in time."""
+        """Return a time mark of now, as `Clock.mark` does."""
 
     @abstractmethod
-    def _heard(self, call: Call, result: Any, began: Any) -> None:
-        """Hear that something has been called.
+    def _on_call(self, call: Call, result: Any, began: Any) -> None:
+        """Take note of a collective or point-to-point call that has just returned.
 
         Args:
-            call: What.
-            result: What the caller will wait for: a work, or tensors.
-            began: When it was called.
+            call: Its operation, tensors and group.
+            result: What the caller waits on: a `Work`, or the output tensors.
+            began: Mark taken right before the call.
         """
 
     @abstractmethod
-    def _waited(self, what: dist.Work | Tensor, began: Any) -> None:
-        """Hear that this rank has waited, until now.
+    def _on_wait(self, awaited: dist.Work | Tensor, began: Any) -> None:
+        """Take note of a wait of this rank that has just ended.
 
         Args:
-            what: The work or the tensor that it waited for.
-            began: When it began to wait.
+            awaited: The `Work`, or the output tensor of a functional collective.
+            began: Mark taken right before the wait.
         """
 
     @abstractmethod
-    def _copied(self, operation: str, tensor: Tensor) -> None:
-        """Hear that a tensor was copied between the device and the host.
+    def _on_copy(self, operation: str, tensor: Tensor) -> None:
+        """Take note of a copy between device and host.
 
         Args:
             operation: ``"to_host"`` or ``"to_device"``.
-            tensor: What was copied.
+            tensor: Source of the copy.
         """
 
     def _enter(self) -> None:
-        for name, form in _METHODS.items():
+        for name, signature in _METHODS.items():
             if name in vars(dist.ProcessGroup):
-                self._replace(dist.ProcessGroup, name, partial(self._method, form))
-        self._replace(dist.Work, "wait", self._wait_method)
+                self._patch(dist.ProcessGroup, name, partial(self._wrap_method, signature))
+        self._patch(dist.Work, "wait", self._wrap_wait_method)
         for name in ("to_host", "to_device"):
-            self._replace(CopyStream, name, partial(self._copy_method, name))
+            self._patch(CopyStream, name, partial(self._wrap_copy, name))
         self._library = Library(_NAMESPACE, "IMPL")
         for key in ("CPU", "CUDA"):
-            for name, form in _OPERATORS.items():
+            for name, signature in _OPERATORS.items():
                 if hasattr(getattr(torch.ops, _NAMESPACE), name):
-                    self._implement(name, key, partial(self._operator, form))
-            self._implement("wait_tensor", key, self._wait_operator)
+                    self._implement(name, key, partial(self._wrap_operator, signature))
+            self._implement("wait_tensor", key, self._wrap_wait_operator)
 
     def _exit(self) -> None:
         for owner, name, original in reversed(self._replaced):
@@ -193,70 +205,74 @@ class CollectiveHook(ABC):
         self._library._destroy()
         self._library = None
 
-    def _replace(self, owner: type, name: str, listening: Callable[[Any], Any]) -> None:
-        # What the class holds binds itself to an instance; what it answers with does not.
+    def _patch(self, owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Replace a method of a class by a wrapper of it."""
+        # vars() gives the raw descriptor of pybind, which has to be put back: it binds `self`.
+        # getattr() gives what the wrapper can call with the instance as first argument.
         self._replaced.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, listening(getattr(owner, name)))
+        setattr(owner, name, wrap(getattr(owner, name)))
 
-    def _implement(self, name: str, key: str, listening: Callable[[Any], Any]) -> None:
-        """Register a kernel of an operator that gets a function which calls the one before."""
+    def _implement(self, name: str, key: str, wrap: Callable[[Any], Any]) -> None:
+        """Register a wrapper of an operator's current kernel for one dispatch key."""
         assert self._library is not None
         operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
         def composite(_: Any, *args: Any, **options: Any) -> Any:
-            return operator.redispatch(_ELSEWHERE, *args, **options)
+            return operator.redispatch(_OTHER_BACKEND, *args, **options)
 
-        before: Any = composite
+        original: Any = composite
+        # Only another CollectiveHook registers kernels under these keys: chain to it.
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::{name}", key):
-            before = get_kernel(operator, key).call_boxed  # of another wiretap
-        self._library.impl(name, listening(before), key, with_keyset=True)
+            original = get_kernel(operator, key).call_boxed
+        self._library.impl(name, wrap(original), key, with_keyset=True)
 
-    def _method(self, form: _Form, original: Any) -> Callable[..., Any]:
+    def _wrap_method(self, signature: _Signature, original: Any) -> Callable[..., Any]:
         def method(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
             began = self._mark()
             work = original(group, *args, **options)
-            self._heard(form.read(group, (*args, *options.values())), work, began)
+            # torch's own callers pass keywords in the order of the parameters.
+            self._on_call(signature.bind(group, (*args, *options.values())), work, began)
             return work
 
         return method
 
-    def _operator(self, form: _Form, before: Any) -> Callable[..., Any]:
+    def _wrap_operator(self, signature: _Signature, original: Any) -> Callable[..., Any]:
         def kernel(keys: Any, *args: Any, **options: Any) -> Any:
             began = self._mark()
-            result = before(keys, *args, **options)
-            self._heard(form.read(_group(args[-1]), args), result, began)
+            result = original(keys, *args, **options)
+            self._on_call(signature.bind(_as_group(args[-1]), args), result, began)
             return result
 
         return kernel
 
-    def _wait_method(self, original: Any) -> Callable[..., Any]:
+    def _wrap_wait_method(self, original: Any) -> Callable[..., Any]:
         def wait(work: dist.Work, *args: Any, **options: Any) -> Any:
             began = self._mark()
             result = original(work, *args, **options)
-            self._waited(work, began)
+            self._on_wait(work, began)
             return result
 
         return wait
 
-    def _copy_method(self, name: str, original: Any) -> Callable[..., Any]:
+    def _wrap_copy(self, name: str, original: Any) -> Callable[..., Any]:
         def copy(stream: CopyStream, source: Tensor, target: Tensor) -> None:
             original(stream, source, target)
-            self._copied(name, source)
+            self._on_copy(name, source)
 
         return copy
 
-    def _wait_operator(self, before: Any) -> Callable[..., Any]:
+    def _wrap_wait_operator(self, original: Any) -> Callable[..., Any]:
         def kernel(keys: Any, tensor: Tensor) -> Any:
             began = self._mark()
-            result = before(keys, tensor)
-            self._waited(tensor, began)
+            result = original(keys, tensor)
+            self._on_wait(tensor, began)
             return result
 
         return kernel
 
 
-def _group(given: Any) -> dist.ProcessGroup:
-    """Return the group of a functional operator, which takes its name or itself."""
+def _as_group(given: Any) -> dist.ProcessGroup:
+    """Return the group of a functional operator, given by its name, boxed, or as it is."""
     if isinstance(given, str):
         return dist.distributed_c10d._resolve_process_group(given)  # type: ignore[attr-defined, arg-type]
     return given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)

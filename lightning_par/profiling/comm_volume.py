@@ -1,4 +1,4 @@
-"""Bytes on the wire, counted in process, per mesh axis and operation.
+"""Communication volume of this rank: bytes per mesh axis and operation, counted as they are called.
 
 Two numbers per operation, where n is the number of ranks of the group:
 
@@ -27,10 +27,9 @@ timed. Coalesced forms count one call. Barriers are not counted. A backend may u
 (trees, copies inside a node); the numbers are those of the standard cost model and do not depend on
 it.
 
-With a clock, every transfer is timed as well. *Exposed* is the time that the rank stood still: in
-the call itself, and while it waited for the result. *Hidden* is the rest of the time from the call
-to the end of the wait, in which the rank went on computing. Both include waiting for ranks that
-come later.
+With a clock, every transfer is timed as well. *Exposed* is the time in which the rank was blocked:
+in the call itself, and in the wait for the result. *Hidden* is the rest of the time from the call
+to the end of the wait, overlapped with computation. Both include waiting for slower ranks.
 """
 
 from collections.abc import Mapping
@@ -51,13 +50,13 @@ __all__ = ["CommVolume", "CommVolumeEntry", "Transfer", "ring_bytes"]
 
 @dataclass(frozen=True, kw_only=True)
 class CommVolumeEntry:
-    """What one axis carried in one operation.
+    """Communication volume of this rank on one axis in one operation.
 
     Attributes:
-        axis: Name of the mesh axis; "world" or the name of the group where it was not given one.
+        axis: Mesh axis of the group; "world" or the group's own name if no axis was given for it.
         operation: As in the table of this module.
-        calls: How many times this rank took part.
-        payload: Bytes of the whole tensors.
+        calls: Number of calls in which this rank took part.
+        payload: Bytes of the unsharded tensors, summed over the calls.
         sent: Bytes that this rank sent, rounded to whole bytes.
     """
 
@@ -70,16 +69,16 @@ class CommVolumeEntry:
 
 @dataclass(eq=False, kw_only=True)
 class Transfer:
-    """One communication of this rank, timed.
+    """One collective, send or receive of this rank, with time marks (see `Clock.mark`).
 
     Attributes:
         axis: As in `CommVolumeEntry`.
         operation: As in the table of this module.
-        payload: Bytes of the whole tensor.
+        payload: Bytes of the unsharded tensor.
         sent: Bytes that this rank sent.
-        began: Mark of the call.
-        issued: Mark of its end.
-        waits: Marks of the begin and end of every wait for the result.
+        began: Mark before the call.
+        issued: Mark after the call returned.
+        waits: Marks before and after each wait for the result.
     """
 
     axis: str
@@ -91,30 +90,32 @@ class Transfer:
     waits: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-def _size(value: Any) -> int:
+def _nbytes(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
-def _kept(call: Call, payload: int, ranks: int, rank: int) -> Fraction:
-    """Return the bytes of an all-to-all's input that this rank keeps."""
+def _own_part(call: Call, payload: int, ranks: int, rank: int) -> Fraction:
+    """Return the bytes of an all-to-all's input that this rank sends to itself."""
     if isinstance(call.tensors, list | tuple):
-        return Fraction(_size(call.tensors[rank]))
-    share = (
+        return Fraction(_nbytes(call.tensors[rank]))
+    fraction = (
         Fraction(call.splits[rank], sum(call.splits) or 1) if call.splits else Fraction(1, ranks)
     )
-    return payload * share
+    return payload * fraction
 
 
 @cache
 def ring_bytes(operation: str, payload: int, ranks: int, is_root: bool) -> Fraction:
-    """Return the bytes that a rank sends, for every operation but all-to-all.
+    """Return the bytes that a rank sends under the ring algorithm; not for all-to-all.
 
     Args:
         operation: As in the table of this module.
-        payload: Bytes of the whole tensor.
-        ranks: n.
-        is_root: Whether the operation starts or ends at this rank.
+        payload: Bytes of the unsharded tensor.
+        ranks: n, the size of the group.
+        is_root: Whether this rank is the source (broadcast, scatter) or destination (gather,
+            reduce).
     """
+    # Fractions and not floats: sums over a run stay exact, and tests can compare with ==.
     whole, others = Fraction(payload), Fraction(ranks - 1, ranks)
     return {
         "all_reduce": 2 * others * whole,
@@ -142,25 +143,26 @@ class _Count:
 
 
 class CommVolume(CollectiveHook):
-    """Counts the communication of this rank while it is entered; entering again goes on counting.
+    """Counter of this rank's communication; a context manager that may be entered again to go on.
 
-    It hears forward and backward passes, FSDP2, DTensor, functional collectives, point-to-point and
+    Counts forward and backward passes, FSDP2, DTensor, functional collectives, point-to-point and
     compiled code, on every thread of the process. Groups of one rank move nothing and are not
     counted.
 
     Args:
-        axes: Axis name -> the group of this rank along it. If two axes have the same group, the
-            first counts.
-        clock: Times every transfer; without one, they are only counted.
+        axes: Axis name -> process group of this rank along it. If two axes have the same group, it
+            is counted under the first.
+        clock: Clock that times every transfer; None: transfers are counted, not timed.
 
     Attributes:
-        listens: Set it to False to pause.
-        transfers: What was heard since they were last taken out, in order; empty without a clock.
+        enabled: Whether calls are counted; set it to False to pause.
+        transfers: Timed transfers since the last `clear`, in the order of the calls; empty without
+            a clock.
 
     Example:
-        >>> with CommVolume({"tp": mesh.get_group("tp")}) as ledger:
+        >>> with CommVolume({"tp": mesh.get_group("tp")}) as volume:
         ...     model(batch).sum().backward()
-        >>> ledger.total(axis="tp", operation="all_gather").sent
+        >>> volume.total(axis="tp", operation="all_gather").sent
     """
 
     def __init__(
@@ -175,9 +177,11 @@ class CommVolume(CollectiveHook):
             self._axes.setdefault(group.group_name, axis)
         self._counts: dict[tuple[str, str], _Count] = {}
         self._clock = clock
-        self._works: dict[int, tuple[dist.Work, Transfer]] = {}
-        self._results: dict[int, Transfer] = {}
-        self.listens = True
+        # Not yet waited for, by id() of the Work, which is kept so that no other gets its id, or by
+        # data_ptr() of the output of a functional collective, which is waited for as a tensor.
+        self._pending_works: dict[int, tuple[dist.Work, Transfer]] = {}
+        self._pending_outputs: dict[int, Transfer] = {}
+        self.enabled = True
         self.transfers: list[Transfer] = []
 
     def __enter__(self) -> Self:
@@ -188,22 +192,26 @@ class CommVolume(CollectiveHook):
         self._exit()
 
     def group_of(self, axis: str) -> dist.ProcessGroup:
-        """Return the group of an axis that was given."""
+        """Return the process group of one of the given axes.
+
+        Args:
+            axis: A key of `axes`.
+        """
         return self._groups[axis]
 
     def entries(self) -> tuple[CommVolumeEntry, ...]:
-        """Return what was counted, by axis (given ones first, in their order) and operation."""
+        """Return one entry per axis and operation: the given axes first, in their order."""
         order = list(self._axes.values())
         place = {axis: number for number, axis in enumerate(order)}
         keys = sorted(self._counts, key=lambda k: (place.get(k[0], len(order)), *k))
         return tuple(_entry(axis, op, self._counts[axis, op]) for axis, op in keys)
 
     def total(self, *, axis: str | None = None, operation: str | None = None) -> CommVolumeEntry:
-        """Return the sum over what matches; None matches everything and reads "all" in the result.
+        """Return the sum over the entries of an axis and an operation.
 
         Args:
-            axis: Name of an axis.
-            operation: Name of an operation.
+            axis: Name of an axis; None: all axes, named "all" in the result.
+            operation: Name of an operation; None: all, likewise.
         """
         total = _Count()
         for (at, what), count in self._counts.items():
@@ -212,11 +220,11 @@ class CommVolume(CollectiveHook):
         return _entry(axis or "all", operation or "all", total)
 
     def clear(self) -> None:
-        """Forget what was counted and heard."""
+        """Reset the counts and drop the transfers."""
         self._counts.clear()
-        self._works.clear()
-        self._results.clear()
-        self.transfers = []
+        self._pending_works.clear()
+        self._pending_outputs.clear()
+        self.transfers = []  # a new list: whoever read the old one keeps it
 
     def __str__(self) -> str:
         head = ("axis", "operation", "calls", "payload [B]", "sent [B]")
@@ -226,15 +234,16 @@ class CommVolume(CollectiveHook):
         return "\n".join(form.format(*row) for row in rows)
 
     def _mark(self) -> Any:
-        return None if self._clock is None or not self.listens else self._clock.mark()
+        return None if self._clock is None or not self.enabled else self._clock.mark()
 
-    def _heard(self, call: Call, result: Any, began: Any) -> None:
-        if not self.listens or call.group.size() == 1:
+    def _on_call(self, call: Call, result: Any, began: Any) -> None:
+        if not self.enabled or call.group.size() == 1:
             return
         ranks, rank = call.group.size(), call.group.rank()
-        payload = _size(call.tensors) * (ranks if call.is_part else 1)
+        payload = _nbytes(call.tensors) * (ranks if call.is_part else 1)
         if call.operation == "all_to_all":
-            sent = payload - _kept(call, payload, ranks, rank)
+            # The splits may differ by rank, so that no formula of n alone holds.
+            sent = payload - _own_part(call, payload, ranks, rank)
         else:
             sent = ring_bytes(call.operation, payload, ranks, rank == call.root)
         axis = self.axis_of(call.group)
@@ -250,42 +259,43 @@ class CommVolume(CollectiveHook):
                 issued=self._clock.mark(),
             )
             self.transfers.append(transfer)
-            self._expect(result, transfer)
+            self._track(result, transfer)
 
-    def _copied(self, operation: str, tensor: Tensor) -> None:
-        if self.listens:
-            size = _size(tensor)
+    def _on_copy(self, operation: str, tensor: Tensor) -> None:
+        if self.enabled:
+            size = _nbytes(tensor)
             count = self._counts.setdefault(("host", operation), _Count())
             count.add(_Count(calls=1, payload=size, sent=Fraction(size)))
 
-    def _expect(self, result: Any, transfer: Transfer) -> None:
-        """Keep a transfer until its work is waited for, or the tensor that it gives."""
+    def _track(self, result: Any, transfer: Transfer) -> None:
+        """Remember a transfer until its result is waited for."""
         if not isinstance(result, dist.Work):
             tensors = (t for t in tree_leaves(result) if isinstance(t, Tensor))
-            self._results.update((t.data_ptr(), transfer) for t in tensors)
+            self._pending_outputs.update((t.data_ptr(), transfer) for t in tensors)
             return
         if transfer.operation == "send":
-            # A send may never be waited for; its tensor must not be kept alive by us.
-            for key, (work, other) in list(self._works.items()):
+            # A send may never be waited for; its Work would keep the sent tensor alive.
+            for key, (work, other) in list(self._pending_works.items()):
                 if other.operation == "send" and work.is_completed():
-                    del self._works[key]
-        self._works[id(result)] = (result, transfer)
+                    del self._pending_works[key]
+        self._pending_works[id(result)] = (result, transfer)
 
-    def _waited(self, what: dist.Work | Tensor, began: Any) -> None:
+    def _on_wait(self, awaited: dist.Work | Tensor, began: Any) -> None:
         if began is None or self._clock is None:
             return
-        if isinstance(what, Tensor):
-            transfer = self._results.pop(what.data_ptr(), None)
+        if isinstance(awaited, Tensor):
+            transfer = self._pending_outputs.pop(awaited.data_ptr(), None)
         else:
-            _, transfer = self._works.pop(id(what), (None, None))
+            _, transfer = self._pending_works.pop(id(awaited), (None, None))
+        # Unknown: a call from before this counter was entered, or while it was paused.
         if transfer is not None:
             transfer.waits.append((began, self._clock.mark()))
 
     def axis_of(self, group: dist.ProcessGroup) -> str:
-        """Return the name under which a group is counted.
+        """Return the name of the axis under which a group is counted.
 
         Args:
-            group: Of this rank.
+            group: Any process group that this rank is in.
         """
         name = group.group_name
         world = dist.group.WORLD is not None and name == dist.group.WORLD.group_name

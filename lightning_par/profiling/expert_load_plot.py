@@ -1,4 +1,4 @@
-"""Draws how the load of experts changes over a run, as one picture."""
+"""Heat map of the load of every expert over a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["draw_expert_load"]
 
 _SUFFIXES = (".pdf", ".png", ".svg")
-_INK = "#2b2f36"
-_PER_EXPERT, _LEAST = 0.09, 0.5  # inches, downwards
+_TEXT_COLOR = "#2b2f36"
+_INCHES_PER_EXPERT, _MIN_BAND_INCHES = 0.09, 0.5
 
 
 def draw_expert_load(
@@ -26,20 +26,20 @@ def draw_expert_load(
     title: str,
     width: float = 9.0,
 ) -> Path:
-    """Draws one band per layer: experts downwards, time to the right, color is the load.
+    """Draw one band per layer: experts from top to bottom, time to the right, color is the load.
 
-    The load is relative to the mean of the layer at that time: 1 is even. Beside each band stands
-    the entropy of its last column, as a share of the largest possible one.
+    The load is relative to the mean of the layer at that time: 1 is balanced. Right of each band is
+    the entropy of its last column, as a fraction of the largest possible entropy.
 
     Args:
-        loads: Name of a layer -> for every time, the assignments of every expert.
-        steps: The optimizer step of every time.
-        path: Where to write; the suffix (.png, .svg or .pdf) says the format.
-        title: Above the picture.
-        width: Inches.
+        loads: Name of a layer -> for every time, the number of tokens assigned to each expert.
+        steps: Optimizer step of every time.
+        path: File to write; the suffix (.png, .svg or .pdf) says the format.
+        title: Title of the picture.
+        width: Width of the picture in inches.
 
     Returns:
-        The path.
+        `path`.
 
     Raises:
         ConfigurationError: matplotlib is not installed, the suffix is not one of the three, or
@@ -62,7 +62,8 @@ def draw_expert_load(
             'Drawing needs matplotlib. Install it with: pip install "lightning-par[plot]"'
         ) from error
     experts = len(next(iter(loads.values()))[0])
-    height = 1.2 + len(loads) * max(_LEAST, _PER_EXPERT * experts)
+    height = 1.2 + len(loads) * max(_MIN_BAND_INCHES, _INCHES_PER_EXPERT * experts)
+    # Fixed ids and no date in an SVG: the same loads give the same file.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-par", "font.size": 8}):
         figure = Figure(figsize=(width, height), dpi=150)
         figure.set_layout_engine("constrained")
@@ -71,10 +72,10 @@ def draw_expert_load(
             image = _draw_band(axes, name, times)
         shown = range(0, len(steps), max(1, len(steps) // 8))
         bands[-1].set_xticks(list(shown), [str(steps[i]) for i in shown])
-        bands[-1].set_xlabel("optimizer step; at the right: entropy at the end", color=_INK)
+        bands[-1].set_xlabel("optimizer step; at the right: entropy at the end", color=_TEXT_COLOR)
         bar = figure.colorbar(image, ax=list(bands), location="right", shrink=0.7, pad=0.06)
-        bar.set_label("load / mean load", color=_INK)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK)
+        bar.set_label("load / mean load", color=_TEXT_COLOR)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_TEXT_COLOR)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 
@@ -85,15 +86,15 @@ def _draw_band(axes: "Axes", name: str, times: Sequence[Sequence[float]]) -> "Ax
         [list(row) for row in zip(*columns, strict=True)],
         aspect="auto",
         interpolation="nearest",
-        cmap="RdYlBu_r",
+        cmap="RdYlBu_r",  # diverging, and 0 .. 2 puts a balanced load (1) at its neutral middle
         vmin=0,
         vmax=2,
     )
     axes.set_yticks([])
-    axes.set_ylabel(name, rotation=0, ha="right", va="center", color=_INK)
-    evenness = f"{_evenness(times[-1]):.3f}"
-    axes.text(1.01, 0.5, evenness, transform=axes.transAxes, va="center", color=_INK)
-    axes.tick_params(length=0, colors=_INK)
+    axes.set_ylabel(name, rotation=0, ha="right", va="center", color=_TEXT_COLOR)
+    entropy = f"{_normalized_entropy(times[-1]):.3f}"
+    axes.text(1.01, 0.5, entropy, transform=axes.transAxes, va="center", color=_TEXT_COLOR)
+    axes.tick_params(length=0, colors=_TEXT_COLOR)
     return image
 
 
@@ -102,8 +103,8 @@ def _relative(load: Sequence[float]) -> list[float]:
     return [value / mean if mean else 1.0 for value in load]
 
 
-def _evenness(load: Sequence[float]) -> float:
-    """Return the entropy of the shares over that of an even load; 1 with one expert."""
+def _normalized_entropy(load: Sequence[float]) -> float:
+    """Return the entropy of the load over that of a balanced load, 0 .. 1; 1 with one expert."""
     total = sum(load)
     shares = [value / total for value in load if value]
     if len(load) == 1 or not shares:

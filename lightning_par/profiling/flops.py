@@ -1,7 +1,8 @@
-"""Counts the floating-point operations of a step, with the formulas of `torch.utils.flop_counter`.
+"""FLOP counter with the formulas of `torch.utils.flop_counter`, which tells recomputation apart.
 
-torch's own `FlopCounterMode` also tracks the hierarchy of modules, which a pipeline stage leaves in
-the middle; and it cannot tell what activation checkpointing computes a second time.
+torch's own `FlopCounterMode` also tracks the module hierarchy, and fails where a pipeline stage
+enters and leaves it in the middle; and it counts what activation checkpointing recomputes as model
+FLOPs.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ __all__ = ["FlopCounter"]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Scores, then values; a mask saves nothing, as in torch's formulas for GPUs."""
+    """Return the FLOPs of ``q k^T`` and of its product with v; masks save nothing, as in torch."""
     scores = 2 * query.shape[:-1].numel() * key.shape[-2]
     return scores * (query.shape[-1] + value.shape[-1])
 
@@ -25,7 +26,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> int:
-    """Scores again, then two gradients of the scores' product and two of the values'."""
+    """Return the FLOPs of the recomputed scores, of dq and dk, of dv and the scores' gradient."""
     scores = 2 * query.shape[:-1].numel() * key.shape[-2]
     return scores * (3 * query.shape[-1] + 2 * value.shape[-1])
 
@@ -38,17 +39,17 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = MappingProxyType(
         **flop_registry,
     }
 )
-"""torch's, and attention on the CPU, which it leaves out."""
+"""Operator -> FLOP formula: those of torch, and flash attention on the CPU, which torch lacks."""
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts the FLOPs of this rank's matrix products, convolutions and attention while entered.
+    """Counter of this rank's FLOPs in matrix products, convolutions and attention, as a context.
 
     A product of [M, K] and [K, N] counts as 2 M K N. Compiled code is not seen.
 
     Attributes:
-        model: What the model needs: forwards and backwards.
-        recomputed: What was computed a second time in a backward, to save memory.
+        model: FLOPs of forwards and backwards, without recomputation.
+        recomputed: FLOPs of forwards that activation checkpointing runs again in the backward.
 
     Example:
         >>> with FlopCounter() as counter:
@@ -64,10 +65,12 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator and count it."""
+        """Run an operator and add its FLOPs."""
         options = kwargs or {}
         formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
         if formula is None and isinstance(func, torch._ops.OpOverload):
+            # Composite operators such as `linear` have no formula, their parts do.
+            # Inside __torch_dispatch__ the mode is off; entered again, it counts the parts.
             with self:
                 result = func.decompose(*args, **options)
             if result is not NotImplemented:
@@ -75,7 +78,8 @@ class FlopCounter(TorchDispatchMode):
         result = func(*args, **options)
         if formula is not None:
             count = formula(*args, **options, out_val=result)
-            # A backward runs without grad; what it recomputes needs one.
+            # Inside a backward, grad mode is off except for what activation checkpointing
+            # recomputes.
             if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
                 self.recomputed += count
             else:

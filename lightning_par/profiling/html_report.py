@@ -1,6 +1,6 @@
-"""Writes one HTML file, which needs nothing else: a timeline to zoom into, and tables.
+"""Self-contained HTML report: a zoomable timeline and tables.
 
-The tables are in the file as they are; only the timeline is drawn by the script in it.
+The tables are plain HTML; only the timeline is drawn by a script, from JSON in the same file.
 """
 
 import json
@@ -24,11 +24,11 @@ class Table:
     """A table of the report.
 
     Attributes:
-        key: Id of the element.
-        title: Above it.
-        note: Below the title: what the columns mean.
-        columns: Headings.
-        rows: Cells as text; numbers are set to the right.
+        key: HTML id of the table.
+        title: Heading above the table.
+        note: Text below the heading: what the columns mean.
+        columns: Column headings.
+        rows: Cells as text, one row as long as `columns`; numbers are right-aligned.
     """
 
     key: str
@@ -40,15 +40,16 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What goes into the file.
+    """Contents of a report.
 
     Attributes:
-        title: Of the page.
-        headline: Figures at the top: label -> text.
-        remarks: Sentences below them.
-        records: The steps of every rank, on one clock.
-        predicted: The simulated actions of one pipeline, in seconds; empty without one.
-        tables: In order.
+        title: Title of the page.
+        headline: Key figures at the top: label -> text.
+        remarks: Sentences below the key figures.
+        records: Records of every rank, on one clock.
+        predicted: Simulated actions of one pipeline, per rank, in seconds; empty without a
+            pipeline.
+        tables: Tables in their order on the page.
     """
 
     title: str
@@ -60,11 +61,14 @@ class Report:
 
 
 def write_report(report: Report, path: Path) -> Path:
-    """Write the report.
+    """Write a report as one HTML file.
 
     Args:
-        report: What goes into it.
-        path: Where to; its folder exists.
+        report: Contents of the report.
+        path: File to write; its folder exists.
+
+    Returns:
+        `path`.
     """
     text = files("lightning_par.profiling").joinpath(_TEMPLATE).read_text()
     parts = {
@@ -72,7 +76,7 @@ def write_report(report: Report, path: Path) -> Path:
         "headline": "\n".join(_figure(*item) for item in report.headline.items()),
         "remarks": "\n".join(f"<p>{escape(remark)}</p>" for remark in report.remarks),
         "tables": "\n".join(map(_table, report.tables)),
-        # A script element ends at "</", wherever that stands.
+        # HTML ends a script element at "</" even inside a string of its JSON.
         "data": json.dumps(_data(report), separators=(",", ":")).replace("</", "<\\/"),
     }
     for name, part in parts.items():
@@ -96,27 +100,27 @@ def _table(table: Table) -> str:
 
 
 def _cells(row: Iterable[str]) -> str:
-    return "".join(f"<td{_side(cell)}>{escape(cell)}</td>" for cell in row)
+    return "".join(f"<td{_alignment(cell)}>{escape(cell)}</td>" for cell in row)
 
 
-def _side(cell: str) -> str:
-    """Numbers are set to the right."""
+def _alignment(cell: str) -> str:
+    """Return the class attribute that right-aligns numbers."""
     return " class=number" if cell[:1].isdigit() or cell[:1] in ("-", "+") else ""
 
 
 def _data(report: Report) -> dict[str, Any]:
-    """Return what the timeline is drawn from; times are milliseconds from the first start."""
+    """Return the JSON of the timeline; times are milliseconds since the first step's start."""
     steps = [step for record in report.records for step in record.steps]
     origin = min((step.start for step in steps), default=0.0)
     last = max((step.step for step in steps), default=0)
     actions = [action for s in steps if s.step == last for action in s.actions]
-    # What is predicted begins where the last step's first action does.
+    # The predicted timeline starts at 0: align it with the first action of the last step.
     shift = min((action.start for action in actions), default=origin)
     rows = [_rank_row(record, origin) for record in report.records]
     rows += [
-        {"name": f"predicted, rank {rank}", "steps": [], "waits": [], "actions": drawn}
-        for rank, drawn in enumerate(
-            [_drawn(event, origin - shift, 0.0) for event in row] for row in report.predicted
+        {"name": f"predicted, rank {rank}", "steps": [], "waits": [], "actions": boxes}
+        for rank, boxes in enumerate(
+            [_action_box(event, origin - shift, 0.0) for event in row] for row in report.predicted
         )
     ]
     return {"rows": rows}
@@ -127,7 +131,7 @@ def _rank_row(record: RankRecord, origin: float) -> dict[str, Any]:
         "name": record.name,
         "steps": [[s.step, _ms(s.start - origin), _ms(s.end - origin)] for s in record.steps],
         "actions": [
-            _drawn(event, origin, wait)
+            _action_box(event, origin, wait)
             for step in record.steps
             for event, wait in zip(step.actions, step.waits, strict=True)
         ],
@@ -140,11 +144,12 @@ def _rank_row(record: RankRecord, origin: float) -> dict[str, Any]:
     }
 
 
-def _drawn(event: TimedAction, origin: float, wait: float) -> list[Any]:
+def _action_box(event: TimedAction, origin: float, wait: float) -> list[Any]:
+    # A list and not a dict: a report has many thousands of them, and names would double its size.
     action = event.action
     times = _ms(event.start - origin), _ms(event.end - origin), _ms(wait)
     return [action.stage, action.kind.value, action.microbatch, *times]
 
 
 def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 4)
+    return round(seconds * 1e3, 4)  # to 0.1 us: more digits would only make the file larger

@@ -1,4 +1,4 @@
-"""What one rank did in a step, timed: its actions, its waits, its communication and its blocks."""
+"""Timed records of the training steps of a rank: pipeline actions, waits, communication, blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,16 +18,17 @@ __all__ = ["RankRecord", "StepRecord", "StepRecorder", "TimedTransfer"]
 
 @dataclass(frozen=True, slots=True)
 class TimedTransfer:
-    """One communication, in seconds.
+    """One collective, send or receive; times in seconds on the clock of its record.
 
     Args:
         axis: Mesh axis, or the name of the group.
-        operation: As `ledger.py` names it.
-        payload: Bytes of the whole tensor.
+        operation: As in the table of `comm_volume.py`.
+        payload: Bytes of the unsharded tensor.
         sent: Bytes that the rank sent.
-        start: When it was called.
-        end: When its result had been waited for; if nobody waited, when the call returned.
-        exposed: Begin and end of every time in which the rank stood still for it.
+        start: Time of the call.
+        end: Time at which the wait for its result ended; without a wait, at which the call
+            returned.
+        exposed: Start and end of every interval in which the rank was blocked by it.
     """
 
     axis: str
@@ -40,24 +41,24 @@ class TimedTransfer:
 
     @property
     def exposed_seconds(self) -> float:
-        """How long the rank stood still."""
+        """Total time in which the rank was blocked, in seconds."""
         return sum(end - start for start, end in self.exposed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step of one rank; all times are seconds on one clock.
+    """One training step of one rank; all times are seconds on one clock.
 
     Attributes:
         step: Number of the batch.
-        start: When the batch began.
-        end: When it was done, optimizer included.
-        actions: Of the pipeline, in the order in which they ran; empty without one.
-        waits: For every action, how long the rank waited for its input.
-        transfers: In the order in which they were called.
-        entries: What the ledger counted.
-        foreseen: What the plan says that there is to count; of fewer axes and operations.
-        blocks: Block -> seconds of one forward, the mean over the micro-batches.
+        start: Start of the batch.
+        end: End of the batch, optimizer step included.
+        actions: Pipeline actions in the order in which they ran; empty without a pipeline.
+        waits: Seconds for which each action waited for its input; as long as `actions`.
+        transfers: Communication in the order of the calls.
+        entries: Communication volume that was counted.
+        expected: Communication volume that follows from the plan; lacks some axes and operations.
+        blocks: Index of a block -> seconds of its forward, the mean over the micro-batches.
     """
 
     step: int
@@ -67,11 +68,15 @@ class StepRecord:
     waits: tuple[float, ...]
     transfers: tuple[TimedTransfer, ...]
     entries: tuple[CommVolumeEntry, ...]
-    foreseen: tuple[CommVolumeEntry, ...]
+    expected: tuple[CommVolumeEntry, ...]
     blocks: Mapping[int, float]
 
     def shifted(self, seconds: float) -> "StepRecord":
-        """Return the same step on a clock that is ahead by so much."""
+        """Return the same step with all times moved onto another clock.
+
+        Args:
+            seconds: Time of the other clock minus time of this one.
+        """
         if not seconds:
             return self
         return replace(
@@ -95,13 +100,13 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """The steps of one rank that were kept, on the clock of rank 0.
+    """The last recorded steps of one rank, on the clock of rank 0.
 
     Attributes:
         rank: Global rank.
-        place: Mesh axis -> coordinate, for the axes larger than 1.
-        steps: In order.
-        clock_error: The times are off by this many seconds at most, against rank 0.
+        place: Mesh axis -> coordinate of this rank, for the axes larger than 1.
+        steps: Records, oldest first.
+        clock_error: Bound of the error of the times against rank 0, in seconds.
     """
 
     rank: int
@@ -111,14 +116,14 @@ class RankRecord:
 
     @property
     def name(self) -> str:
-        """Such as ``rank 5 (pp 1, tp 1)``."""
+        """Name in reports, such as ``rank 5 (pp 1, tp 1)``."""
         place = ", ".join(f"{axis} {at}" for axis, at in self.place.items())
         return f"rank {self.rank} ({place})" if place else f"rank {self.rank}"
 
 
 @dataclass(eq=False, kw_only=True)
-class _Open:
-    """A step whose marks have not been read."""
+class _UnreadStep:
+    """A step whose time marks have not been converted to seconds yet."""
 
     step: int
     start: Any
@@ -126,106 +131,111 @@ class _Open:
     run: PipelineRun | None
     transfers: list[Transfer]
     entries: tuple[CommVolumeEntry, ...]
-    foreseen: tuple[CommVolumeEntry, ...]
+    expected: tuple[CommVolumeEntry, ...]
     blocks: list[tuple[int, Any, Any]]
 
 
 @dataclass(eq=False, kw_only=True)
 class StepRecorder:
-    """Records the steps of one rank; marks are read when a step is asked for.
+    """Recorder of the last steps of one rank.
+
+    Time marks are converted to seconds when a step is asked for: on CUDA a mark is an event, and
+    reading it synchronizes with the GPU.
 
     Args:
-        clock: Takes the marks.
-        ledger: Hears the communication; it has the same clock.
-        blocks: Number of a block -> the block, for those of this rank.
-        keep: How many steps are remembered.
+        clock: Clock that takes the time marks.
+        comm_volume: Counter of the communication, with the same clock.
+        blocks: Index of a block in the model -> the block, for the blocks on this rank.
+        keep: Number of steps that are kept.
     """
 
     clock: Clock
-    ledger: CommVolume
+    comm_volume: CommVolume
     blocks: Mapping[int, nn.Module]
     keep: int
-    _steps: list[_Open | StepRecord] = field(default_factory=list)
+    _steps: list[_UnreadStep | StepRecord] = field(default_factory=list)
     _start: Any = None
     _blocks: list[tuple[int, Any, Any]] = field(default_factory=list)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Hear the communication, and see the forwards of the blocks, of the steps in between."""
+    def hooked(self) -> Iterator[None]:
+        """Hook collectives and block forwards; steps inside the context can be recorded."""
         handles = []
         for number, block in self.blocks.items():
-            watch = _BlockWatch(self, number)
-            handles.append(block.register_forward_pre_hook(watch.begin))
-            handles.append(block.register_forward_hook(watch.end))
-        self.ledger.listens = False
+            timer = _BlockTimer(self, number)
+            handles.append(block.register_forward_pre_hook(timer.begin))
+            handles.append(block.register_forward_hook(timer.end))
+        # Only between begin() and end(): validation and checkpoints are no part of a step.
+        self.comm_volume.enabled = False
         try:
-            with self.ledger:
+            with self.comm_volume:
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
     def begin(self) -> None:
-        """Begin a step."""
-        self.ledger.clear()
+        """Start to record a step."""
+        self.comm_volume.clear()
         self._blocks = []
-        self.ledger.listens = True
+        self.comm_volume.enabled = True
         self._start = self.clock.mark()
 
     def end(
-        self, step: int, run: PipelineRun | None, foreseen: tuple[CommVolumeEntry, ...] = ()
+        self, step: int, run: PipelineRun | None, expected: tuple[CommVolumeEntry, ...] = ()
     ) -> None:
-        """End the step.
+        """End the step and keep its record.
 
         Args:
             step: Number of the batch.
-            run: Its walk through the schedule, if there is a pipeline.
-            foreseen: What the plan says that there is to count.
+            run: Actions of the pipeline schedule as they ran; None without a pipeline.
+            expected: Communication volume that follows from the plan.
         """
-        self.ledger.listens = False
-        opened = _Open(
+        self.comm_volume.enabled = False
+        unread = _UnreadStep(
             step=step,
             start=self._start,
             end=self.clock.mark(),
             run=run,
-            transfers=self.ledger.transfers,
-            entries=self.ledger.entries(),
-            foreseen=foreseen,
+            transfers=self.comm_volume.transfers,
+            entries=self.comm_volume.entries(),
+            expected=expected,
             blocks=self._blocks,
         )
         self._start = None
-        self._steps = [*self._steps, opened][-self.keep :]
+        self._steps = [*self._steps, unread][-self.keep :]
 
     def last(self) -> StepRecord:
-        """Return the step that ended last."""
-        return self._read(len(self._steps) - 1)
+        """Return the record of the last step."""
+        return self._record(len(self._steps) - 1)
 
     def kept(self) -> tuple[StepRecord, ...]:
-        """Return the steps that are remembered, oldest first."""
-        return tuple(self._read(index) for index in range(len(self._steps)))
+        """Return the records of the last `keep` steps, oldest first."""
+        return tuple(self._record(index) for index in range(len(self._steps)))
 
-    def _read(self, index: int) -> StepRecord:
+    def _record(self, index: int) -> StepRecord:
         found = self._steps[index]
-        if isinstance(found, _Open):
-            found = self._steps[index] = self._closed(found)
+        if isinstance(found, _UnreadStep):
+            found = self._steps[index] = self._read(found)
         return found
 
-    def _closed(self, opened: _Open) -> StepRecord:
-        start, end = self.clock.read([opened.start, opened.end])
-        run = opened.run
+    def _read(self, unread: _UnreadStep) -> StepRecord:
+        start, end = self.clock.read([unread.start, unread.end])
+        run = unread.run
         return StepRecord(
-            step=opened.step,
+            step=unread.step,
             start=start,
             end=end,
             actions=() if run is None else tuple(run.events),
             waits=() if run is None else tuple(run.waited.values()),
-            transfers=self._timed(opened.transfers),
-            entries=opened.entries,
-            foreseen=opened.foreseen,
-            blocks=self._block_means(opened.blocks),
+            transfers=self._timed(unread.transfers),
+            entries=unread.entries,
+            expected=unread.expected,
+            blocks=self._block_means(unread.blocks),
         )
 
     def _timed(self, transfers: Sequence[Transfer]) -> tuple[TimedTransfer, ...]:
+        # All marks in one read: each read may synchronize with the GPU.
         marks: list[Any] = []
         for transfer in transfers:
             marks += [transfer.began, transfer.issued]
@@ -233,6 +243,7 @@ class StepRecorder:
         times = iter(self.clock.read(marks))
         timed = []
         for t in transfers:
+            # The call itself blocks the rank as well, hence 1 +.
             exposed = [(next(times), next(times)) for _ in range(1 + len(t.waits))]
             span = exposed[0][0], exposed[-1][1]
             timed.append(
@@ -248,8 +259,8 @@ class StepRecorder:
         return {number: sum(all_) / len(all_) for number, all_ in found.items()}
 
 
-class _BlockWatch:
-    """Times the forwards of one block; not those that recompute activations in a backward."""
+class _BlockTimer:
+    """Timer of the forwards of one block, without the recomputation of activation checkpointing."""
 
     def __init__(self, recorder: StepRecorder, number: int) -> None:
         self._recorder, self._number = recorder, number
@@ -257,6 +268,7 @@ class _BlockWatch:
 
     def begin(self, *_: Any) -> None:
         recorder = self._recorder
+        # -1: not inside a backward, so this is no recomputation.
         forward = recorder._start is not None and torch._C._current_graph_task_id() == -1
         self._began = recorder.clock.mark() if forward else None
 

@@ -1,17 +1,17 @@
-"""Where the time of a pipelined step went, what its schedule allows, and the split that would fix
-it.
+"""Time breakdown of a pipelined step: compute, exposed communication, bubble, and a better split.
 
-Definitions, for the span from the first start to the last end of any stage, the *makespan*:
+Definitions, for the span from the first start to the last end of an action of any stage, the
+*makespan*:
 
-- *busy*: a rank runs an action; of this, *exposed* is what it stood still for collectives inside
-  its actions (tensor and data axes), *compute* is the rest;
-- *idle*: the makespan less busy; of this, *waited* is what it stood still for messages;
-- *bubble*: idle / makespan, of a rank; of the pipeline, the mean over its ranks, which is what
-  `simulate.bubble_fraction` defines.
+- *busy*: a rank runs an action; of this, *exposed* is the time it was blocked by collectives inside
+  actions (tensor and data axes), *compute* is the rest;
+- *idle*: the makespan less busy; of this, *waited* is the time it was blocked by receives;
+- *bubble*: idle / makespan of a rank; of the pipeline, the mean over its ranks, as
+  `simulator.bubble_fraction` defines it.
 
-The *predicted* bubble is that of the schedule on paper with the median time that every stage took
-for each kind of action, and messages that take no time. What is measured above it is spent on
-messages, on waiting for a busy processor, and on actions that take longer than usual.
+The *predicted* bubble is that of the simulated schedule, with the median time that every stage took
+for each kind of action, and free communication. The measured bubble exceeds it by the time of
+messages, by contention for the processor, and by actions slower than the median.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,16 @@ _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """Where the makespan went on one rank of the pipeline; seconds, but for the fractions.
+    """Breakdown of the makespan on one rank of the pipeline.
 
     Attributes:
-        stages: Those that it holds.
-        blocks: How many blocks each of them has.
-        compute: Busy, less `exposed`.
-        exposed: Stood still for collectives inside actions.
-        waited: Stood still for messages of other stages; a part of the idle time.
-        bubble: Idle share of the makespan.
-        predicted: The same on paper.
+        stages: Stages of this rank.
+        blocks: Number of blocks in each of these stages.
+        compute: Seconds in actions, less `exposed`.
+        exposed: Seconds blocked by collectives inside actions.
+        waited: Seconds blocked by receives from other stages; a part of the idle time.
+        bubble: Idle fraction of the makespan.
+        predicted: Idle fraction in the simulated schedule.
     """
 
     stages: tuple[int, ...]
@@ -54,12 +54,12 @@ class RankTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How many blocks the stages would have to hold, and what that would give on paper.
+    """A split of the blocks into stages, and what the simulator predicts for it.
 
     Attributes:
-        stage_blocks: For the strategy's option of the same name.
-        bubble: Predicted.
-        makespan: Predicted, in seconds.
+        stage_blocks: Number of blocks per stage: the strategy's option of the same name.
+        bubble: Predicted bubble, as a fraction.
+        makespan: Predicted makespan, in seconds.
     """
 
     stage_blocks: tuple[int, ...]
@@ -69,18 +69,18 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSummary:
-    """One step of one pipeline.
+    """Time breakdown of one step of one pipeline.
 
     Attributes:
-        ranks: In the order of the pipeline.
-        makespan: Measured, in seconds.
-        bubble: Measured.
-        predicted: On paper, with the stages' own times.
-        predicted_makespan: The same, in seconds.
-        balanced: On paper, if all stages took the mean time.
-        imbalance: What the slowest stage takes more than the mean, as a fraction of the mean.
+        ranks: Breakdown per rank, in the order of the pipeline.
+        makespan: Measured makespan, in seconds.
+        bubble: Measured bubble, as a fraction.
+        predicted: Simulated bubble, with the median times of every stage.
+        predicted_makespan: Simulated makespan, in seconds.
+        balanced: Simulated bubble if all stages took the mean time.
+        imbalance: Excess of the slowest stage over the mean, as a fraction of the mean.
         split: The best split of the blocks; None if the blocks were not timed.
-        simulation: What `predicted` was read from.
+        simulation: The simulation behind `predicted`.
     """
 
     ranks: tuple[RankTimes, ...]
@@ -97,11 +97,11 @@ class PipelineSummary:
 def summarize_pipeline(
     steps: Sequence[StepRecord], resolved: ResolvedPlan, bounds: Sequence[tuple[int, int]]
 ) -> PipelineSummary:
-    """Say where the time of a step went.
+    """Break down the time of a pipelined step.
 
     Args:
-        steps: The same step of every rank of a pipeline, in its order, on one clock.
-        resolved: Of the model.
+        steps: The same step of every rank of one pipeline, in the order of its ranks, on one clock.
+        resolved: Resolved plan of the model.
         bounds: First and one-past-last block of every stage.
     """
     rows = [step.actions for step in steps]
@@ -119,7 +119,7 @@ def summarize_pipeline(
         bubble=bubble_fraction(rows),
         predicted=simulation.bubble,
         predicted_makespan=simulation.makespan,
-        balanced=costs.levelled().simulate(schedule).bubble,
+        balanced=costs.balanced().simulate(schedule).bubble,
         imbalance=max(total) / mean(total) - 1,
         split=_best_split(steps, schedule, costs, resolved, bounds),
         simulation=simulation,
@@ -127,7 +127,7 @@ def summarize_pipeline(
 
 
 def _schedule_of(rows: Sequence[Sequence[TimedAction]]) -> Schedule:
-    """Return the schedule that the ranks walked through."""
+    """Return the schedule that the ranks executed."""
     actions = tuple(tuple(event.action for event in row) for row in rows)
     owners = {a.stage: rank for rank, row in enumerate(actions) for a in row}
     return Schedule(
@@ -141,7 +141,7 @@ def _schedule_of(rows: Sequence[Sequence[TimedAction]]) -> Schedule:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Median seconds of every stage."""
+    """Median seconds per stage: of a forward, a whole backward, and its weight half."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -158,6 +158,8 @@ class _Costs:
         def cost(stage: int, kind: ActionKind) -> float:
             return median(found.get((stage, kind), [0.0]))
 
+        # A stage has whole backwards (B) or the two halves (I, W); of a schedule that mixes them,
+        # the slower counts.
         weights = tuple(cost(s, _W) for s in range(num_stages))
         halves = [cost(s, _I) + weights[s] for s in range(num_stages)]
         whole = tuple(max(cost(s, _B), halves[s]) for s in range(num_stages))
@@ -175,15 +177,20 @@ class _Costs:
             backward_weight=self.weight,
         )
 
-    def levelled(self) -> "_Costs":
+    def balanced(self) -> "_Costs":
         """Return the costs if all stages took the mean time."""
         return self.scaled([mean(self.total)] * len(self.total))
 
     def scaled(self, total: Sequence[float]) -> "_Costs":
-        """Return costs with these totals, and the shares that all stages together have."""
+        """Return costs with other totals per stage.
+
+        Args:
+            total: Seconds of forward and backward, per stage; divided among the kinds of actions
+                in the proportion that they have over all stages.
+        """
         whole = sum(self.total) or 1.0
-        shares = (sum(part) / whole for part in (self.forward, self.backward, self.weight))
-        return _Costs(*(tuple(share * t for t in total) for share in shares))
+        fractions = (sum(kind) / whole for kind in (self.forward, self.backward, self.weight))
+        return _Costs(*(tuple(fraction * t for t in total) for fraction in fractions))
 
 
 def _rank_times(
@@ -196,7 +203,7 @@ def _rank_times(
     busy = sum(event.end - event.start for event in step.actions)
     exposed = _exposed_inside(step)
     stages = tuple(sorted({event.action.stage for event in step.actions}))
-    on_paper = sum(event.end - event.start for event in simulated)
+    simulated_busy = sum(event.end - event.start for event in simulated)
     return RankTimes(
         stages=stages,
         blocks=tuple(bounds[s][1] - bounds[s][0] for s in stages),
@@ -204,12 +211,13 @@ def _rank_times(
         exposed=exposed,
         waited=sum(step.waits),
         bubble=1 - busy / makespan,
-        predicted=1 - on_paper / simulated_makespan if simulated_makespan else 0.0,
+        predicted=1 - simulated_busy / simulated_makespan if simulated_makespan else 0.0,
     )
 
 
 def _exposed_inside(step: StepRecord) -> float:
-    """Return how long the rank stood still for communication while it ran actions."""
+    """Return the seconds for which the rank was blocked by communication inside its actions."""
+    # Both lists are sorted by time, so one pass over them intersects all intervals.
     waits = sorted(interval for t in step.transfers for interval in t.exposed)
     actions = sorted((event.start, event.end) for event in step.actions)
     total, index, reached = 0.0, 0, float("-inf")
@@ -232,8 +240,11 @@ def _best_split(
     resolved: ResolvedPlan,
     bounds: Sequence[tuple[int, int]],
 ) -> Split | None:
-    """Give every block the share of its stage's time that its forward has of the stage's; what is
-    left on the first and the last stage runs before and after the blocks.
+    """Return the split of the blocks with the smallest slowest stage; None if blocks lack times.
+
+    Only forwards of blocks are timed. A block is given the fraction of its stage's total time that
+    its forward has of the stage's forward. The rest of the first and last stage is embedding and
+    head, which no split moves.
     """
     timed: dict[int, float] = {}
     for step in steps:
@@ -245,12 +256,14 @@ def _best_split(
     last = len(bounds) - 1
     for stage, (lo, hi) in enumerate(bounds):
         of_blocks = sum(timed[b] for b in range(lo, hi))
+        # An inner stage holds nothing but blocks: what the hooks missed of its forward is theirs.
         inside = of_blocks if stage not in (0, last) else max(costs.forward[stage], of_blocks)
         for block in range(lo, hi):
             weights[block] = costs.total[stage] * timed[block] / (inside or 1.0)
         left = costs.total[stage] - sum(weights[lo:hi])
         if stage in (0, last):
             edges[0 if stage == 0 else 1] = left
+    # The balancer takes whole numbers, elsewhere numbers of parameters.
     nanoseconds = replace(
         resolved,
         block_weights=tuple(round(w * 1e9) for w in weights),
@@ -261,6 +274,7 @@ def _best_split(
     total[0] += edges[0]
     total[-1] += edges[1]
     simulation = costs.scaled(total).simulate(schedule)
+    # Rounding may make the "best" split no better than the present one: then suggest that one.
     if max(total) >= max(costs.total):
         best, simulation = tuple(bounds), costs.simulate(schedule)
     return Split(
@@ -271,5 +285,5 @@ def _best_split(
 
 
 def _span(rows: Sequence[Sequence[TimedAction]]) -> float:
-    everything = [event for row in rows for event in row]
-    return max(e.end for e in everything) - min(e.start for e in everything)
+    events = [event for row in rows for event in row]
+    return max(e.end for e in events) - min(e.start for e in events)

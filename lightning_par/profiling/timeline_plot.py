@@ -1,4 +1,4 @@
-"""Draws the timeline of a pipeline, simulated or measured, as one picture."""
+"""Timeline plot of a pipeline, simulated or measured: one row per rank, one box per action."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ _BOX_HEIGHT = 0.78
 _INCHES_PER_ROW = 0.5
 _LARGEST_FONT, _SMALLEST_FONT = 8.0, 4.0
 _DIGIT_WIDTH = 0.64
-"""Of a digit, as a fraction of the font size."""
+"""Width of a digit, as a fraction of the font size."""
 _SUFFIXES = (".pdf", ".png", ".svg")
 _LABELS: Mapping[ActionKind, str] = MappingProxyType(
     {
@@ -37,8 +37,8 @@ _COLORS: Mapping[ActionKind, str] = MappingProxyType(
         ActionKind.BACKWARD_WEIGHT: "#5b9b57",
     }
 )
-_IDLE = "#e9ebee"
-_INK = "#2b2f36"
+_IDLE_COLOR = "#e9ebee"
+_TEXT_COLOR = "#2b2f36"
 
 
 def draw_timeline(
@@ -50,19 +50,19 @@ def draw_timeline(
     width: float = 11.0,
     labels: Sequence[str] | None = None,
 ) -> Path:
-    """Draws one row per rank and one box per action, with its micro-batch; what is grey is idle.
+    """Draw one row per rank and one box per action, labeled with its micro-batch; grey is idle.
 
     Args:
-        events_per_rank: The timed actions of each rank, on one clock: `Simulation.events`, or what
-            the ranks measured, in seconds.
-        path: Where to write; the suffix (.png, .svg or .pdf) says the format.
-        title: The first words of the title; the bubble, as `bubble_fraction` defines it, follows.
+        events_per_rank: Timed actions of each rank, on one clock: `Simulation.events`, or measured
+            ones, in seconds.
+        path: File to write; the suffix (.png, .svg or .pdf) says the format.
+        title: First words of the title; the bubble, as `bubble_fraction` defines it, follows.
         unit: "ms" if the times are seconds, "slots" if they are units of the simulator.
-        width: Inches.
-        labels: A name per rank; by default the stages that it ran.
+        width: Width of the picture in inches.
+        labels: A name per rank; None: the stages that each rank ran.
 
     Returns:
-        The path.
+        `path`.
 
     Raises:
         ConfigurationError: matplotlib is not installed, or the suffix is not one of the three.
@@ -81,14 +81,16 @@ def draw_timeline(
     origin = min(event.start for row in events_per_rank for event in row)
     span = max(event.end for row in events_per_rank for event in row) - origin
     scale = 1e3 if unit == "ms" else 1.0
+    # Fixed ids and no date in an SVG: the same timeline gives the same file.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-par", "font.size": 9}):
         figure = Figure(figsize=(width, 1.35 + _INCHES_PER_ROW * len(events_per_rank)), dpi=150)
         figure.set_layout_engine("constrained")
         axes = figure.add_subplot()
+        # 72 points to the inch; about 0.92 of the width is left to the axes.
         _draw_boxes(axes, events_per_rank, origin, scale, width * 72 * 0.92 / (span * scale or 1))
         _draw_frame(axes, labels or _stage_labels(events_per_rank), span * scale, unit)
         bubble = f"{bubble_fraction(events_per_rank):.1%}".replace("%", " %")
-        axes.set_title(f"{title}, bubble {bubble}", loc="left", fontsize=11, color=_INK)
+        axes.set_title(f"{title}, bubble {bubble}", loc="left", fontsize=11, color=_TEXT_COLOR)
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(path, metadata=metadata)
     return path
@@ -124,7 +126,7 @@ def _draw_boxes(
     scale: float,
     points_per_unit: float,
 ) -> None:
-    """One box per action, with the number of its micro-batch where it fits."""
+    """Draw one box per action, with the number of its micro-batch where it fits."""
     fonts = _font_sizes(events_per_rank, scale * points_per_unit)
     seen: set[ActionKind] = set()
     for rank, row in enumerate(events_per_rank):
@@ -138,7 +140,9 @@ def _draw_boxes(
                 height=_BOX_HEIGHT,
                 color=_COLORS[kind],
                 edgecolor="white",
+                # A full-width edge would hide a narrow box.
                 linewidth=min(0.8, 0.1 * length * points_per_unit),
+                # One legend entry per kind, not per box.
                 label=None if kind in seen else _LABELS[kind],
             )
             seen.add(kind)
@@ -158,7 +162,10 @@ def _draw_boxes(
 def _font_sizes(
     events_per_rank: Sequence[Sequence[TimedAction]], points_per_time: float
 ) -> dict[ActionKind, float]:
-    """The size at which all numbers of a kind fit its median box; no entry if too small to read."""
+    """Return per kind the font size at which its numbers fit its median box.
+
+    A kind whose numbers would be too small to read has no entry.
+    """
     sizes = {}
     for kind in ActionKind:
         events = [event for row in events_per_rank for event in row if event.action.kind is kind]
@@ -172,13 +179,15 @@ def _font_sizes(
 
 
 def _draw_frame(axes: "Axes", labels: Sequence[str], span: float, unit: str) -> None:
-    """The idle background, the axes and the legend."""
-    axes.barh(range(len(labels)), span, height=_BOX_HEIGHT, color=_IDLE, zorder=0, label="idle")
+    """Draw the idle background, the axes and the legend."""
+    axes.barh(
+        range(len(labels)), span, height=_BOX_HEIGHT, color=_IDLE_COLOR, zorder=0, label="idle"
+    )
     axes.set_xlim(0, span or 1)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_yticks(range(len(labels)), labels)
-    axes.set_xlabel("time (ms)" if unit == "ms" else "time (slots)", color=_INK)
-    axes.tick_params(length=0, colors=_INK)
+    axes.set_xlabel("time (ms)" if unit == "ms" else "time (slots)", color=_TEXT_COLOR)
+    axes.tick_params(length=0, colors=_TEXT_COLOR)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
     axes.legend(
         loc="lower right",

@@ -1,4 +1,4 @@
-"""Whether a layout computes what one process computes: `verify`."""
+"""`verify`: does a parallel run compute what one process computes, step by step in float64?"""
 
 from lightning_par.verification.comparison import Difference, StepRow, VerifyReport
 from lightning_par.verification.verify import verify

@@ -1,7 +1,7 @@
-"""What most likely is wrong where a layout does not compute what one process computes.
+"""Diagnosis of a difference between a parallel run and one process.
 
-Each cause has a symptom of its own: the losses of the parts of a batch, the sums of the gradients
-over the tensor-parallel ranks, and what two ranks hold of the same whole parameter.
+Each cause has its own symptom: in the losses of the parts of a batch, in the gradients summed over
+the tensor-parallel ranks, or in the copies of a parameter that two ranks hold whole.
 """
 
 import math
@@ -25,14 +25,14 @@ def find_causes(
     sizes: ParallelSizes,
     plan: ParallelPlan,
 ) -> list[str]:
-    """Name what would explain the first difference, most likely first.
+    """Return the likely causes of the first difference, most likely first.
 
     Args:
-        first: Between `one` and `ranks`; None if the layout failed, or only dropout did.
-        one: Of one process.
-        ranks: Of the layout, in the order of the ranks.
-        sizes: Of the layout.
-        plan: Of the model.
+        first: First difference between `one` and `ranks`; None if there is none.
+        one: Trace of the run on one process.
+        ranks: Traces of the parallel run, in the order of the ranks.
+        sizes: Mesh sizes of the parallel run.
+        plan: Parallel plan of the model.
     """
     if first is None:
         return []
@@ -42,10 +42,12 @@ def find_causes(
             "random numbers: the loss of one process depends on the seed although dropout is off, "
             "so the module draws numbers that no layout can repeat; while verifying, leave them out"
         ]
+    # Step 0 starts from equal weights, so there the kind of the difference points at its source.
+    # Later steps show only that something went wrong before.
     if first.kind == "loss" and first.step == 0:
-        return list(_of_first_loss(one, ranks, sizes, plan))
+        return list(_causes_of_loss(one, ranks, sizes, plan))
     if first.kind == "gradient" and first.step == 0:
-        return list(_of_gradient(first, one, ranks, sizes, copies))
+        return list(_causes_of_gradient(first, one, ranks, sizes, copies))
     if copies:
         return [f"copies of {copies[0]} differ between tensor-parallel ranks"]
     if first.kind == "weight":
@@ -53,9 +55,12 @@ def find_causes(
     return ["something that the first step changes, such as a buffer or the optimizer's state"]
 
 
-def _of_first_loss(
+def _causes_of_loss(
     one: Trace, ranks: Sequence[Trace], sizes: ParallelSizes, plan: ParallelPlan
 ) -> Iterator[str]:
+    """Yield what may explain a wrong loss of the first step."""
+    # If the parallel loss is the mean of the parts' losses weighted by samples, the forward is
+    # right and only the weights of the parts are wrong.
     samples = sum(size for size, _ in one.part_losses)
     mean = sum(size * loss for size, loss in one.part_losses) / max(samples, 1)
     if math.isclose(mean, ranks[0].losses[0], rel_tol=1e-9):
@@ -88,13 +93,14 @@ def _of_first_loss(
         )
 
 
-def _of_gradient(
+def _causes_of_gradient(
     first: Difference,
     one: Trace,
     ranks: Sequence[Trace],
     sizes: ParallelSizes,
     copies: Sequence[str],
 ) -> Iterator[str]:
+    """Yield what may explain a wrong gradient after a right loss."""
     name, owner = first.name, first.name.rpartition(".")[0]
     unsummed = [n for n in _whole_names(ranks) if _sums_up(n, one, ranks, sizes)]
     if name in unsummed:
@@ -117,11 +123,14 @@ def _of_gradient(
 
 
 def missed_patterns(ranks: Sequence[Trace], sizes: ParallelSizes) -> list[str]:
-    """Say which parameter no tensor style matches, if there is one.
+    """Return the cause "a missed plan pattern" if a parameter matches no tensor style.
 
     Args:
-        ranks: In the order of the ranks.
-        sizes: Of the layout.
+        ranks: Traces of the parallel run, in the order of the ranks.
+        sizes: Mesh sizes of the parallel run.
+
+    Returns:
+        At most one cause; none without tensor parallelism.
     """
     names = sorted({n for trace in ranks for n in trace.unstyled}) if sizes.tensor > 1 else []
     if not names:
@@ -137,32 +146,36 @@ def _whole_names(ranks: Sequence[Trace]) -> list[str]:
     return sorted({name for trace in ranks for name in trace.whole})
 
 
-def _groups(sizes: ParallelSizes) -> list[list[int]]:
+def _tp_groups(sizes: ParallelSizes) -> list[list[int]]:
     return sizes.groups(("tp",)) if sizes.tensor > 1 else []
 
 
 def _sums_up(name: str, one: Trace, ranks: Sequence[Trace], sizes: ParallelSizes) -> bool:
-    """Whether the gradients of the tensor-parallel ranks are parts of that of one process."""
+    """Return whether the gradients of the tensor-parallel ranks sum up to that of one process."""
     want = one.gradients[0].get(one.ties.get(name, name))
-    for group in _groups(sizes):
+    for group in _tp_groups(sizes):
         parts = [ranks[rank].gradients[0].get(name) for rank in group]
         held = [part for part in parts if part is not None]
         if want is None or len(held) < len(group):
             continue
+        # A zero gradient is both a part and the whole: not a symptom.
         return _close(sum(held[1:], held[0]), want) and not _close(held[0], want)
     return False
 
 
 def differing_copies(ranks: Sequence[Trace], sizes: ParallelSizes) -> list[str]:
-    """Return the whole parameters whose gradients are not the same on the tensor-parallel ranks.
+    """Return the unsharded parameters whose gradients differ between tensor-parallel ranks.
 
     Args:
-        ranks: In the order of the ranks.
-        sizes: Of the layout.
+        ranks: Traces of the parallel run, in the order of the ranks.
+        sizes: Mesh sizes of the parallel run.
+
+    Returns:
+        FQNs of the parameters, each once.
     """
     found = []
     for name in _whole_names(ranks):
-        for group in _groups(sizes):
+        for group in _tp_groups(sizes):
             steps = zip(*(ranks[rank].gradients for rank in group), strict=False)
             for step in steps:
                 held = [grads[name] for grads in step if grads.get(name) is not None]
@@ -177,6 +190,8 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _factor(got: Tensor, want: Tensor) -> float | None:
+    """Return c if `got` is c times `want`, else None."""
+    # Least squares: the only c that can fit.
     norm = float((want * want).sum())
     if not norm:
         return None

@@ -1,4 +1,4 @@
-"""What two traces have in common, and where they part."""
+"""Comparison of the traces of a parallel run and of one process, and its report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,20 +12,21 @@ from lightning_par.verification.run_trace import Trace
 
 __all__ = ["Difference", "StepRow", "VerifyReport", "compare_steps", "first_difference"]
 
-_TOLERANCE = 1e-9  # of the largest entry; sums in another order differ by 1e-15 a step in float64
+# Relative to the largest entry. Sums in another order differ by about 1e-15 per step in float64.
+_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first thing in which a rank differs from one process.
+    """First value in which a rank differs from one process.
 
     Attributes:
-        kind: Losses come before gradients, gradients before weights.
-        step: From 0.
+        kind: What differs; in a step, losses are compared before gradients, those before weights.
+        step: Step, counted from 0.
         name: FQN of the parameter; empty for a loss.
-        rank: Global.
-        size: Largest difference of an entry.
-        scale: Largest entry of one process.
+        rank: Global rank.
+        size: Largest absolute difference of an entry.
+        scale: Largest absolute entry on one process.
     """
 
     kind: Literal["loss", "gradient", "weight"]
@@ -45,14 +46,15 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """One step, compared.
+    """Comparison of one step.
 
     Attributes:
-        step: From 0.
-        wanted: Loss of one process.
-        got: Of the layout.
-        gradient: Largest difference of a gradient, over its largest entry, or over 1.
-        weight: The same of a weight.
+        step: Step, counted from 0.
+        wanted: Loss on one process.
+        got: Loss of the parallel run.
+        gradient: Largest difference of a gradient's entry, relative to the largest entry of that
+            gradient or to 1, whichever is larger.
+        weight: Largest difference of a weight's entry, likewise.
     """
 
     step: int
@@ -64,14 +66,14 @@ class StepRow:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """Whether a layout computes what one process computes.
+    """Verdict on a parallel run; `str` gives the table.
 
     Attributes:
-        sizes: Of the layout that was run.
-        asked: Of the user's layout.
-        rows: One per step that both ran.
-        first: The first difference; None if there is none.
-        causes: What most likely is wrong, most likely first.
+        sizes: Mesh sizes that were run.
+        asked: Mesh sizes of the user's strategy.
+        rows: One row per step that all ranks and the one process finished.
+        first: First difference; None if there is none.
+        causes: Likely causes of the difference, most likely first.
         notes: What the comparison left out.
     """
 
@@ -84,7 +86,7 @@ class VerifyReport:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs and nothing went wrong."""
+        """Whether no value differs and no run failed."""
         return self.first is None and not self.causes
 
     def _without(self) -> str:
@@ -107,18 +109,18 @@ class VerifyReport:
 
 
 def compare_steps(one: Trace, ranks: Sequence[Trace]) -> tuple[StepRow, ...]:
-    """Compare every step that all of them finished.
+    """Compare every step that all runs finished.
 
     Args:
-        one: Of one process.
-        ranks: Of the layout, in the order of the ranks.
+        one: Trace of the run on one process.
+        ranks: Traces of the parallel run, in the order of the ranks.
     """
     count = min(len(trace.losses) for trace in (one, *ranks))
     return tuple(
         StepRow(
             step=step,
             wanted=one.losses[step],
-            got=ranks[0].losses[step],
+            got=ranks[0].losses[step],  # reduced over all ranks
             gradient=max(_worst(t.gradients[step], one.gradients[step], one.ties) for t in ranks),
             weight=max(_worst(t.weights[step], one.weights[step], one.ties) for t in ranks),
         )
@@ -127,16 +129,16 @@ def compare_steps(one: Trace, ranks: Sequence[Trace]) -> tuple[StepRow, ...]:
 
 
 def first_difference(one: Trace, ranks: Sequence[Trace]) -> Difference | None:
-    """Return where the layout first parts from one process.
+    """Return the first value in which the parallel run differs from one process, if any.
 
     Args:
-        one: Of one process.
-        ranks: Of the layout, in the order of the ranks.
+        one: Trace of the run on one process.
+        ranks: Traces of the parallel run, in the order of the ranks.
     """
     for step in range(min(len(trace.losses) for trace in (one, *ranks))):
         for rank, trace in enumerate(ranks):
             size, scale = abs(trace.losses[step] - one.losses[step]), abs(one.losses[step])
-            if not size <= _TOLERANCE * max(1.0, scale):
+            if not size <= _TOLERANCE * max(1.0, scale):  # not "size >": NaN differs, too
                 fields = {"step": step, "name": "", "rank": rank, "size": size, "scale": scale}
                 return Difference(kind="loss", **fields)  # type: ignore[arg-type]
         for kind in ("gradient", "weight"):
@@ -149,7 +151,7 @@ def first_difference(one: Trace, ranks: Sequence[Trace]) -> Difference | None:
 def _first_tensor(
     kind: Literal["gradient", "weight"], step: int, one: Trace, ranks: Sequence[Trace]
 ) -> Difference | None:
-    """Return the parameter that differs most, of those that differ at one step."""
+    """Return the parameter with the largest difference in one step, if any differs."""
     worst: Difference | None = None
     for rank, trace in enumerate(ranks):
         got, want = (getattr(t, f"{kind}s")[step] for t in (trace, one))
@@ -166,8 +168,10 @@ def _first_tensor(
 
 
 def _difference(got: Tensor | None, want: Tensor | None) -> tuple[float, float]:
+    """Return the largest difference of an entry, and the largest entry of `want`."""
     if got is None and want is None:
         return 0.0, 0.0
+    # A gradient that is None counts as 0: a rank may have nothing to add to a frozen or unused one.
     if got is None or want is None:
         there = got if want is None else want
         assert there is not None
@@ -175,6 +179,7 @@ def _difference(got: Tensor | None, want: Tensor | None) -> tuple[float, float]:
         return size, size
     if not got.numel():
         return 0.0, 0.0
+    # NaN would be no larger than any tolerance.
     return float((got - want).abs().nan_to_num(torch.inf).max()), float(want.abs().max())
 
 

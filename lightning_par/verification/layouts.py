@@ -1,4 +1,4 @@
-"""The layouts that are compared: the user's, with small sizes, and one process."""
+"""Mesh sizes of a verification: the user's, shrunk to two ranks per axis, and one process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,25 +11,26 @@ from lightning_par.strategies.presets import Hybrid3DStrategy
 
 __all__ = ["check_batches", "find_sizes", "shrink", "strategy_at"]
 
-_MOST = 2
-"""Ranks of an axis: faults of a layout show with two."""
+_MAX_RANKS = 2
+"""Two ranks show what is wrong with an axis, and the whole mesh runs on one machine."""
 
 
 def find_sizes(strategy: MeshStrategy, devices: int | None) -> ParallelSizes:
-    """Return the sizes that a strategy asks for.
+    """Return the mesh sizes of a strategy, with "auto" resolved.
 
     Args:
-        strategy: Of the user.
-        devices: Number of ranks that "auto" divides; None: those of the strategy's Trainer, or else
-            as many as its sizes say.
+        strategy: The user's strategy.
+        devices: Number of ranks of the mesh; None: that of the strategy's Trainer, or, without a
+            Trainer, the product of the sizes given.
 
     Raises:
-        MeshError: They do not fit.
+        MeshError: The sizes do not divide the number of ranks.
     """
     if devices is None and strategy.parallel_devices:
         return strategy.sizes
     asked = strategy._sizes_asked
     if devices is None:
+        # Nothing says how many devices there are: as few as the sizes allow.
         given = [v for n, v in asked.items() if n in ("tensor", "pipeline", "context", "data")]
         devices = 1
         for size in given:
@@ -39,25 +40,33 @@ def find_sizes(strategy: MeshStrategy, devices: int | None) -> ParallelSizes:
 
 
 def shrink(sizes: ParallelSizes) -> ParallelSizes:
-    """Return the same axes with at most two ranks each."""
-    replicas = min(sizes.data, _MOST)
+    """Return the same mesh axes with at most two ranks each.
+
+    Args:
+        sizes: The user's mesh sizes.
+    """
+    replicas = min(sizes.data, _MAX_RANKS)
     sharded = sizes.data_shard > 1
     return ParallelSizes(
-        pipeline=min(sizes.pipeline, _MOST),
+        pipeline=min(sizes.pipeline, _MAX_RANKS),
+        # HSDP shrinks to plain FSDP: the shards are what differs from one process.
         data_replicate=1 if sharded else replicas,
         data_shard=replicas if sharded else 1,
-        context=min(sizes.context, _MOST),
-        tensor=min(sizes.tensor, _MOST),
-        expert=min(sizes.expert, _MOST) if replicas * min(sizes.context, _MOST) > 1 else 1,
+        context=min(sizes.context, _MAX_RANKS),
+        tensor=min(sizes.tensor, _MAX_RANKS),
+        expert=min(sizes.expert, _MAX_RANKS)
+        if replicas * min(sizes.context, _MAX_RANKS) > 1
+        else 1,
     )
 
 
 def strategy_at(strategy: MeshStrategy, sizes: ParallelSizes) -> MeshStrategy:
-    """Return a new strategy with the options of `strategy` at other sizes.
+    """Return a new strategy with the options of another one and other mesh sizes.
 
     Args:
-        strategy: Of the user; left alone.
-        sizes: Options that only make sense at the user's own sizes are left out at others.
+        strategy: The user's strategy, which is not changed.
+        sizes: Mesh sizes. Options that hold for the user's own sizes only, such as
+            `stage_blocks`, are left out where they do not fit.
     """
     options: dict[str, Any] = {}
     if sizes.pipeline > 1:
@@ -79,16 +88,21 @@ def strategy_at(strategy: MeshStrategy, sizes: ParallelSizes) -> MeshStrategy:
         zero_stage=strategy.zero_stage,
         sequence_parallel=strategy.sequence_parallel,
         plan=strategy.plan,
-        on_nonfinite="ignore",
+        on_nonfinite="ignore",  # a NaN is to be compared, not to end the run
         **options,
     )
 
 
 def check_batches(batches: Sequence[Any], sizes: ParallelSizes) -> None:
-    """Refuse batches that cannot be divided among the replicas.
+    """Check that every batch divides evenly among the replicas.
+
+    Args:
+        batches: Global batches, one per step.
+        sizes: Mesh sizes of the parallel run.
 
     Raises:
-        ConfigurationError: A batch has too few samples, or there is none.
+        ConfigurationError: There is no batch, or the number of its samples is not a multiple of the
+            number of replicas.
     """
     if not batches:
         raise ConfigurationError("verify needs a batch for every step, but got none.")

@@ -1,4 +1,4 @@
-"""The processes of a verification: one alone, and those of the layout."""
+"""Spawned processes of a verification, which trace the steps on one or several ranks."""
 
 import multiprocessing
 import os
@@ -16,8 +16,8 @@ from lightning_par.verification.run_trace import describe_error, Subject, Trace,
 
 __all__ = ["run_rank", "run_ranks"]
 
-_GRACE = 5.0
-"""Seconds in which the other ranks may report once one has failed."""
+_GRACE_SECONDS = 5.0
+"""Time in which the other ranks may report once one has failed; they may hang in a collective."""
 
 Make = Callable[[], Subject]
 
@@ -25,22 +25,24 @@ Make = Callable[[], Subject]
 def run_rank(
     make: Make, sizes: ParallelSizes, rank: int, *, parts: tuple[int, int] = (1, 1)
 ) -> tuple[Trace, Trace | None]:
-    """Trace the steps on one rank whose process group exists.
+    """Trace the steps on one rank, whose process group is initialized.
 
     Args:
-        make: Gives a new subject, the same on every rank.
-        sizes: Of the mesh.
-        rank: Of this process.
+        make: Function that returns a new subject, the same on every rank.
+        sizes: Mesh sizes.
+        rank: Global rank of this process.
         parts: As in `trace_steps`.
 
     Returns:
-        Without dropout; and with it, if a layout was run and there is some.
+        The trace without dropout, and the trace with dropout; the second is None on one process
+        and for a model without dropout.
 
-    **Communicates**: besides the steps, whether some rank has dropout.
+    **Communicates**: besides the steps, an all-gather of one number, whether a rank has dropout.
     """
     trace = trace_steps(make(), sizes, rank, parts=parts)
     if sizes.world_size == 1 or trace.error is not None:
         return trace, None
+    # Pipeline stages may differ in it, but all have to run the second time.
     found: list[Any] = [None] * sizes.world_size
     dist.all_gather_object(found, trace.dropouts)
     if not any(found):
@@ -51,17 +53,18 @@ def run_rank(
 def run_ranks(
     make: Make, sizes: ParallelSizes, *, parts: tuple[int, int], timeout: float
 ) -> list[tuple[Trace, Trace | None]]:
-    """Trace the steps on processes of their own.
+    """Trace the steps in new processes, one per rank.
 
     Args:
-        make: Gives a new subject; it can be pickled.
-        sizes: Of the mesh.
+        make: Picklable function that returns a new subject.
+        sizes: Mesh sizes.
         parts: As in `trace_steps`.
-        timeout: Seconds until processes that have not answered are ended.
+        timeout: Seconds without any answer after which the processes are terminated.
 
     Returns:
-        In the order of the ranks. What failed has an `error` in its trace.
+        The traces of `run_rank`, in the order of the ranks; a rank that failed has an `error`.
     """
+    # Not fork: threads and CUDA of the caller do not survive it.
     context = multiprocessing.get_context("spawn")
     world = sizes.world_size
     with tempfile.TemporaryDirectory() as folder:
@@ -70,20 +73,21 @@ def run_ranks(
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             arguments = (theirs, make, sizes, rank, parts, store)
-            process = context.Process(target=_work, args=arguments, daemon=True)
+            process = context.Process(target=_worker_main, args=arguments, daemon=True)
             process.start()
-            theirs.close()
+            theirs.close()  # so that the death of the worker is an end of file here
             processes.append(process)
             ends.append(ours)
         try:
-            return _collect(ends, timeout)
+            return _receive(ends, timeout)
         finally:
+            # Also those that answered: others may wait for them in a collective.
             for process in processes:
                 process.terminate()
                 process.join()
 
 
-def _collect(ends: Sequence[Connection], timeout: float) -> list[tuple[Trace, Trace | None]]:
+def _receive(ends: Sequence[Connection], timeout: float) -> list[tuple[Trace, Trace | None]]:
     found: dict[int, tuple[Trace, Trace | None]] = {}
     waiting = dict(zip(ends, range(len(ends)), strict=True))
     while waiting:
@@ -98,17 +102,19 @@ def _collect(ends: Sequence[Connection], timeout: float) -> list[tuple[Trace, Tr
             except EOFError:
                 found[rank] = Trace(error="the process died"), None
             if found[rank][0].error is not None:
-                timeout = _GRACE
+                timeout = _GRACE_SECONDS
     silent = Trace(error="the process gave no answer")
     return [found.get(rank, (silent, None)) for rank in range(len(ends))]
 
 
-def _work(
+def _worker_main(
     end: Connection, make: Make, sizes: ParallelSizes, rank: int, parts: tuple[int, int], store: str
 ) -> None:
     world = sizes.world_size
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    # The rendezvous is the file `store`; Lightning only checks that these are set.
     named = {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "GROUP_RANK": 0}
+    # As under torchrun, so that Lightning takes the process for one of several and starts none.
     elastic = {"TORCHELASTIC_RUN_ID": "verify", "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(v) for name, v in {**place, **named, **elastic}.items()})
     try:
@@ -116,4 +122,6 @@ def _work(
         answer = run_rank(make, sizes, rank, parts=parts)
     except BaseException as error:
         answer = Trace(error=describe_error(error)), None
-    end.send_bytes(pickle.dumps(answer))  # a pipe of torch would only send handles
+    # Pickled here: the pickler of torch.multiprocessing sends handles of tensors in shared memory,
+    # which end with this process.
+    end.send_bytes(pickle.dumps(answer))

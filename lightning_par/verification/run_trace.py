@@ -1,4 +1,4 @@
-"""A few training steps of a user's module, with everything that another layout has to reproduce."""
+"""Trace of a few training steps: losses, full gradients and weights, comparable across meshes."""
 
 import functools
 import traceback
@@ -26,17 +26,17 @@ from lightning_par.verification.layouts import strategy_at
 
 __all__ = ["Subject", "Trace", "describe_error", "trace_steps"]
 
-_LOSS = "verified_loss"
+_LOSS_KEY = "verified_loss"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is verified.
+    """Module, data and strategy that are verified.
 
     Attributes:
-        module: The user's; used once, since training changes it.
-        batches: Whole ones, of all replicas; one for every step.
-        strategy: Of the user.
+        module: The user's LightningModule; used for one run, since training changes it.
+        batches: Global batches (of all replicas together), one per step.
+        strategy: The user's strategy.
     """
 
     module: pl.LightningModule
@@ -46,20 +46,22 @@ class Subject:
 
 @dataclass(kw_only=True)
 class Trace:
-    """What one rank saw.
+    """Trace of a run on one rank.
 
     Attributes:
-        losses: Of the whole batch, one per step.
-        gradients: Before every optimizer step: FQN -> whole gradient, or None.
-        weights: After every optimizer step: FQN -> whole weight.
-        whole: FQNs of parameters that are not sharded.
-        part_losses: Before the first step, for every part of its batch: samples and mean loss.
-        dropouts: How many calls of dropout were passed over.
-        draws: Whether the loss depends on random numbers all the same.
-        unstyled: FQNs of parameters that no pattern of the plan's tensor styles matches.
-        styles: FQN of a module -> its tensor-parallel style.
-        ties: FQN of every parameter -> the one under which one process lists it.
-        error: What the run ended with, if it did.
+        losses: Loss of the global batch, per step.
+        gradients: Per step, before the optimizer: FQN -> gradient gathered over the shards, or
+            None.
+        weights: Per step, after the optimizer: FQN -> weight gathered over the shards.
+        whole: FQNs of the parameters that are not sharded.
+        part_losses: Number of samples and mean loss of every part of the first batch, before the
+            first step; on one process only.
+        dropouts: Number of dropout calls that were skipped.
+        draws: Whether the loss depends on the seed although dropout is off; on one process only.
+        unstyled: FQNs of the parameters that no pattern of the plan's tensor styles matches.
+        styles: FQN of a module -> its tensor style.
+        ties: FQN of every parameter -> FQN under which one process lists it (tied weights).
+        error: Error with which the run ended; None: it finished.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -76,68 +78,76 @@ class Trace:
 
 
 class _Recorder(Callback):
-    """Fills a trace while the Trainer runs."""
+    """Callback that fills a trace."""
 
-    def __init__(self, trace: Trace, first: Any, parts: tuple[int, int]) -> None:
-        self._trace, self._first, self._parts = trace, first, parts
+    def __init__(self, trace: Trace, first_batch: Any, parts: tuple[int, int]) -> None:
+        self._trace, self._first_batch, self._parts = trace, first_batch, parts
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep what is known of the layout, and the losses of the parts of the first batch."""
+        """Record the sharding, and on one process the losses of the parts of the first batch."""
         trace, strategy = self._trace, trainer.strategy
         assert isinstance(strategy, MeshStrategy)
         named = dict(pl_module.named_parameters())
-        layout = strategy.parallel_model.resolved
-        trace.styles = {fqn: str(style) for fqn, style in layout.styles.items()}
-        trace.ties = dict(layout.canonical)
+        resolved = strategy.parallel_model.resolved
+        trace.styles = {fqn: str(style) for fqn, style in resolved.styles.items()}
+        trace.ties = dict(resolved.canonical)
         trace.whole = frozenset(n for n, p in named.items() if not isinstance(p, DTensor))
-        trace.whole |= {n for n, p in named.items() if isinstance(p, DTensor) and not _shards(p)}
-        trace.unstyled = tuple(n for n in named if n.rpartition(".")[0] not in layout.styles)
+        trace.whole |= {
+            n for n, p in named.items() if isinstance(p, DTensor) and not _is_sharded(p)
+        }
+        trace.unstyled = tuple(n for n in named if n.rpartition(".")[0] not in resolved.styles)
         if strategy.sizes.world_size == 1:
-            with _silent_logs(pl_module), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                self._probe(pl_module)
+            # fork_rng: the extra steps must not move the random state that training starts from.
+            with _logs_off(pl_module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self._measure_losses(pl_module)
 
-    def _probe(self, module: pl.LightningModule) -> None:
+    def _measure_losses(self, module: pl.LightningModule) -> None:
+        """Record the losses of the first batch's parts, and whether a loss depends on the seed."""
         replicas, micro_batches = self._parts
-        for part in split_batch(self._first, replicas):
+        for part in split_batch(self._first_batch, replicas):
             for micro_batch in split_batch(part, micro_batches):
                 loss = float(loss_of(module.training_step(micro_batch, 0)))
                 self._trace.part_losses.append((batch_size(micro_batch), loss))
+        # Two seeds, one loss: then nothing in the step draws random numbers.
         seen = set()
         for seed in (1, 2):
             torch.manual_seed(seed)
-            seen.add(float(loss_of(module.training_step(self._first, 0))))
+            seen.add(float(loss_of(module.training_step(self._first_batch, 0))))
         self._trace.draws = len(seen) > 1
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
     ) -> None:
-        """Keep the gradients; all ranks gather in the same order."""
-        found = {n: _whole(p.grad) for n, p in pl_module.named_parameters()}
+        """Record the gradients; a collective, in the same order on all ranks."""
+        found = {n: _full_tensor(p.grad) for n, p in pl_module.named_parameters()}
         self._trace.gradients.append(found)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Keep loss and weights."""
-        self._trace.losses.append(float(trainer.callback_metrics[_LOSS]))
-        held = {n: _whole(p.detach()) for n, p in pl_module.named_parameters()}
+        """Record loss and weights."""
+        self._trace.losses.append(float(trainer.callback_metrics[_LOSS_KEY]))
+        held = {n: _full_tensor(p.detach()) for n, p in pl_module.named_parameters()}
         self._trace.weights.append({n: w for n, w in held.items() if w is not None})
 
 
-def _shards(parameter: DTensor) -> bool:
+def _is_sharded(parameter: DTensor) -> bool:
     return any(not p.is_replicate() for p in parameter.placements)
 
 
-def _whole(value: Tensor | None) -> Tensor | None:
+def _full_tensor(value: Tensor | None) -> Tensor | None:
+    """Return a copy of a tensor, gathered over its shards."""
     if isinstance(value, DTensor):
-        if not _shards(value):
-            return value.to_local().clone()  # of this rank: another one's copy may differ
+        if not _is_sharded(value):
+            # This rank's copy: whether the copies of other ranks are equal is what we verify.
+            return value.to_local().clone()
         value = value.full_tensor()
     return None if value is None else value.clone()
 
 
 @contextmanager
-def _silent_logs(module: pl.LightningModule) -> Iterator[None]:
+def _logs_off(module: pl.LightningModule) -> Iterator[None]:
+    # What the extra steps log is no part of the run. Instance attributes hide the methods.
     module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
     try:
         yield
@@ -145,14 +155,14 @@ def _silent_logs(module: pl.LightningModule) -> Iterator[None]:
         del module.__dict__["log"], module.__dict__["log_dict"]
 
 
-def _logging(module: pl.LightningModule) -> Callable[..., Any]:
-    """Return the module's training step, which also logs its loss."""
+def _with_logged_loss(module: pl.LightningModule) -> Callable[..., Any]:
+    """Return the module's training step, wrapped to log its loss under our key."""
     step = module.training_step
 
     @functools.wraps(step)
     def training_step(*args: Any, **kwargs: Any) -> Any:
         output = step(*args, **kwargs)
-        module.log(_LOSS, loss_of(output).detach(), sync_dist=True)
+        module.log(_LOSS_KEY, loss_of(output).detach(), sync_dist=True)
         return output
 
     return training_step
@@ -166,24 +176,28 @@ def trace_steps(
     parts: tuple[int, int] = (1, 1),
     dropout: bool = False,
 ) -> Trace:
-    """Train one step on every batch, in float64, and say what happened on this rank.
+    """Train one step per batch, in float64, and return the trace of this rank.
 
     Args:
-        subject: Changed.
-        sizes: Of the mesh, whose process group exists.
-        rank: Of this process.
-        parts: Into how many parts, and each of these again, the first batch is cut for
-            `Trace.part_losses`.
-        dropout: Whether dropout draws.
+        subject: Module, batches and strategy; the module is trained.
+        sizes: Mesh sizes; with more than one rank, the process group is initialized.
+        rank: Global rank of this process.
+        parts: Number of replicas, and of micro-batches of each, into which the first batch is split
+            for `Trace.part_losses`.
+        dropout: Whether dropout is active.
+
+    Returns:
+        The trace; an exception of the run is its `error`, and is not raised.
     """
     trace = Trace()
     module = subject.module
-    module.training_step = _logging(module)  # type: ignore[method-assign]
+    module.training_step = _with_logged_loss(module)  # type: ignore[method-assign]
     replica = sizes.data_rank(rank)
     own = [_part_of(batch, sizes.data, replica) for batch in subject.batches]
-    still = WithoutDropout()
+    no_dropout = WithoutDropout()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
+        # Lightning's advice on loaders and loggers is for real runs.
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -193,7 +207,7 @@ def trace_steps(
             max_epochs=1,
             limit_val_batches=0,
             num_sanity_val_steps=0,
-            use_distributed_sampler=False,
+            use_distributed_sampler=False,  # `own` is this replica's part already
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -202,17 +216,17 @@ def trace_steps(
         )
         stack.enter_context(DoublePrecision())
         if not dropout:
-            stack.enter_context(still)
+            stack.enter_context(no_dropout)
         try:
             trainer.fit(module, DataLoader(own, batch_size=None))  # type: ignore[arg-type]
         except Exception as error:
             trace.error = describe_error(error)
-    trace.dropouts = still.calls
+    trace.dropouts = no_dropout.calls
     return trace
 
 
 def describe_error(error: BaseException) -> str:
-    """Return kind, text and place of an error in one line."""
+    """Return the type, the first line of the text and the place of an error, in one line."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = str(error).splitlines()
     first = text[0] if text else ""

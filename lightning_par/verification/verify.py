@@ -1,4 +1,4 @@
-"""From a module, a batch and a strategy to a verdict."""
+"""`verify`: train a module on one process and on a mesh, and compare every step."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ from lightning_par.verification.layouts import check_batches, find_sizes, shrink
 from lightning_par.verification.processes import run_ranks
 from lightning_par.verification.run_trace import Subject, Trace
 
-__all__ = ["judge", "verify", "verify_subject"]
+__all__ = ["compare_traces", "verify", "verify_subject"]
 
 _Traces = Sequence[tuple[Trace, Trace | None]]
 
@@ -31,35 +31,39 @@ def verify(
     devices: int | None = None,
     timeout: float = 300.0,
 ) -> VerifyReport:
-    """Train a module for a few steps on one process and on a layout, and compare everything.
+    """Train a module for a few steps on one process and on a mesh, and compare every tensor.
 
-    Both run in new processes on the CPU, in float64 and without dropout; an axis gets at most two
-    ranks. `module` is left alone. As with everything that starts processes, a script needs
+    Both runs are in new processes on the CPU, in float64 and without dropout; an axis gets at most
+    two ranks. `module` is not changed. Processes are spawned, so a script needs
     ``if __name__ == "__main__":``.
 
     Args:
-        module: The user's; it can be pickled.
-        batch: Of all replicas together; or a list of batches, one per step.
-        strategy: Of the user, attached to a Trainer or not.
-        steps: How many, 1 or more; a list of batches is gone through again and again.
-        devices: Number of ranks that "auto" divides; None: those of the Trainer, if there is one.
-        timeout: Seconds that a run may take.
+        module: The user's LightningModule, which can be pickled.
+        batch: Global batch (of all replicas together), or a list of them, one per step.
+        strategy: The user's strategy, attached to a Trainer or not.
+        steps: Number of steps, 1 or more; a shorter list of batches is repeated.
+        devices: Number of ranks of the user's mesh; None: that of the strategy's Trainer, or the
+            product of the sizes given.
+        timeout: Seconds without an answer after which a run is ended.
 
     Returns:
         The verdict; print it for a table.
 
     Raises:
-        ConfigurationError: A batch cannot be divided among the replicas.
-        MeshError: The sizes do not fit the devices.
+        ConfigurationError: A batch does not divide evenly among the replicas.
+        MeshError: The sizes do not divide the number of ranks.
     """
     batches = batch if isinstance(batch, list) else [batch]
     chosen = [batches[step % len(batches)] for step in range(steps)] if batches else []
     asked = find_sizes(strategy, devices)
     check_batches(chosen, shrink(asked))
-    bare = copy.copy(module)
-    bare._trainer = None
-    subject = Subject(module=bare, batches=chosen, strategy=strategy)
-    make = partial(pickle.loads, pickle.dumps(subject))  # shared memory would change the module
+    # A Trainer cannot be pickled, and is not needed.
+    detached = copy.copy(module)
+    detached._trainer = None
+    subject = Subject(module=detached, batches=chosen, strategy=strategy)
+    # Pickled here: torch.multiprocessing would pass the weights in shared memory, and the training
+    # in the other process would change the user's module.
+    make = partial(pickle.loads, pickle.dumps(subject))
     return verify_subject(make, asked, plan=strategy.plan or find_plan(module), timeout=timeout)
 
 
@@ -70,49 +74,51 @@ def verify_subject(
     plan: ParallelPlan | None,
     timeout: float = 300.0,
 ) -> VerifyReport:
-    """Run what `make` gives on one process and on a layout, and judge.
+    """Train `make()` on one process and on a mesh, and report the differences.
 
     Args:
-        make: Gives a new subject; it can be pickled.
-        asked: Sizes of the user's layout.
-        plan: Of the model, or None.
-        timeout: Seconds that a run may take.
+        make: Picklable function that returns a new subject.
+        asked: Mesh sizes of the user's strategy.
+        plan: Parallel plan of the model, if it has one.
+        timeout: Seconds without an answer after which a run is ended.
     """
     sizes = shrink(asked)
     alone = run_ranks(
         make, ParallelSizes(), parts=count_parts(make().strategy, sizes), timeout=timeout
     )
     ranks = run_ranks(make, sizes, parts=(1, 1), timeout=timeout)
-    return judge(alone[0][0], ranks, sizes, asked, plan)
+    return compare_traces(alone[0][0], ranks, sizes, asked, plan)
 
 
 def count_parts(strategy: MeshStrategy, sizes: ParallelSizes) -> tuple[int, int]:
-    """Return among how many replicas, and then micro-batches, a batch is divided.
+    """Return the number of replicas, and of micro-batches per replica, that split a batch.
 
     Args:
-        strategy: Of the user.
-        sizes: Of the layout that is run.
+        strategy: The user's strategy.
+        sizes: Mesh sizes that are run.
     """
+    # 4 per stage is what num_microbatches="auto" takes.
     micro_batches = strategy.num_microbatches or 4 * sizes.pipeline
     return sizes.data, micro_batches if sizes.pipeline > 1 else 1
 
 
-def judge(
+def compare_traces(
     one: Trace,
     ranks: _Traces,
     sizes: ParallelSizes,
     asked: ParallelSizes,
     plan: ParallelPlan | None,
 ) -> VerifyReport:
-    """Compare what was traced, and name the likely cause of a difference.
+    """Compare the traces of both runs, and diagnose a difference.
 
     Args:
-        one: Of one process.
-        ranks: Of the layout, in the order of the ranks: without dropout, and with it.
-        sizes: Of the layout.
-        asked: Of the user's layout.
-        plan: Of the model, or None.
+        one: Trace of the run on one process.
+        ranks: Traces of the parallel run without and with dropout, in the order of the ranks.
+        sizes: Mesh sizes of the parallel run.
+        asked: Mesh sizes of the user's strategy.
+        plan: Parallel plan of the model, if it has one.
     """
+    # One fault mostly ends all ranks: the same text counts once.
     traces = [trace for trace, _ in ranks]
     errors = list(dict.fromkeys(t.error for t in (one, *traces) if t.error is not None))
     failed = [f"the run failed: {error}" for error in errors]
@@ -123,9 +129,10 @@ def judge(
     notes = []
     if one.dropouts:
         notes.append(f"dropout was off: {one.dropouts} calls of it drew nothing")
+    # Dropout is checked only where everything else is equal: its symptom would be the same.
     with_dropout = [trace for _, trace in ranks if trace is not None]
     if first is None and not failed and len(with_dropout) == len(ranks):
-        causes += _of_dropout(with_dropout, sizes)
+        causes += _causes_of_dropout(with_dropout, sizes)
     return VerifyReport(
         sizes=sizes,
         asked=asked,
@@ -136,8 +143,8 @@ def judge(
     )
 
 
-def _of_dropout(ranks: Sequence[Trace], sizes: ParallelSizes) -> list[str]:
-    """Say which parameter gives away that ranks drew differently where they must draw alike."""
+def _causes_of_dropout(ranks: Sequence[Trace], sizes: ParallelSizes) -> list[str]:
+    """Return the cause "dropout drawn differently per rank" if copies of a parameter differ."""
     copies = differing_copies(ranks, sizes)
     if not copies:
         return []

@@ -13,7 +13,7 @@ from lightning_par.checkpoint.export import export_weights
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.pieces import Box, Piece
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.writer import complete, make_part, write_part
+from lightning_par.checkpoint.writer import commit, make_part, write_part
 from lightning_par.models import GPTModule
 from tests.support.checkpoints import write_folder
 from tests.support.resharding import differences, PLAIN, run_layout, SIZES
@@ -125,7 +125,7 @@ def test_export_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     pieces = [Piece(Box(n, (0,), (size,)), (size,), v) for n, v in values.items()]
     report = write_part(tmp_path / "partial", make_part(0, 1, weights=pieces))
     path, manifest = tmp_path / "a.ckpt", Manifest(world_size=1)
-    complete(tmp_path / "partial", path, [report], manifest, aliases={}, order=list(values).index)
+    commit(tmp_path / "partial", path, [report], manifest, aliases={}, order=list(values).index)
     reader, out = CheckpointReader(path), tmp_path / "out.safetensors"
     with torch.profiler.profile(profile_memory=True) as profile:
         export_weights(reader, out)

@@ -15,7 +15,7 @@ from lightning_par.sizes import ParallelSizes
 from lightning_par.verification.eval_mode import WithoutDropout
 from lightning_par.verification.processes import run_rank
 from lightning_par.verification.run_trace import Subject
-from lightning_par.verification.verify import count_parts, judge
+from lightning_par.verification.verify import compare_traces, count_parts
 from tests.support.faults.broken_models import MAKE, SIZES, STEPS, TP
 from tests.support.models.huggingface import HFModule, PaddedText
 from tests.support.models.toy_gpt import loader, ToyModule
@@ -56,7 +56,7 @@ def report_of(make: Any, sizes: ParallelSizes) -> Any:
     subject = make()
     one, _ = run_rank(make, ONE, 0, parts=count_parts(subject.strategy, sizes))
     ranks = run_ranks(trace_rank, sizes.world_size, make, sizes, timeout=120)
-    return judge(one, ranks, sizes, sizes, subject.strategy.plan)
+    return compare_traces(one, ranks, sizes, sizes, subject.strategy.plan)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_model_that_fails_on_the_layout_is_reported() -> None:
     one, _ = run_rank(MAKE["none"], ONE, 0)
     one.error = None
     failed = type(one)(error="RuntimeError: shapes (attention.py:3)")
-    report = judge(one, [(failed, None), (failed, None)], TP, TP, None)
+    report = compare_traces(one, [(failed, None), (failed, None)], TP, TP, None)
     assert not report.equal
     assert "the run failed: RuntimeError: shapes (attention.py:3)" in str(report)
     assert report.rows == ()

@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.pieces import Box, Piece
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.save_coordinator import CheckpointSaver, SaveOrder
-from lightning_par.checkpoint.writer import complete, make_part, write_part
+from lightning_par.checkpoint.save_coordinator import CheckpointSaver, SaveMetadata
+from lightning_par.checkpoint.writer import commit, make_part, write_part
 
 WORLD = 2
 
@@ -66,13 +66,13 @@ def write_folder(path: Path, seed: int, state: Any = None) -> Path:
     reports = [write_part(partial, part_of(seed, rank, state=state)) for rank in range(WORLD)]
     manifest = Manifest(world_size=WORLD, step=seed, epoch=seed)
     order = list(make_values(seed)).index
-    complete(partial, path, reports, manifest, aliases={"tied": "table"}, order=order)
+    commit(partial, path, reports, manifest, aliases={"tied": "table"}, order=order)
     return path
 
 
 def save_alone(path: Path, seed: int) -> None:
     """Save as the only rank."""
-    order = SaveOrder(
+    order = SaveMetadata(
         manifest=Manifest(world_size=1, step=seed), aliases={}, place=list(make_values(seed)).index
     )
     CheckpointSaver().save(path, part_of(seed, 0, 1), order)

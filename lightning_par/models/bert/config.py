@@ -1,4 +1,4 @@
-"""Sizes of a BERT and the published ones by name.
+"""Configuration of the reference BERT, and the published sizes by name.
 
 Shapes: D model dim, F feed-forward dim, T tokens, V vocabulary, L layers.
 """
@@ -15,25 +15,26 @@ __all__ = ["BERT_PRESETS", "BertConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """Everything that determines a `Bert`.
+    """Configuration of a `Bert`: sizes, heads and initialization.
 
     Attributes:
         vocab_size: V, special tokens included.
-        max_length: Longest T.
+        max_length: Largest T, the number of learned positions.
         num_layers: L.
         model_dim: D.
-        num_heads: Divides D.
+        num_heads: Number of attention heads; divides D.
         ff_dim: F.
-        num_segments: Rows of the segment table.
-        mask_id: Token that hides another; None: the last one of the vocabulary.
-        order_head: Whether a second head tells the order of the two segments. It looks at the first
-            token of a sample, so that tokens cannot be divided over context-parallel ranks.
-        dropout: Probability, 0 up to but not including 1.
-        norm_eps: Added to the variance in norms.
-        init_std: Standard deviation of the initial weights.
+        num_segments: Number of token types (rows of the segment embedding).
+        mask_id: Token id of [MASK]; None: V - 1.
+        order_head: Whether there is a second head for sentence-order prediction (SOP). It reads the
+            first token of a sample, which excludes context parallelism.
+        dropout: Dropout probability, 0 <= p < 1.
+        norm_eps: Epsilon of the LayerNorms.
+        init_std: Standard deviation of the initial matrices and tables.
 
     Raises:
-        ConfigurationError: With every value that is out of range or does not divide.
+        ConfigurationError: A value is out of range, or `num_heads` does not divide D; lists every
+            problem.
     """
 
     vocab_size: int = 260
@@ -70,18 +71,18 @@ class BertConfig:
                 f"use one of {fit}."
             )
         if self.mask_id is None:
-            object.__setattr__(self, "mask_id", self.vocab_size - 1)
+            object.__setattr__(self, "mask_id", self.vocab_size - 1)  # frozen
         elif not 0 <= self.mask_id < self.vocab_size:
             problems.append(f"mask_id={self.mask_id} must be 0 .. {self.vocab_size - 1}.")
         raise_problems(ConfigurationError, problems)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "BertConfig":
-        """Return a configuration by name.
+        """Return a published or test configuration by name.
 
         Args:
             name: A key of `BERT_PRESETS`: ``"tiny"``, ``"base"``, ``"large"``.
-            **overrides: Fields that differ from the preset.
+            **overrides: Field -> value in place of the preset's.
 
         Raises:
             ConfigurationError: No preset has that name, or an override is not a field.
@@ -98,7 +99,8 @@ class BertConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model, the tied table counted once."""
+        """Number of parameters of the unsharded model; the tied embedding counts once."""
+        # In closed form: the model may be too large to build, or be on several ranks.
         dim, ff, vocab = self.model_dim, self.ff_dim, self.vocab_size
         tables = (vocab + self.max_length + self.num_segments) * dim + 2 * dim
         block = 4 * (dim * dim + dim) + 2 * dim * ff + ff + dim + 4 * dim

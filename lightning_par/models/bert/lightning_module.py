@@ -1,4 +1,4 @@
-"""The LightningModule of the reference BERT. It runs under any strategy and knows of none."""
+"""LightningModule of the reference BERT; it runs under any strategy and knows of none."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,17 +20,18 @@ Batch = Mapping[str, Tensor]
 
 
 class BertModule(LanguageModule):
-    """Trains a `Bert` on the batches of `SentenceDataModule`, hiding other tokens in every step.
+    """Masked language modeling of a `Bert` on `SentenceDataModule`, optionally with sentence order.
 
-    With an order head, every sample counts the same: its loss is the mean over its hidden tokens,
-    plus that of its order. A sample whose ``sentence_order`` is -100 does not count. Without, every
-    hidden token counts the same. So the loss of a batch does not depend on how the batch is divided
-    among devices. What validation hides is always the same.
+    The mask is drawn anew in every training step, and is always the same in validation and test.
+    With an order head the loss is a mean over samples: of a sample, the mean over its masked tokens
+    plus the loss of its order; samples with ``sentence_order`` -100 have weight 0. Without, the
+    loss is a mean over masked tokens. Either is a weighted mean, so that it does not depend on how
+    a batch is split over replicas and micro-batches.
 
-    Logs ``train_loss`` (nats, each step); ``val_loss`` and ``test_loss`` (over an epoch and all
-    replicas), and for each of the two, of the hidden tokens, ``_accuracy`` (0 .. 1) and
-    ``_perplexity``, and ``_order_accuracy`` where there is an order head. The arguments are those
-    of `LanguageModule`.
+    Logs ``train_loss`` (nats, each step); ``val_loss`` and ``test_loss`` (mean over the epoch and
+    all replicas); and with the prefixes ``val`` and ``test``: ``_accuracy`` (0 .. 1) and
+    ``_perplexity`` of the masked tokens, and ``_order_accuracy`` (0 .. 1) with an order head. The
+    arguments are those of `LanguageModule`.
     """
 
     config_type = BertConfig
@@ -49,23 +50,37 @@ class BertModule(LanguageModule):
                 setattr(self, f"{name}_order_accuracy", MulticlassAccuracy(2, **options))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return logits [B, T, V], and [B, 2] if there is an order head."""
+        """Return token logits [B, T, V], and order logits [B, 2] or None without an order head.
+
+        Args:
+            batch: Batch of `SentenceDataModule`.
+        """
         out: tuple[Tensor, Tensor | None] = self.model(
             batch["input_ids"], batch["segment_ids"], batch["attention_mask"]
         )
         return out
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Without an order head, hide tokens now: later, a rank may have a part of every sample."""
+        """Mask tokens now if there is no order head.
+
+        Args:
+            batch: Batch of `SentenceDataModule`, on this rank's device.
+            dataloader_idx: Not used.
+
+        Returns:
+            The batch; with masked ``input_ids`` and with ``labels`` if it was masked.
+        """
+        # Later, context parallelism may have sharded the sequences, and the mask is a function of
+        # whole rows. With an order head there is no context parallelism, see BertConfig.
         if self.config.order_head or self.trainer.predicting:
             return batch
-        return self._hide(batch, self.global_step if self.trainer.training else -1)
+        return self._mask_batch(batch, self.global_step if self.trainer.training else -1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss and log it."""
-        shown = self._hide(batch, self.global_step) if self.config.order_head else batch
-        labels = shown["labels"]
-        logits, order = self(shown)
+        masked = self._mask_batch(batch, self.global_step) if self.config.order_head else batch
+        labels = masked["labels"]
+        logits, order = self(masked)
         loss = self._loss(batch, _token_losses(logits, labels), labels, order)
         self.log("train_loss", loss, prog_bar=True)
         return loss
@@ -79,52 +94,55 @@ class BertModule(LanguageModule):
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the most likely token at every position, [B, T]; nothing is hidden."""
+        """Return the most likely token at every position, [B, T]; nothing is masked."""
         logits, _ = self(batch)
         best: Tensor = logits.argmax(dim=-1)
         return best
 
-    def _hide(self, batch: Batch, step: int) -> Batch:
-        """Return the batch with other ``input_ids``, and the hidden tokens as ``labels``."""
+    def _mask_batch(self, batch: Batch, step: int) -> Batch:
+        """Return the batch with masked ``input_ids``, and the original tokens as ``labels``."""
         config = self.config
         assert config.mask_id is not None
-        shown, labels = mask_tokens(
+        masked, labels = mask_tokens(
             batch["input_ids"],
             batch["maskable"].bool(),
             step=step,
             mask_id=config.mask_id,
             vocab_size=config.vocab_size,
         )
-        return {**batch, "input_ids": shown, "labels": labels}
+        return {**batch, "input_ids": masked, "labels": labels}
 
     def _loss(self, batch: Batch, losses: Tensor, labels: Tensor, order: Tensor | None) -> Tensor:
-        """Return the mean over the hidden tokens; over samples if their order counts, too."""
+        """Return the mean over masked tokens, or with order logits the mean over samples."""
         counts = (labels != IGNORED).sum(1)
         if order is None:
             mean: Tensor = losses.sum() / counts.sum().clamp(min=1)
             return mean
         per_sample = losses.sum(1) / counts.clamp(min=1)
         target = batch["sentence_order"]
-        wide = order.float() if order.dtype.itemsize < 4 else order
+        upcast = order.float() if order.dtype.itemsize < 4 else order
         per_sample = per_sample + F.cross_entropy(
-            wide, target, ignore_index=IGNORED, reduction="none"
+            upcast, target, ignore_index=IGNORED, reduction="none"
         )
+        # `where` and not a product: 0 * NaN of a padded sample would be NaN.
         valid = target != IGNORED
         total: Tensor = per_sample.where(valid, 0).sum() / valid.sum().clamp(min=1)
         return total
 
     def _evaluate(self, batch: Batch, name: str) -> None:
-        shown = self._hide(batch, -1) if self.config.order_head else batch
-        labels = shown["labels"]
-        logits, order = self(shown)
+        masked = self._mask_batch(batch, -1) if self.config.order_head else batch
+        labels = masked["labels"]
+        logits, order = self(masked)
         losses = _token_losses(logits, labels)
         loss = self._loss(batch, losses, labels, order)
-        hidden = int((labels != IGNORED).sum())
+        num_masked = int((labels != IGNORED).sum())
         perplexity = getattr(self, f"{name}_perplexity")
-        perplexity.update(losses.sum() / max(hidden, 1), hidden)
+        perplexity.update(losses.sum() / max(num_masked, 1), num_masked)
         accuracy = getattr(self, f"{name}_accuracy")
         accuracy.update(logits.argmax(dim=-1), labels)
-        valid = hidden if order is None else int((batch["sentence_order"] != IGNORED).sum())
+        # batch_size is the weight of this batch in the epoch's mean, so it counts what the loss is
+        # a mean over.
+        valid = num_masked if order is None else int((batch["sentence_order"] != IGNORED).sum())
         self.log(f"{name}_loss", loss, prog_bar=True, sync_dist=True, batch_size=valid)
         self.log(f"{name}_perplexity", perplexity)
         self.log(f"{name}_accuracy", accuracy, prog_bar=True)
@@ -135,7 +153,8 @@ class BertModule(LanguageModule):
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of every token, [B, T], in nats, 0 where nothing was hidden."""
+    """Return the cross-entropy of every token, [B, T], in nats; 0 where no token was masked."""
+    # The log-sum-exp over V loses too much in 16 bits.
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     losses = F.cross_entropy(

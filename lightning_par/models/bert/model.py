@@ -1,4 +1,4 @@
-"""The reference encoder: a BERT for one device, which declares how it may be cut.
+"""Reference BERT: a plain one-device encoder with a `ParallelPlan`.
 
 Shapes: B batch, T tokens, D model dim, N heads, H head dim, V vocabulary.
 """
@@ -17,13 +17,12 @@ __all__ = ["Bert", "EncoderBlock", "from_hugging_face_bert"]
 
 
 class SelfAttention(nn.Module):
-    """Attention of every token to every token that is not padding.
+    """Bidirectional self-attention with a padding mask.
 
-    `num_heads` is read at every call: where the projections are sharded over heads, a strategy
-    lowers it to the local count.
+    `num_heads` is read at every call: tensor parallelism lowers it to the local number of heads.
 
     Args:
-        config: Sizes.
+        config: Configuration of the model.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -35,11 +34,11 @@ class SelfAttention(nn.Module):
         self.value, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
 
     def forward(self, hidden: Tensor, visible: Tensor | None = None) -> Tensor:
-        """Mix tokens.
+        """Attend to every visible token.
 
         Args:
             hidden: [B, T, D].
-            visible: [B, 1, 1, T], bool; None: every token is.
+            visible: [B, 1, 1, T], bool, False for padding; None: no padding.
 
         Returns:
             [B, T, D].
@@ -55,10 +54,10 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """``down(gelu(up(x)))`` with the exact GELU.
+    """MLP ``down(gelu(up(x)))`` with the exact (erf) GELU.
 
     Args:
-        config: Sizes.
+        config: Configuration of the model.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -73,10 +72,10 @@ class FeedForward(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """One layer, normalized after each part: ``norm(h + attention(h))``, ``norm(h + mlp(h))``.
+    """Post-norm encoder layer: ``h = norm(h + attention(h))``, then ``norm(h + mlp(h))``.
 
     Args:
-        config: Sizes.
+        config: Configuration of the model.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -89,17 +88,22 @@ class EncoderBlock(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, visible: Tensor | None = None) -> Tensor:
-        """Refine the hidden state [B, T, D]; `visible` as in `SelfAttention`."""
+        """Map [B, T, D] to [B, T, D].
+
+        Args:
+            hidden: [B, T, D].
+            visible: [B, 1, 1, T], bool, False for padding; None: no padding.
+        """
         hidden = self.attention_norm(hidden + self.drop(self.attention(hidden, visible)))
         out: Tensor = self.mlp_norm(hidden + self.drop(self.mlp(hidden)))
         return out
 
 
 class OrderHead(nn.Module):
-    """Classifies the first token: are the two segments in their order?
+    """Sentence-order head: classifies the hidden state of the first token, as BERT's NSP head.
 
     Args:
-        config: Sizes.
+        config: Configuration of the model.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -114,10 +118,10 @@ class OrderHead(nn.Module):
 
 
 class Bert(nn.Module):
-    """A bidirectional encoder with a head for hidden tokens and, optionally, one for the order.
+    """Bidirectional encoder with a masked-token head and, optionally, a sentence-order head.
 
     Args:
-        config: Sizes.
+        config: Sizes, heads and initialization.
 
     **Source**: Devlin et al. (1810.04805), section 3.
 
@@ -145,7 +149,8 @@ class Bert(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Draw matrices and tables, zero biases; norms keep their ones."""
+        """Draw matrices and tables from N(0, init_std), zero the biases; norms keep their ones."""
+        # One in-place call per parameter: deferred initialization replays them one by one.
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=self.config.init_std)
@@ -159,17 +164,17 @@ class Bert(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Predict every token, and the order of the segments.
+        """Return the logits of every token, and of the order of the segments.
 
         Args:
-            input_ids: [B, T], int64.
+            input_ids: [B, T], int64, 0 .. V - 1.
             segment_ids: [B, T], int64, 0 .. num_segments - 1; None: all 0.
-            attention_mask: [B, T], 0 or False where padding is; None: no padding. A row needs one
+            attention_mask: [B, T], 0 or False for padding; None: no padding. Every row needs a
                 visible token.
             position_ids: [B or 1, T], int64; None: 0 .. T - 1.
 
         Returns:
-            Logits [B, T, V], and [B, 2] if there is an order head.
+            Token logits [B, T, V], and order logits [B, 2] or None without an order head.
         """
         if segment_ids is None:
             segment_ids = torch.zeros_like(input_ids)
@@ -184,7 +189,7 @@ class Bert(nn.Module):
         return self.head(self.transform_norm(F.gelu(self.transform(hidden)))), order
 
     def parallel_plan(self) -> ParallelPlan:
-        """Return how this model may be cut along every axis."""
+        """Return the parallel plan: blocks, tensor styles, tied weights and batch spec."""
         tensor: dict[str, TensorStyle] = {
             "embed": "vocab_embedding",
             "position": "split_sequence",
@@ -207,6 +212,8 @@ class Bert(nn.Module):
         if self.order is not None:
             tensor["order"] = "whole_sequence"
             tensor["order.pool"] = tensor["order.classify"] = "replicated"
+        # Without an order head the labels are made before the sequences are sharded, hence sharded
+        # with them; with one, the label is a number per sample.
         sequences = ["input_ids", "segment_ids", "attention_mask", "maskable"]
         labels = "sentence_order"
         if self.order is None:
@@ -223,6 +230,7 @@ class Bert(nn.Module):
         )
 
 
+# Pattern of a name in transformers -> name here; the first match counts.
 _HUGGING_FACE = (
     (r"bert\.embeddings\.word_embeddings\.", "embed."),
     (r"bert\.embeddings\.position_embeddings\.", "position."),
@@ -247,8 +255,8 @@ def from_hugging_face_bert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict of a `Bert` from that of a `BertForPreTraining` of the same sizes.
 
     Args:
-        state: As `state_dict()` of transformers gives it. Entries that a `Bert` does not have, such
-            as buffers of positions, are left out.
+        state: `state_dict()` of the transformers model. Entries that a `Bert` does not have, such
+            as position buffers, are left out.
     """
     renamed = {}
     for name, value in state.items():

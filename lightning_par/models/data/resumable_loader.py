@@ -1,8 +1,8 @@
-"""Which samples each replica sees, in which order, and how a run finds its place again.
+"""Distributed sampler and stateful data loader, which resumes in the middle of an epoch.
 
-Note [Global order]: one permutation of the samples per (seed, epoch), from which replica r of R
-takes the samples r, r + R, r + 2R ... The k-th batches of all replicas together are therefore the
-k-th B*R samples of the permutation: the global batch, and so the run, depends on B*R and not on R.
+Note [Global order]: there is one permutation of the samples per (seed, epoch), from which replica r
+of R takes the samples r, r + R, r + 2R ... The k-th batches of all replicas together are therefore
+the k-th B*R samples of the permutation: the global batch depends on B*R and not on R.
 """
 
 import logging
@@ -24,17 +24,18 @@ _log = logging.getLogger(__name__)
 
 
 class ReplicaSampler(DistributedSampler[Any]):
-    """The samples of one replica; every replica gets the same number. See Note [Global order].
+    """Sampler of one replica; all replicas get equally many samples. See Note [Global order].
 
-    It is a `DistributedSampler`, which the Trainer never replaces by one of its own.
+    It is a `DistributedSampler`, so that the Trainer does not replace it by one of its own.
 
     Args:
-        dataset: Anything with a length.
-        num_replicas: R. Ranks that hold parts of one copy of the model are one replica.
-        rank: Which replica, 0 .. R - 1.
-        shuffle: Whether every epoch has another order.
-        seed: Of the order; the same on all ranks.
-        drop_last: Leave out up to R - 1 samples, so that R divides what is left. Otherwise
+        dataset: Dataset with a length.
+        num_replicas: R, the number of model replicas; ranks that hold shards of one model are one
+            replica.
+        rank: Index of this rank's replica, 0 .. R - 1.
+        shuffle: Whether every epoch has another permutation.
+        seed: Seed of the permutations; the same on all ranks.
+        drop_last: Whether the last samples are dropped so that R divides their number; otherwise
             `PADDING` fills up.
     """
 
@@ -56,7 +57,7 @@ class ReplicaSampler(DistributedSampler[Any]):
             self.num_samples += 1
         self.total_size = self.num_samples * num_replicas
         self.start = 0
-        """How many of this replica's samples the next iteration leaves out at its beginning."""
+        """Number of this replica's samples that the next iteration skips at its beginning."""
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
@@ -65,30 +66,32 @@ class ReplicaSampler(DistributedSampler[Any]):
         else:
             order = torch.arange(self._count)
         mine = order[: self.total_size][self.rank :: self.num_replicas]
-        for low in range(self.start, len(mine), _CHUNK):  # never the whole order as Python ints
+        # In chunks: a list of Python ints of the whole order would take 8 times its memory.
+        for low in range(self.start, len(mine), _CHUNK):
             yield from mine[low : low + _CHUNK].tolist()
         yield from [PADDING] * (self.num_samples - max(self.start, len(mine)))
 
 
 class ResumableLoader(DataLoader[_T_co]):
-    """A `DataLoader` that knows its place: epoch, and samples that all replicas together have seen.
+    """Stateful `DataLoader`: its state is the epoch and the samples that all replicas have seen.
 
-    The Trainer stores `state_dict` in checkpoints. An epoch that goes on after a resume leaves out
-    what was seen, without loading it, and keeps its full length, as the Trainer expects. Batches
-    that workers have prefetched do not count as seen. Takes the arguments of `DataLoader`; needs a
-    `ReplicaSampler`, except that one put in its place by the Trainer (``overfit_batches``) makes it
-    an ordinary loader.
+    The Trainer stores `state_dict` in checkpoints. A resumed epoch skips the samples that were
+    seen, without loading them, and keeps its full length, as the Trainer expects. Batches that
+    workers have prefetched do not count as seen. Takes the arguments of `DataLoader`, with a
+    `ReplicaSampler`; if the Trainer has replaced that (``overfit_batches``), it is an ordinary
+    loader.
 
-    Note [Own epochs]: the loader counts epochs itself and takes the Trainer's count only to begin
-    with. A run that stops at ``max_steps`` in the middle of an epoch is stored as if the epoch were
-    over; by the Trainer's count, a longer run would then skip the rest of it.
+    Note [Own epochs]: the loader counts epochs itself and takes the Trainer's count only at the
+    start. A run that stops at ``max_steps`` in the middle of an epoch is stored as if the epoch
+    were over; by the Trainer's count, a longer run would then skip the rest of it.
 
     Attributes:
-        batches_per_epoch: Where the Trainer ends an epoch early (``limit_train_batches``).
+        batches_per_epoch: Number of batches after which the Trainer ends an epoch
+            (``limit_train_batches``); None: all.
     """
 
     batches_per_epoch: int | None = None
-    _place: tuple[int, int] | None = None
+    _position: tuple[int, int] | None = None
     _started = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator is enough
@@ -98,24 +101,25 @@ class ResumableLoader(DataLoader[_T_co]):
         if not isinstance(sampler, ReplicaSampler):
             yield from super().__iter__()
             return
-        epoch, seen = self._place or (sampler.epoch, 0)
-        if self._started:  # what was left of the previous iteration is given up
+        epoch, seen = self._position or (sampler.epoch, 0)
+        if self._started:  # a new iteration abandons the rest of the previous one
             epoch, seen = epoch + 1, 0
         epoch, seen = self._whole_epochs(epoch, seen)
         sampler.set_epoch(epoch)
         sampler.start = seen // sampler.num_replicas
         with torch.random.fork_rng(devices=[], enabled=seen > 0):
-            # At its start, the epoch drew a number here; a run that resumes must not draw another.
+            # DataLoader draws a base seed here. The interrupted run drew it at the epoch's start,
+            # so the resumed one must leave the generator as it is.
             batches = super().__iter__()
         for batch in batches:
             sampler.start = 0
             self._started = True
             seen = min(seen + self._global_batch, sampler.total_size)
-            self._place = (epoch, seen)
+            self._position = (epoch, seen)
             yield batch
 
     def _whole_epochs(self, epoch: int, seen: int) -> tuple[int, int]:
-        """Return the place as the beginning of the next epoch if the epoch is over."""
+        """Return (epoch, samples seen), moved to the next epoch if this one is over."""
         length = len(self)
         if self.batches_per_epoch is not None:
             length = min(length, self.batches_per_epoch)
@@ -129,24 +133,24 @@ class ResumableLoader(DataLoader[_T_co]):
         return (self.batch_size or 1) * self.sampler.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place after the last batch that was handed out; the same on every replica."""
+        """Return the position after the last batch that was yielded; the same on every replica."""
         if not isinstance(self.sampler, ReplicaSampler):
             return {}
-        epoch, seen = self._whole_epochs(*(self._place or (self.sampler.epoch, 0)))
+        epoch, seen = self._whole_epochs(*(self._position or (self.sampler.epoch, 0)))
         return {"epoch": epoch, "samples": seen, "global_batch_size": self._global_batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a place.
+        """Continue at a stored position.
 
-        If the global batch size has changed, the epoch goes on with the first sample that was not
-        seen, but the Trainer's own count of batches in this epoch no longer fits; a warning says
-        so.
+        If the global batch size has changed, the epoch goes on with the first unseen sample, but
+        the Trainer's count of batches in this epoch no longer fits, of which a warning tells.
 
         Args:
-            state: From `state_dict`, of a run with any number of replicas.
+            state: `state_dict` of a run with any number of replicas.
 
         Raises:
-            ConfigurationError: The samples seen do not divide by the number of replicas.
+            ConfigurationError: The number of samples seen is not a multiple of the number of
+                replicas.
         """
         sampler = self.sampler
         if not state or not isinstance(sampler, ReplicaSampler):
@@ -165,4 +169,4 @@ class ResumableLoader(DataLoader[_T_co]):
                 state["global_batch_size"],
                 self._global_batch,
             )
-        self._place, self._started = (state["epoch"], seen), False
+        self._position, self._started = (state["epoch"], seen), False

@@ -1,4 +1,4 @@
-"""Pairs of segments of real prose for encoders: found, split into sentences, packed and padded.
+"""Sentence-pair data for encoders: prose split into sentences, packed into segment pairs, padded.
 
 Shapes: B samples, T tokens.
 """
@@ -24,12 +24,12 @@ __all__ = ["SentenceDataModule", "SentencePairs", "pack_pairs", "prose_of", "spl
 
 _END = re.compile(r"(?<=[.!?:;])\s+|\n\s*\n")
 _SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
-_NUM_MARKS = 3  # one [CLS], two [SEP]
+_NUM_SPECIAL = 3  # per sample: one [CLS], two [SEP]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs of tokens that follow one another in a text."""
+    """Two consecutive segments (runs of tokens) of a text."""
 
     first: tuple[int, ...]
     second: tuple[int, ...]
@@ -39,15 +39,15 @@ def prose_of(path: Path) -> str:
     """Return the docstrings of a Python file, or the whole text of any other.
 
     Args:
-        path: UTF-8 text; bytes that are not are replaced. A file that is no Python any more gives
-            an empty text.
+        path: File in UTF-8; invalid bytes are replaced. A .py file that this Python cannot parse
+            gives an empty text.
     """
     text = path.read_bytes().decode("utf-8", errors="replace")
     if path.suffix != ".py":
         return text
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in somebody else's code
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
@@ -57,7 +57,7 @@ def prose_of(path: Path) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split at the ends of sentences and at blank lines; white space becomes single spaces.
+    """Split a text at the ends of sentences and at blank lines, and normalize white space.
 
     Example:
         >>> split_sentences("One is here.   Two is, too.")
@@ -68,26 +68,26 @@ def split_sentences(text: str) -> list[str]:
 
 
 def pack_pairs(sentences: Iterable[Sequence[int]], length: int, seed: int) -> Iterator[Pair]:
-    """Fill samples with the sentences of one text and cut each into two segments at a boundary.
+    """Pack the sentences of one text into samples, each split into two segments at a sentence end.
 
     Args:
-        sentences: Tokens of every sentence, in order. One that is longer than a sample is cut.
+        sentences: Tokens of every sentence, in order; truncated to the length of a sample.
         length: T; 5 or more.
-        seed: Of the boundary.
+        seed: Seed of the choice of the boundaries.
     """
-    room, generator = length - _NUM_MARKS, random.Random(seed)
+    room, generator = length - _NUM_SPECIAL, random.Random(seed)
     held: list[Sequence[int]] = []
     for sentence in sentences:
         sentence = sentence[:room]
         if held and sum(map(len, held)) + len(sentence) > room:
-            yield from _cut(held, generator)
+            yield from _split_pair(held, generator)
             held = []
         held.append(sentence)
-    yield from _cut(held, generator)
+    yield from _split_pair(held, generator)
 
 
-def _cut(held: Sequence[Sequence[int]], generator: random.Random) -> Iterator[Pair]:
-    """Cut between two sentences, or a single one in its middle."""
+def _split_pair(held: Sequence[Sequence[int]], generator: random.Random) -> Iterator[Pair]:
+    """Yield the sentences split between two of them, or a single sentence split in its middle."""
     if len(held) == 1:
         half = len(held[0]) // 2
         held = [held[0][:half], held[0][half:]]
@@ -99,15 +99,15 @@ def _cut(held: Sequence[Sequence[int]], generator: random.Random) -> Iterator[Pa
 
 
 class SentencePairs(Dataset[dict[str, Tensor]]):
-    """Samples ``[CLS] first [SEP] second [SEP]``, padded to T; half of them with the two swapped.
+    """Samples ``[CLS] first [SEP] second [SEP]``, padded to T; in half of them the two are swapped.
 
-    Index `PADDING` gives a sample that counts for nothing.
+    Index `PADDING` gives a sample with weight 0 in the loss.
 
     Args:
-        pairs: At most T - 3 tokens each.
+        pairs: Segment pairs of at most T - 3 tokens each.
         length: T.
-        first_special: Number of the first of the special tokens [PAD], [CLS], [SEP] and [MASK].
-        seed: Decides which samples are swapped.
+        first_special: Token id of [PAD]; [CLS], [SEP] and [MASK] follow.
+        seed: Seed of the choice which samples are swapped.
     """
 
     def __init__(
@@ -120,14 +120,15 @@ class SentencePairs(Dataset[dict[str, Tensor]]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the entries of a batch without B; see `SentenceDataModule`.
+        """Return a sample: the entries of a batch of `SentenceDataModule` without the dim B.
 
         Args:
             index: 0 .. len - 1, or `PADDING`.
         """
-        place = 0 if index == PADDING else index
-        pair = self.pairs[place]
-        swapped = random.Random(f"{self.seed} {place}").random() < 0.5
+        position = 0 if index == PADDING else index
+        pair = self.pairs[position]
+        # A function of the index alone: the same in every epoch and for any number of workers.
+        swapped = random.Random(f"{self.seed} {position}").random() < 0.5
         first, second = (pair.second, pair.first) if swapped else (pair.first, pair.second)
         tokens = [self.cls, *first, self.sep, *second, self.sep]
         missing = self.length - len(tokens)
@@ -144,27 +145,27 @@ class SentencePairs(Dataset[dict[str, Tensor]]):
 
 
 class SentenceDataModule(TextDataModule):
-    """Batches of segment pairs for `BertModule`.
+    """Data module of sentence pairs for `BertModule`.
 
-    ``input_ids``, ``segment_ids``, ``attention_mask`` (0 where padding is), all [B, T] int64,
-    ``maskable`` [B, T] bool (neither padding nor special) and ``sentence_order`` [B] int64: 0 as in
-    the text, 1 swapped, -100 for a sample that only fills up a batch. The four special tokens come
-    after those of the tokenizer; [MASK] is the last one.
+    A batch has ``input_ids``, ``segment_ids`` and ``attention_mask`` (0 for padding), all [B, T]
+    int64; ``maskable`` [B, T] bool (neither padding nor special); and ``sentence_order`` [B] int64:
+    0 as in the text, 1 swapped, -100 for a sample that pads the batch. The ids of the four special
+    tokens follow those of the tokenizer; [MASK] is the last one.
 
     The arguments are those of `TextDataModule`, but `paths` names text only, and without it the
-    docstrings of Python's standard library are read. `max_bytes` is of the prose.
+    docstrings of Python's standard library are read. `max_bytes` limits the prose.
     """
 
     @property
     def vocab_size(self) -> int:
-        """Every token is less than this."""
+        """V: tokens are 0 .. V - 1, special ones included."""
         return self.tokenizer.vocab_size + len(_SPECIAL)
 
     def setup(self, stage: str) -> None:
-        """Read the prose, pack it and split it, once.
+        """Read, pack and split the prose; at the first call only.
 
         Args:
-            stage: Not used; all splits are cheap.
+            stage: Not used: all splits are made at once.
         """
         if self._splits:
             return
@@ -182,6 +183,7 @@ class SentenceDataModule(TextDataModule):
     def _pack(self, files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[Pair]:
         left = float("inf") if self.max_bytes is None else self.max_bytes
         for number, file in enumerate(files):
+            # min(): infinity is no end of a slice.
             text = prose_of(file)[: int(min(left, 2**40))]
             left -= len(text)
             sentences = [tokenizer.encode(s) for s in split_sentences(text)]

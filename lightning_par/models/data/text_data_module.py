@@ -1,4 +1,4 @@
-"""The data module of the language models: text or token files in, batches of token windows out."""
+"""Data module of causal language models: batches of token windows from text or token files."""
 
 from functools import cached_property
 from typing import Any, Literal
@@ -29,28 +29,28 @@ Split = Literal["train", "val", "test"]
 
 
 class TextDataModule(L.LightningDataModule):
-    """Batches ``{"input_ids": [B, T], "labels": [B, T]}``, int64, of text or of token files.
+    """Data module of batches ``{"input_ids": [B, T], "labels": [B, T]}``, int64.
 
-    Labels are already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``. Every
-    replica sees its own samples; ranks that hold parts of one copy of the model see the same. A run
-    that is resumed in the middle of an epoch goes on with the next batch.
+    Labels are already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``. Every model
+    replica gets its own samples, the same on all its ranks. A run that is resumed in the middle of
+    an epoch goes on with the next batch.
 
     Args:
         paths: Text files, folders (every ``*.txt`` below), glob patterns, or one token file
             ``*.bin`` (see `write_token_file`). None: the sources of Python's standard library.
         length: T.
         batch_size: B, per replica.
-        tokenizer: ``"bytes"``, a ``tokenizer.json`` file, or the name of a Hugging Face model. Of a
-            token file it is only used to decode.
-        max_bytes: Read no more text than this; None: everything.
-        validation_fraction: Share of the corpus held out for validation.
-        test_fraction: Share of the corpus held out for test and predict.
+        tokenizer: ``"bytes"``, a ``tokenizer.json`` file, or the name of a Hugging Face model. With
+            a token file it is used only to decode.
+        max_bytes: Maximum number of bytes of text to read; None: no limit.
+        validation_fraction: Fraction of the corpus held out for validation, 0 <= f < 1.
+        test_fraction: Fraction of the corpus held out for test and predict, 0 <= f < 1.
         shuffle: Whether every training epoch has another order.
-        seed: Of that order; the same on all ranks.
-        num_workers: Processes that load samples; 0: in the training process.
+        seed: Seed of that order; the same on all ranks.
+        num_workers: Number of worker processes of a loader; 0: the training process loads.
 
     Raises:
-        ConfigurationError: A value is out of range, a path names nothing, or a split is too short
+        ConfigurationError: A value is out of range, a path names no file, or a split is too short
             for one batch.
     """
 
@@ -89,16 +89,16 @@ class TextDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self._splits: dict[Split, Any] = {}
         self._train_loader: ResumableLoader[dict[str, Tensor]] | None = None
-        self._place: dict[str, int] = {}
+        self._position: dict[str, int] = {}
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Turns text into tokens and back."""
+        """Tokenizer by the name that was given."""
         return load_tokenizer(self.tokenizer_name)
 
     @cached_property
     def _corpus(self) -> tuple[Tokens, int]:
-        """The tokens [S] and the size of their vocabulary."""
+        """Tokens [S] and the size V of their vocabulary."""
         if self.paths and any(path.endswith(".bin") for path in self.paths):
             if len(self.paths) > 1:
                 raise ConfigurationError(
@@ -113,16 +113,16 @@ class TextDataModule(L.LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """Every token is less than this."""
+        """V: tokens are 0 .. V - 1."""
         return self._corpus[1]
 
     def setup(self, stage: str) -> None:
-        """Read the corpus and split it, once.
+        """Read and split the corpus; at the first call only.
 
         Args:
-            stage: Not used; all splits are cheap.
+            stage: Not used: all splits are made at once.
         """
-        if self._splits:
+        if self._splits:  # the Trainer calls it for every stage
             return
         tokens, _ = self._corpus
         ranges = split_ranges(
@@ -133,7 +133,11 @@ class TextDataModule(L.LightningDataModule):
         }
 
     def train_dataloader(self) -> ResumableLoader[dict[str, Tensor]]:
-        """Return the training batches of this replica; a last one that is not full is left out."""
+        """Return the loader of this replica's training batches, without a last incomplete one.
+
+        Raises:
+            ConfigurationError: The split has not one batch for every replica.
+        """
         sampler = self._sampler("train", shuffle=self.shuffle, drop_last=True)
         if sampler.num_samples < self.batch_size:
             raise ConfigurationError(
@@ -148,27 +152,28 @@ class TextDataModule(L.LightningDataModule):
             drop_last=True,
             num_workers=self.num_workers,
         )
+        # The loader has to know where the Trainer ends an epoch; see ResumableLoader.
         limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
         loader.batches_per_epoch = limit if isinstance(limit, int) else int(limit * len(loader))
-        self._train_loader, place = loader, self._place
-        self._place = {}
-        loader.load_state_dict(place)
+        self._train_loader, position = loader, self._position
+        self._position = {}
+        loader.load_state_dict(position)
         return loader
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return the validation batches of this replica."""
+        """Return the loader of this replica's validation batches."""
         return self._eval_loader("val")
 
     def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return the test batches of this replica."""
+        """Return the loader of this replica's test batches."""
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return the test batches of this replica."""
+        """Return the loader of this replica's test batches."""
         return self._eval_loader("test")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the training data.
+        """Return the position in the training data.
 
         The Trainer stores the loader's own state, too, but does not restore it if
         `configure_optimizers` has asked for ``trainer.estimated_stepping_batches`` (Lightning 2.6:
@@ -177,13 +182,14 @@ class TextDataModule(L.LightningDataModule):
         return {} if self._train_loader is None else self._train_loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a place in the training data.
+        """Continue at a stored position in the training data.
 
         Args:
-            state_dict: From `state_dict`.
+            state_dict: What `state_dict` returned.
         """
+        # Checkpoints may be read before or after the loader is made.
         if self._train_loader is None:
-            self._place = state_dict
+            self._position = state_dict
         else:
             self._train_loader.load_state_dict(state_dict)
 
@@ -201,10 +207,11 @@ class TextDataModule(L.LightningDataModule):
         )
 
     def _sampler(self, split: Split, *, shuffle: bool, drop_last: bool) -> ReplicaSampler:
-        """Return a sampler for the replica that this rank belongs to, as the strategy tells it."""
+        """Return the sampler of this rank's replica."""
+        # The strategy knows the replicas: the world size counts ranks that share one.
         trainer = self.trainer
-        told = None if trainer is None else trainer.distributed_sampler_kwargs
-        replicas = {"num_replicas": 1, "rank": 0, **(told or {})}
+        given = None if trainer is None else trainer.distributed_sampler_kwargs
+        replicas = {"num_replicas": 1, "rank": 0, **(given or {})}
         return ReplicaSampler(
             self._splits[split],
             num_replicas=replicas["num_replicas"],

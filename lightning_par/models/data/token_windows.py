@@ -1,4 +1,4 @@
-"""Token files, their split into training, validation and test, and the windows that are samples.
+"""Token files, train/validation/test splits, and a dataset of token windows.
 
 Shapes: S tokens of the corpus, T tokens of a sample.
 """
@@ -31,9 +31,9 @@ Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 Ranges = Sequence[tuple[int, int]]
 
 PADDING = -1
-"""Index of a sample that counts for nothing; it fills up the last batch of a replica."""
+"""Index of a padding sample, whose labels are all ignored; it fills a replica's last batch."""
 
-_BLOCK = 16_384
+_SPLIT_BLOCK = 16_384
 _IGNORE_INDEX = -100
 
 
@@ -44,21 +44,20 @@ def write_token_file(
     vocab_size: int | None = None,
     dtype: Literal["uint16", "uint32"] | None = None,
 ) -> int:
-    """Write tokens as a plain array of numbers, and beside it a ``.json`` file on how to read it.
+    """Write a token file: a flat binary array, and a ``.json`` file of its metadata next to it.
 
     Args:
-        path: Where to write; conventionally ends in ``.bin``.
-        parts: Token arrays, [*] each, written one after another, so that a corpus need not fit in
-            memory.
-        vocab_size: Every token is less than this; None: as far as `dtype` reaches.
-        dtype: Of the numbers in the file, little-endian; None: the smaller one that holds
-            `vocab_size`.
+        path: File to write; conventionally ends in ``.bin``.
+        parts: Token arrays of any shape, written one after another, so that the corpus need not
+            fit in memory.
+        vocab_size: V; None: the range of `dtype`.
+        dtype: Dtype in the file, little-endian; None: the smaller one that holds V.
 
     Returns:
-        How many tokens were written.
+        Number of tokens written.
 
     Raises:
-        ConfigurationError: A token does not fit.
+        ConfigurationError: A token is outside 0 .. V - 1.
     """
     if dtype is None:
         dtype = "uint16" if vocab_size is not None and vocab_size <= 2**16 else "uint32"
@@ -80,13 +79,13 @@ def write_token_file(
 
 
 def read_token_file(path: str | Path) -> tuple[Tokens, int | None]:
-    """Map a token file into memory; nothing is read yet.
+    """Memory-map a token file.
 
     Args:
-        path: Written by `write_token_file`; a file without a ``.json`` beside it is read as uint16.
+        path: File of `write_token_file`; without a ``.json`` next to it, it is read as uint16.
 
     Returns:
-        The tokens [S], and the size of the vocabulary where it is known.
+        The tokens [S], and V, or None if the ``.json`` does not say.
 
     Raises:
         ConfigurationError: The file does not exist, or its size is not what its ``.json`` says.
@@ -111,23 +110,23 @@ def read_token_file(path: str | Path) -> tuple[Tokens, int | None]:
 def split_ranges(
     num_tokens: int, *, validation: float, test: float, seed: int = 0
 ) -> dict[Literal["train", "val", "test"], list[tuple[int, int]]]:
-    """Divide a corpus into contiguous runs of tokens for training, validation and test.
+    """Split a corpus into contiguous ranges of tokens for training, validation and test.
 
-    The corpus is cut into blocks of 16384 tokens (smaller ones if it is short), and blocks are
-    drawn at random. The split does not depend on T: what one run held out, a run with another T
-    holds out, too.
+    The corpus is divided into blocks of 16384 tokens (smaller ones if it is short), which are
+    assigned to splits at random. The split does not depend on T, so that runs with different T
+    hold out the same tokens.
 
     Args:
         num_tokens: S.
-        validation: Share of the blocks, 0 .. 1; at least one block if it is not 0.
-        test: Likewise.
-        seed: Of the draw.
+        validation: Fraction of the blocks, 0 <= f < 1; at least one block if it is not 0.
+        test: Fraction of the blocks, likewise.
+        seed: Seed of the assignment.
 
     Returns:
-        For each split, first and one-past-last token of every run, in order.
+        For each split, first and one-past-last token of every range, in order.
 
     Raises:
-        ConfigurationError: A share is out of range, or they leave nothing to train on.
+        ConfigurationError: A fraction is out of range, or no block is left for training.
     """
     shares = {"validation": validation, "test": test}
     problems = [
@@ -136,7 +135,8 @@ def split_ranges(
         if not 0 <= share < 1
     ]
     raise_problems(ConfigurationError, problems)
-    block = max(1, min(_BLOCK, num_tokens // 64))
+    # A short corpus still has 64 blocks: with fewer, small fractions could not be met.
+    block = max(1, min(_SPLIT_BLOCK, num_tokens // 64))
     count = -(-num_tokens // block)
     counts = [max(1, round(share * count)) if share else 0 for share in shares.values()]
     if sum(counts) >= count:
@@ -154,6 +154,7 @@ def split_ranges(
 
 
 def _merge(blocks: Iterable[int], block: int, num_tokens: int) -> list[tuple[int, int]]:
+    """Return the token ranges of blocks; adjacent blocks become one range."""
     runs: list[tuple[int, int]] = []
     for index in sorted(blocks):
         low, high = index * block, min((index + 1) * block, num_tokens)
@@ -164,14 +165,14 @@ def _merge(blocks: Iterable[int], block: int, num_tokens: int) -> list[tuple[int
 
 
 class WindowDataset(Dataset[dict[str, Tensor]]):
-    """Samples of T tokens and, as labels, the T tokens that follow each of them.
+    """Dataset of windows of T tokens, with the tokens shifted by one as labels.
 
-    Windows do not overlap and never leave their run; what is left at its end is not used. Index
-    `PADDING` gives a sample whose labels are all ignored.
+    Windows do not overlap and never cross the end of a range; the rest of a range is not used.
+    Index `PADDING` gives a sample whose labels are all ignored.
 
     Args:
-        tokens: [S]; may be mapped from a file.
-        ranges: First and one-past-last token of every run.
+        tokens: [S]; may be memory-mapped.
+        ranges: First and one-past-last token of every range.
         length: T.
     """
 
@@ -179,6 +180,7 @@ class WindowDataset(Dataset[dict[str, Tensor]]):
         self.tokens = tokens
         self.length = length
         self._starts = [low for low, _ in ranges]
+        # One token less: the last label of a window must be in the range, too.
         per_run = [max(0, high - low - 1) // length for low, high in ranges]
         self._ends = list(accumulate(per_run))
 
@@ -194,13 +196,14 @@ class WindowDataset(Dataset[dict[str, Tensor]]):
         Raises:
             IndexError: `index` is out of range.
         """
-        place = 0 if index == PADDING else index
-        if not 0 <= place < len(self):
+        position = 0 if index == PADDING else index
+        if not 0 <= position < len(self):
             raise IndexError(f"sample {index} of a dataset of {len(self)}")
-        run = bisect_right(self._ends, place)
-        inside = place - (self._ends[run - 1] if run else 0)
+        run = bisect_right(self._ends, position)
+        inside = position - (self._ends[run - 1] if run else 0)
         low = self._starts[run] + inside * self.length
         window = torch.from_numpy(self.tokens[low : low + self.length + 1].astype(np.int64))
+        # Clones: both are views of the same memory, and the padding is written in place.
         labels = window[1:].clone()
         if index == PADDING:
             labels.fill_(_IGNORE_INDEX)

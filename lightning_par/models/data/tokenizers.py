@@ -1,4 +1,4 @@
-"""Text files and the tokenizers that turn them into numbers."""
+"""Tokenizers, and finding and encoding text files."""
 
 import os
 import sysconfig
@@ -21,15 +21,15 @@ __all__ = [
     "standard_library_files",
 ]
 
-_NOT_SOURCE = {"__pycache__", "dist-packages", "site-packages", "test", "tests"}
+_SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "site-packages", "test", "tests"}
 
 
 class Tokenizer(Protocol):
-    """What the data module needs of a tokenizer."""
+    """Interface of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
-        """Every token is at least 0 and less than this."""
+        """V: tokens are 0 .. V - 1."""
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the tokens of a text."""
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8.
+    """Byte-level tokenizer: one token per byte of UTF-8.
 
     Example:
         >>> list(ByteTokenizer().encode("né"))
@@ -53,15 +53,15 @@ class ByteTokenizer:
         return text.encode("utf-8", errors="replace")
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of bytes; broken sequences become U+FFFD."""
+        """Return the text of bytes; invalid UTF-8 becomes U+FFFD."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the Hugging Face `tokenizers` library.
+    """Tokenizer of the Hugging Face `tokenizers` library.
 
     Args:
-        name: A ``tokenizer.json`` file, or the name of a model, whose tokenizer is then downloaded.
+        name: A ``tokenizer.json`` file, or the name of a model, whose tokenizer is downloaded.
 
     Raises:
         ConfigurationError: The `tokenizers` library is not installed, or cannot load `name`.
@@ -114,7 +114,8 @@ def standard_library_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found: list[str] = []
     for folder, inside, names in os.walk(root):
-        inside[:] = (name for name in inside if name not in _NOT_SOURCE)  # may be most of it
+        # In place: os.walk then does not enter them, and they hold most of the files.
+        inside[:] = (name for name in inside if name not in _SKIPPED_FOLDERS)
         place = Path(folder).relative_to(root)
         found += ((place / name).as_posix() for name in names if name.endswith(".py"))
     return [root / path for path in sorted(found)]
@@ -164,12 +165,12 @@ def _leading_parts(path: Path) -> Iterator[str]:
 def encode_files(
     files: Iterable[Path], tokenizer: Tokenizer, *, max_bytes: int | None = None
 ) -> NDArray[np.uint32]:
-    """Return the tokens of files, one after another; after each comes a newline.
+    """Encode text files and concatenate their tokens, with a newline after each file.
 
     Args:
-        files: UTF-8 text; bytes that are not are replaced.
-        tokenizer: Encodes each file by itself.
-        max_bytes: Stop after this many bytes of text; None reads everything.
+        files: Files in UTF-8; invalid bytes are replaced.
+        tokenizer: Tokenizer, applied to each file by itself.
+        max_bytes: Maximum number of bytes of text to read; None: no limit.
 
     Returns:
         [S], uint32.
@@ -177,7 +178,7 @@ def encode_files(
     parts: list[NDArray[np.uint32]] = []
     left = max_bytes
     for file in files:
-        raw = file.read_bytes()[:left]
+        raw = file.read_bytes()[:left]  # may end inside a character, which becomes U+FFFD
         tokens = tokenizer.encode(raw.decode("utf-8", errors="replace") + "\n")
         parts.append(np.fromiter(tokens, np.uint32, count=len(tokens)))
         if left is not None:

@@ -1,4 +1,4 @@
-"""Sizes of a GPT, the published ones by name, and what they cost.
+"""Configuration of the reference GPT, published sizes by name, parameter and FLOP counts.
 
 Shapes: D model dim, F feed-forward dim, H head dim, T tokens, V vocabulary, L layers.
 """
@@ -19,28 +19,29 @@ Activation = Literal["swiglu", "gelu"]
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Everything that determines a `GPT`.
+    """Configuration of a `GPT`: sizes, kinds of layers and initialization.
 
     Attributes:
         vocab_size: V.
-        max_length: Longest T; learned positions cannot go beyond it.
+        max_length: Largest T; learned positions end there, rotary ones do not.
         num_layers: L.
         model_dim: D.
-        num_heads: Query heads; divides D.
-        num_kv_heads: Key/value heads; divides `num_heads`. None: as many as `num_heads`.
+        num_heads: Number of query heads; divides D.
+        num_kv_heads: Number of key/value heads (GQA); divides `num_heads`. None: `num_heads`.
         ff_dim: F. None: 4 D for GELU; 8/3 D, rounded up to a multiple of 64, for SwiGLU.
         norm: Normalization before attention, before the MLP and before the head.
-        positions: Rotary, or a learned table that is added to the embeddings.
-        activation: MLP with or without a gate.
-        tied_head: Whether the head uses the embedding's weight.
-        bias: Whether linear layers and LayerNorms have one (the head never has).
-        dropout: Probability, 0 up to but not including 1.
+        positions: Rotary embeddings, or a learned table that is added to the token embeddings.
+        activation: SwiGLU (gated) or GELU MLP.
+        tied_head: Whether the head shares the weight of the embedding.
+        bias: Whether linear layers and LayerNorms have a bias (the head never has).
+        dropout: Dropout probability, 0 <= p < 1.
         rope_theta: Base of the rotary wavelengths.
-        norm_eps: Added to the variance in norms.
+        norm_eps: Epsilon of the norms.
         init_std: Standard deviation of the initial weights.
 
     Raises:
-        ConfigurationError: With every value that is out of range or does not divide.
+        ConfigurationError: A value is out of range, or a number of heads does not divide; lists
+            every problem.
     """
 
     vocab_size: int = 256
@@ -64,6 +65,7 @@ class GPTConfig:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if self.ff_dim is None:
+            # 8/3 D with three matrices has the parameters of 4 D with two.
             gated = -(-8 * self.model_dim // (3 * 64)) * 64
             wide = gated if self.activation == "swiglu" else 4 * self.model_dim
             object.__setattr__(self, "ff_dim", wide)
@@ -122,11 +124,11 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "GPTConfig":
-        """Return a configuration by name.
+        """Return a published or test configuration by name.
 
         Args:
             name: A key of `PRESETS`, for example ``"tiny"``, ``"gpt2"``, ``"gpt3-175b"``.
-            **overrides: Fields that differ from the preset.
+            **overrides: Field -> value in place of the preset's.
 
         Raises:
             ConfigurationError: No preset has that name, or an override is not a field.
@@ -150,12 +152,12 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """`num_kv_heads` as a number."""
+        """Number of key/value heads, an int; `num_kv_heads` is typed as optional."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def linear_parameters(self) -> int:
-        """Weights that multiply every token, the head's among them; biases are not counted."""
+        """Number of weights that multiply every token, head included; biases are not counted."""
         dim, ff = self.model_dim, self.ff_dim or 0
         attention = 2 * dim * dim + 2 * dim * self.kv_heads * self.head_dim
         mlp = (3 if self.activation == "swiglu" else 2) * dim * ff
@@ -163,7 +165,8 @@ class GPTConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model, a tied weight counted once."""
+        """Number of parameters of the unsharded model; a tied weight counts once."""
+        # In closed form: the model may be too large to build, or be on several ranks.
         dim, ff = self.model_dim, self.ff_dim or 0
         tables = 0 if self.tied_head else self.vocab_size * dim
         tables += self.max_length * dim if self.positions == "learned" else 0

@@ -1,4 +1,4 @@
-"""The LightningModule of the reference GPT. It runs under any strategy and knows of none."""
+"""LightningModule of the reference GPT; it runs under any strategy and knows of none."""
 
 from collections.abc import Mapping
 
@@ -19,11 +19,12 @@ _IGNORE_INDEX = -100
 
 
 class GPTModule(LanguageModule):
-    """Trains a `GPT` on ``{"input_ids": [B, T], "labels": [B, T]}``, labels already shifted.
+    """Causal language modeling of a `GPT` on ``{"input_ids": [B, T], "labels": [B, T]}``.
 
-    Logs ``train_loss`` (nats per token, each step), ``val_loss`` and ``test_loss`` (the same over
-    an epoch, mean over all replicas) and ``val_perplexity``, ``test_perplexity``. The arguments are
-    those of `LanguageModule`.
+    Labels are already shifted (see `TextDataModule`); -100 is ignored. Logs ``train_loss`` (nats
+    per token, each step), ``val_loss`` and ``test_loss`` (mean over the epoch's tokens and all
+    replicas), ``val_perplexity`` and ``test_perplexity``. The arguments are those of
+    `LanguageModule`.
     """
 
     config_type = GPTConfig
@@ -35,7 +36,11 @@ class GPTModule(LanguageModule):
         self.test_perplexity = Perplexity()
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits [B, T, V] for tokens [B, T]."""
+        """Return logits [B, T, V].
+
+        Args:
+            input_ids: [B, T], int64.
+        """
         logits: Tensor = self.model(input_ids)
         return logits
 
@@ -62,6 +67,7 @@ class GPTModule(LanguageModule):
         return self._token_loss(self(batch["input_ids"]), batch["labels"])
 
     def _token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        # The log-sum-exp over V loses too much in 16 bits.
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORE_INDEX)
@@ -69,7 +75,8 @@ class GPTModule(LanguageModule):
     def _evaluate(self, batch: Batch, name: str, perplexity: Perplexity) -> None:
         loss = self._loss(batch)
         count = int((batch["labels"] != _IGNORE_INDEX).sum())
-        if count == 0:  # the mean over no token is NaN, and would stay so in the mean of the epoch
+        if count == 0:
+            # The mean over no token is NaN, and times a weight of 0 still NaN in the epoch's mean.
             loss = torch.zeros_like(loss)
         perplexity.update(loss, count)
         self.log(f"{name}_loss", loss, prog_bar=True, sync_dist=True, batch_size=count)

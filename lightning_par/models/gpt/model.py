@@ -1,4 +1,4 @@
-"""The reference decoder: a GPT for one device, which declares how it may be cut.
+"""Reference GPT: a plain one-device decoder with a `ParallelPlan`.
 
 Shapes: B batch, T tokens, D model dim, H head dim, V vocabulary, L layers.
 """
@@ -22,13 +22,14 @@ from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
 __all__ = ["GPT", "Block"]
 
 _RESIDUAL = ("attention.out.weight", "mlp.down.weight")
+"""Weights that write to the residual stream, which start smaller."""
 
 
 class Block(nn.Module):
-    """One layer: ``h + attention(norm(h))``, then ``h + mlp(norm(h))``.
+    """Pre-norm decoder layer: ``h = h + attention(norm(h))``, then ``h + mlp(norm(h))``.
 
     Args:
-        config: Sizes and kinds of the parts.
+        config: Configuration of the model.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -44,11 +45,11 @@ class Block(nn.Module):
         self.mlp = mlp(dim, ff_dim, bias=config.bias, dropout=config.dropout)
 
     def forward(self, hidden: Tensor, rotary: Tensor | None = None) -> Tensor:
-        """Refine the hidden state.
+        """Map [B, T, D] to [B, T, D].
 
         Args:
             hidden: [B, T, D].
-            rotary: [2, B or 1, 1, T, H], or None with learned positions.
+            rotary: Cosines and sines [2, B or 1, 1, T, H]; None with learned positions.
 
         Returns:
             [B, T, D].
@@ -59,10 +60,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only language model.
+    """Decoder-only language model.
 
     Args:
-        config: Sizes and kinds of the parts.
+        config: Sizes, kinds of layers and initialization.
 
     **Source**: Radford et al. 2019 (GPT-2): pre-norm blocks, weights from N(0, 0.02), those that
     write to the residual stream from N(0, 0.02 / sqrt(2 L)).
@@ -89,7 +90,8 @@ class GPT(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Draw weights, zero biases; norms keep their ones. One in-place call per parameter."""
+        """Draw the weights, zero the biases; norms keep their ones."""
+        # One in-place call per parameter: deferred initialization replays them one by one.
         std = self.config.init_std
         for name, parameter in self.named_parameters():
             if name.endswith(_RESIDUAL):
@@ -100,7 +102,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Predict the next token at every position.
+        """Return the logits of the next token at every position.
 
         Args:
             input_ids: [B, T], int64, 0 .. V - 1.
@@ -119,6 +121,8 @@ class GPT(nn.Module):
             self._check_length(input_ids.shape[1])
             hidden = hidden + self.position(position_ids)
         hidden = self.drop(hidden)
+        # Once for all blocks: under sequence or context parallelism a block sees only a part of the
+        # tokens and could not tell their positions.
         rotary = None if self.rotary is None else self.rotary(position_ids)
         for block in self.blocks:
             hidden = block(hidden, rotary)
@@ -142,14 +146,14 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Append sampled tokens; each one costs a forward pass over the last `max_length` tokens.
+        """Sample a continuation, without a KV cache: one full forward pass per token.
 
         Args:
-            input_ids: [B, T], int64, T >= 1.
-            max_new_tokens: How many tokens to append.
-            temperature: Divides the logits; 0 always takes the most likely token.
-            top_k: Sample among this many most likely tokens; None: among all.
-            generator: Source of randomness on the device of `input_ids`; None: torch's own.
+            input_ids: Prompt [B, T], int64, T >= 1; the last `max_length` tokens are the context.
+            max_new_tokens: Number of tokens to append.
+            temperature: Divisor of the logits, 0 or more; 0 is greedy decoding.
+            top_k: Number of most likely tokens to sample from, 1 or more; None: all.
+            generator: Random generator on the device of `input_ids`; None: torch's default.
 
         Returns:
             [B, T + max_new_tokens], int64.
@@ -166,6 +170,7 @@ class GPT(nn.Module):
         self.eval()
         try:
             for _ in range(max_new_tokens):
+                # The window moves with the text; positions count from its beginning.
                 logits = self(input_ids[:, -self.config.max_length :])[:, -1]
                 chosen = _sample(logits, temperature, top_k, generator)
                 input_ids = torch.cat((input_ids, chosen), dim=1)
@@ -175,11 +180,11 @@ class GPT(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model, whatever part of it is here."""
+        """Number of parameters of the unsharded model, whatever part of it this rank holds."""
         return self.config.num_parameters
 
     def flops_per_token(self, length: int) -> int:
-        """Return the operations of training per token; see `GPTConfig.flops_per_token`.
+        """Return the FLOPs of training per token; see `GPTConfig.flops_per_token`.
 
         Args:
             length: T.
@@ -187,7 +192,9 @@ class GPT(nn.Module):
         return self.config.flops_per_token(length)
 
     def parallel_plan(self) -> ParallelPlan:
-        """Return how this model may be cut along every axis."""
+        """Return the parallel plan: blocks, tensor styles, tied weights and batch spec."""
+        # With sequence parallelism, hidden states between attention and MLP are sharded over the
+        # tokens, as in Megatron: the norms run on shards, "gather_sequence" modules gather them.
         tensor: dict[str, TensorStyle] = {
             "embed": "vocab_embedding",
             "blocks.*.attention_norm": "sequence_parallel",
@@ -223,11 +230,12 @@ class GPT(nn.Module):
 def _sample(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
-    """Draw one token per row of [B, V]; returns [B, 1]."""
+    """Sample one token per row of logits [B, V]; returns [B, 1]."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
+        # Logits equal to the k-th stay in as well.
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)

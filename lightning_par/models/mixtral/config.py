@@ -1,4 +1,4 @@
-"""Sizes of a mixture-of-experts decoder, how it routes and how it is kept in balance.
+"""Configuration of the reference mixture of experts: sizes, routing and load balancing.
 
 Shapes: D model dim, F feed-forward dim of one expert, T tokens, V vocabulary, E experts, k of them
 per token.
@@ -21,21 +21,25 @@ Balance = Literal["auxiliary", "bias", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(GPTConfig):
-    """Everything that determines a `Mixtral`: a `GPTConfig` (SwiGLU, rotary positions) and these.
+    """Configuration of a `Mixtral`: a `GPTConfig` (SwiGLU, rotary positions) and these fields.
 
     Attributes:
         num_experts: E.
-        experts_per_token: k, 1 .. E.
-        routing: How tokens find experts; see `Router`.
-        capacity_factor: For ``switch`` and ``expert_choice``: an expert takes at most
+        experts_per_token: k (top-k), 1 .. E.
+        routing: Routing method; see `Router`.
+        capacity_factor: For ``switch`` and ``expert_choice``: the capacity of an expert is
             ``ceil(capacity_factor * k * T / E)`` tokens of a sequence.
-        balance: What keeps the load even: a loss, a bias on the choice that follows the load, or
-            nothing. ``expert_choice`` is even by itself and takes ``"none"``.
-        auxiliary_weight: Of the balance loss in the total loss.
-        z_weight: Of the router z-loss in the total loss.
-        bias_rate: By how much the bias moves after a step.
-        num_shared_experts: Experts that see every token; 0: none.
-        backend: Of the products; see `grouped_product`.
+        balance: Load balancing: ``"auxiliary"`` loss, ``"bias"`` (auxiliary-loss-free: a bias on
+            the choice that follows the load), or ``"none"``, which ``expert_choice`` requires,
+            since its load is even.
+        auxiliary_weight: Weight of the balance loss in the total loss, 0 or more.
+        z_weight: Weight of the router z-loss in the total loss, 0 or more.
+        bias_rate: Change of an expert's bias per optimizer step, 0 or more.
+        num_shared_experts: Number of shared experts, which see every token; 0: none.
+        backend: Kernel of the grouped matrix products; see `grouped_product`.
+
+    Raises:
+        ConfigurationError: A value is out of range or contradicts another; lists every problem.
     """
 
     num_experts: int = 8
@@ -60,6 +64,7 @@ class MixtralConfig(GPTConfig):
             if getattr(self, name) not in get_args(choice)
         ]
         problems += self._check_numbers()
+        # Inherited fields for which this model has one implementation.
         for name, only in (("positions", "rotary"), ("activation", "swiglu")):
             if getattr(self, name) != only:
                 problems.append(f"{name}={getattr(self, name)!r} must be {only!r}.")
@@ -98,11 +103,11 @@ class MixtralConfig(GPTConfig):
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "MixtralConfig":
-        """Return a configuration by name.
+        """Return a published or test configuration by name.
 
         Args:
             name: A key of `MIXTRAL_PRESETS`, for example ``"tiny"``, ``"mixtral-8x7b"``.
-            **overrides: Fields that differ from the preset.
+            **overrides: Field -> value in place of the preset's.
 
         Raises:
             ConfigurationError: No preset has that name, or an override is not a field.
@@ -118,12 +123,21 @@ class MixtralConfig(GPTConfig):
         return cls(**{**MIXTRAL_PRESETS[name], **overrides})
 
     def capacity(self, length: int) -> int:
-        """Return how many tokens of a sequence of T tokens an expert takes at most."""
+        """Return the capacity of an expert: its maximum number of tokens of a sequence.
+
+        Args:
+            length: T.
+        """
+        # Per sequence and not per batch, so that it does not depend on how a batch is split.
         wanted = -(-self.capacity_factor * self.experts_per_token * length // self.num_experts)
         return min(length, int(wanted))
 
     def _per_layer(self, experts: int) -> int:
-        """Weights of a layer that multiply a token, or that there are, in its linear maps."""
+        """Return the number of weights in the linear maps of a layer.
+
+        Args:
+            experts: Number of experts to count: k for a token's FLOPs, E for all parameters.
+        """
         dim, ff = self.model_dim, self.ff_dim or 0
         attention = 2 * dim * dim + 2 * dim * self.kv_heads * self.head_dim
         gates = 2 if self.routing == "noisy_top_k" else 1
@@ -131,13 +145,13 @@ class MixtralConfig(GPTConfig):
 
     @property
     def linear_parameters(self) -> int:
-        """Weights that multiply every token: those of k experts, the head's among them."""
+        """Number of weights that multiply a token: k and the shared experts, head included."""
         used = self.experts_per_token + self.num_shared_experts
         return self.num_layers * self._per_layer(used) + self.vocab_size * self.model_dim
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model, all experts, a tied weight counted once."""
+        """Number of parameters of the unsharded model, all experts; a tied weight counts once."""
         dim = self.model_dim
         norm = dim * (2 if self.norm == "layernorm" and self.bias else 1)
         layer = self._per_layer(self.num_experts + self.num_shared_experts) + 2 * norm

@@ -1,4 +1,4 @@
-"""One matrix product per expert, for tokens that are sorted by expert.
+"""Grouped matrix products: one per expert, for tokens sorted by expert.
 
 Shapes: M rows (tokens that were sent to experts), E experts here, K in, N out.
 """
@@ -13,17 +13,19 @@ from torch.nn import functional as F
 __all__ = ["GroupedBackend", "GroupedLinear", "grouped_product", "supports_grouped"]
 
 GroupedBackend = Literal["auto", "grouped", "loop"]
-_ALIGNMENT = 16  # bytes, of every row
+_ALIGNMENT = 16
+"""Bytes of which the rows of both factors have to be a multiple for `F.grouped_mm`."""
 
 
 @cache
 def supports_grouped(device_type: str, dtype: torch.dtype) -> bool:
-    """Tell by trying whether `F.grouped_mm` computes a product and its gradients.
+    """Return whether `F.grouped_mm` works on a device and dtype, forward and backward.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
-        dtype: Of both factors.
+        dtype: Dtype of both factors.
     """
+    # By trying: support depends on torch's version, the GPU and the dtype, and no query exists.
     if not hasattr(F, "grouped_mm"):
         return False
     try:
@@ -37,10 +39,9 @@ def supports_grouped(device_type: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def _chosen(x: Tensor, weight: Tensor, backend: GroupedBackend) -> bool:
-    """Whether to call `F.grouped_mm`: "auto" does where it is the faster one, which on the CPU is
-    float32 only; see benchmarks/RESULTS.md.
-    """
+def _use_grouped_mm(x: Tensor, weight: Tensor, backend: GroupedBackend) -> bool:
+    """Return whether to call `F.grouped_mm`, where it is supported and, for "auto", faster."""
+    # On the CPU it is faster in float32 only, see benchmarks/RESULTS.md.
     if backend == "loop" or not len(x):
         return False
     if backend == "auto" and x.device.type != "cuda" and x.dtype != torch.float32:
@@ -53,19 +54,19 @@ def _chosen(x: Tensor, weight: Tensor, backend: GroupedBackend) -> bool:
 def grouped_product(
     x: Tensor, weight: Tensor, counts: Tensor, backend: GroupedBackend = "auto"
 ) -> Tensor:
-    """Multiply the rows of every expert with its own weight.
+    """Multiply the rows of every expert by the transpose of its own weight.
 
     Args:
-        x: [M, K], the rows of expert 0 first.
+        x: [M, K], rows sorted by expert.
         weight: [E, N, K].
-        counts: [E], int64: how many rows each expert has; their sum is M.
-        backend: ``"grouped"`` is `F.grouped_mm`, where it supports device, dtype and sizes (not
-            float64), ``"loop"`` one product per expert; ``"auto"`` takes the faster one.
+        counts: [E], int64: number of rows of every expert; the sum is M.
+        backend: ``"grouped"``: `F.grouped_mm` where it supports device, dtype and sizes (not
+            float64), else the loop; ``"loop"``: one product per expert; ``"auto"``: the faster one.
 
     Returns:
         [M, N].
     """
-    if _chosen(x, weight, backend):
+    if _use_grouped_mm(x, weight, backend):
         offsets = counts.cumsum(0).to(torch.int32)
         product: Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
         return product
@@ -74,13 +75,13 @@ def grouped_product(
 
 
 class GroupedLinear(nn.Module):
-    """E linear maps without bias, their weights in one parameter [E, N, K].
+    """E linear maps without bias, their weights stacked in one parameter [E, N, K].
 
     Args:
         num_experts: E.
         in_features: K.
         out_features: N.
-        backend: Of `grouped_product`.
+        backend: Kernel; see `grouped_product`.
     """
 
     def __init__(
@@ -92,7 +93,13 @@ class GroupedLinear(nn.Module):
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Map [M, K], sorted by expert, to [M, N]; `counts` [E] says how many rows each has."""
+        """Map [M, K], sorted by expert, to [M, N].
+
+        Args:
+            x: [M, K], rows sorted by expert.
+            counts: [E], int64: number of rows of every expert.
+        """
+        # Autocast has no rule for F.grouped_mm, so its casts are made here.
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             return grouped_product(x.to(dtype), self.weight.to(dtype), counts, self.backend)

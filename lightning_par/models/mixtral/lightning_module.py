@@ -1,4 +1,4 @@
-"""The LightningModule of the reference mixture of experts. It knows of no strategy."""
+"""LightningModule of the reference mixture of experts; it runs under any strategy."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ _IGNORE_INDEX = -100
 
 
 class MixtralModule(GPTModule):
-    """Trains a `Mixtral` like `GPTModule`, with the losses that keep its experts in balance.
+    """Causal language modeling of a `Mixtral`: `GPTModule` with the router losses.
 
-    The loss of training is the mean over the tokens plus ``auxiliary_weight`` times the balance
-    loss plus ``z_weight`` times the z-loss; validation and test report the first part only. Logs
-    also ``train_balance_loss`` (1 for an even load) and ``train_z_loss``, each step. The arguments
-    are those of `LanguageModule`.
+    The training loss is the mean cross-entropy per token plus ``auxiliary_weight`` times the
+    balance loss plus ``z_weight`` times the z-loss; validation and test report the cross-entropy
+    only. Also logs ``train_balance_loss`` (1 for an even load) and ``train_z_loss``, each step. The
+    arguments are those of `LanguageModule`.
     """
 
     config_type = MixtralConfig
@@ -30,12 +30,16 @@ class MixtralModule(GPTModule):
     config: MixtralConfig
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits [B, T, V] for tokens [B, T]."""
+        """Return logits [B, T, V].
+
+        Args:
+            input_ids: [B, T], int64.
+        """
         logits: Tensor = self.model(input_ids)[0]
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the total loss; log it and its parts."""
+        """Return the total loss; log it and the router losses."""
         logits, losses = self.model(batch["input_ids"], batch["labels"] != _IGNORE_INDEX)
         config = self.config
         weights = losses.new_tensor([config.auxiliary_weight, config.z_weight])
@@ -46,8 +50,9 @@ class MixtralModule(GPTModule):
         return loss
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, and then move the biases of the routers."""
+        """Run the optimizer step, then update the routers' biases."""
         super().optimizer_step(*args, **kwargs)
+        # Here and not in the router's forward: the load of all accumulated micro-batches counts.
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, Router):

@@ -1,4 +1,4 @@
-"""The reference mixture-of-experts decoder for one device, which declares how it may be cut.
+"""Reference Mixtral: a plain one-device mixture-of-experts decoder with a `ParallelPlan`.
 
 Shapes: B batch, T tokens, D model dim, E experts, V vocabulary, L layers.
 """
@@ -12,19 +12,20 @@ from torch import nn, Tensor
 
 from lightning_par.models.layers import Attention, make_norm, RotaryEmbedding
 from lightning_par.models.mixtral.config import MixtralConfig
-from lightning_par.models.mixtral.moe import Mixture
+from lightning_par.models.mixtral.moe import MoELayer
 from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
 
-__all__ = ["Mixtral", "MixtureBlock", "from_hugging_face_mixtral"]
+__all__ = ["Mixtral", "MixtralBlock", "from_hugging_face_mixtral"]
 
 _RESIDUAL = ("attention.out.weight", "moe.experts.down.weight", "moe.shared.down.weight")
+"""Weights that write to the residual stream, which start smaller."""
 
 
-class MixtureBlock(nn.Module):
-    """One layer: ``h + attention(norm(h))``, then ``h + mixture(norm(h))``.
+class MixtralBlock(nn.Module):
+    """Pre-norm decoder layer: ``h = h + attention(norm(h))``, then ``h + moe(norm(h))``.
 
     Args:
-        config: Sizes and kinds of the parts.
+        config: Configuration of the model.
     """
 
     def __init__(self, config: MixtralConfig) -> None:
@@ -33,7 +34,7 @@ class MixtureBlock(nn.Module):
         self.attention_norm = make_norm(config.norm, dim, eps=eps, bias=False)
         self.attention = Attention(dim, config.num_heads, config.kv_heads, dropout=config.dropout)
         self.moe_norm = make_norm(config.norm, dim, eps=eps, bias=False)
-        self.moe = Mixture(config)
+        self.moe = MoELayer(config)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(
@@ -43,16 +44,16 @@ class MixtureBlock(nn.Module):
         noise: Tensor | None = None,
         counted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Refine the hidden state.
+        """Map [B, T, D] to [B, T, D].
 
         Args:
             hidden: [B, T, D].
-            rotary: [2, B or 1, 1, T, H].
-            noise: [B, T, E]; see `Router`.
-            counted: [B, T]; see `Router`.
+            rotary: Cosines and sines [2, B or 1, 1, T, H].
+            noise: [B, T, E]; see `Router.forward`.
+            counted: [B, T], bool; see `Router.forward`.
 
         Returns:
-            [B, T, D], and the two losses of the router [2].
+            [B, T, D], and balance loss and z-loss of the router, [2].
         """
         hidden = hidden + self.attention(self.attention_norm(hidden), rotary)
         mixed, losses = self.moe(self.moe_norm(hidden), noise, counted)
@@ -60,10 +61,10 @@ class MixtureBlock(nn.Module):
 
 
 class Mixtral(nn.Module):
-    """A decoder-only language model whose MLPs are mixtures of experts.
+    """Decoder-only language model whose MLPs are mixtures of experts.
 
     Args:
-        config: Sizes and kinds of the parts.
+        config: Sizes, routing, load balancing and initialization.
 
     **Source**: Jiang et al. (2401.04088). Weights as in `GPT`.
 
@@ -80,7 +81,7 @@ class Mixtral(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, dim)
         self.drop = nn.Dropout(config.dropout)
         self.rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta)
-        self.blocks = nn.ModuleList(MixtureBlock(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(MixtralBlock(config) for _ in range(config.num_layers))
         self.norm = make_norm(config.norm, dim, eps=config.norm_eps, bias=False)
         self.head = nn.Linear(dim, config.vocab_size, bias=False)
         if config.tied_head:
@@ -88,7 +89,8 @@ class Mixtral(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Draw weights; norms keep their ones. One in-place call per parameter."""
+        """Draw the weights; norms keep their ones."""
+        # One in-place call per parameter: deferred initialization replays them one by one.
         std = self.config.init_std
         for name, parameter in self.named_parameters():
             if name.endswith(_RESIDUAL):
@@ -102,16 +104,15 @@ class Mixtral(nn.Module):
         counted: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Predict the next token at every position.
+        """Return the logits of the next token at every position, and the router losses.
 
         Args:
             input_ids: [B, T], int64, 0 .. V - 1.
-            counted: [B, T], bool: which tokens count in the routers' losses; None: all.
+            counted: [B, T], bool: tokens that count in the routers' losses; None: all.
             position_ids: [B or 1, T], int64; None: 0 .. T - 1.
 
         Returns:
-            Logits [B, T, V], and the mean over the layers of the balance loss and of the z-loss,
-            [2].
+            Logits [B, T, V], and balance loss and z-loss, each the mean over the layers, [2].
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -119,14 +120,14 @@ class Mixtral(nn.Module):
         hidden = self.drop(self.embed(input_ids))
         losses = []
         for block in self.blocks:
-            hidden, its_losses = block(hidden, rotary, self._noise(input_ids), counted)
-            losses.append(its_losses)
+            hidden, block_losses = block(hidden, rotary, self._noise(input_ids), counted)
+            losses.append(block_losses)
         return self.head(self.norm(hidden)), torch.stack(losses).mean(0)
 
     def _noise(self, input_ids: Tensor) -> Tensor | None:
-        """Return [B, T, E]: drawn here and not in the blocks, so that all ranks that hold parts of
-        this model draw the same.
-        """
+        """Return the noise of one router [B, T, E], or None if its routing is not noisy."""
+        # Drawn outside the blocks: under sequence parallelism a block sees only a part of the
+        # tokens, while here all tensor-parallel ranks draw the same numbers.
         if self.config.routing != "noisy_top_k" or not self.training:
             return None
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
@@ -135,11 +136,11 @@ class Mixtral(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model, whatever part of it is here."""
+        """Number of parameters of the unsharded model, whatever part of it this rank holds."""
         return self.config.num_parameters
 
     def flops_per_token(self, length: int) -> int:
-        """Return the operations of training per token, those of k experts; see `GPTConfig`.
+        """Return the FLOPs of training per token, with k experts; see `GPTConfig.flops_per_token`.
 
         Args:
             length: T.
@@ -147,7 +148,7 @@ class Mixtral(nn.Module):
         return self.config.flops_per_token(length)
 
     def parallel_plan(self) -> ParallelPlan:
-        """Return how this model may be cut along every axis."""
+        """Return the parallel plan: blocks, tensor styles, experts, tied weights and batch spec."""
         tensor: dict[str, TensorStyle] = {
             "embed": "vocab_embedding",
             "blocks.*.attention_norm": "sequence_parallel",
@@ -157,6 +158,7 @@ class Mixtral(nn.Module):
             "blocks.*.attention.value": "colwise",
             "blocks.*.attention.out": "rowwise",
             "blocks.*.moe_norm": "sequence_parallel",
+            # The gate runs on a shard of the tokens, but capacity is counted over whole sequences.
             "blocks.*.moe.router.gate": "sequence_gather_output",
             "blocks.*.moe.experts": "experts",
             "blocks.*.moe.experts.gate": "expert_colwise",
@@ -188,6 +190,7 @@ class Mixtral(nn.Module):
         )
 
 
+# Pattern of a name in transformers -> name here; the first match counts.
 _HUGGING_FACE = (
     (r"model\.embed_tokens\.", "embed."),
     (r"model\.norm\.", "norm."),
@@ -204,6 +207,7 @@ _HUGGING_FACE = (
         r"blocks.\1.moe.experts.down.weight",
     ),
 )
+# transformers 5 stacks the experts and fuses gate and up; the released checkpoints do neither.
 _FUSED = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.gate_up_proj$")
 _SINGLE = re.compile(
     r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(w[123])\.weight$"
@@ -215,8 +219,8 @@ def from_hugging_face_mixtral(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict of a `Mixtral` from that of a `MixtralForCausalLM` of the same sizes.
 
     Args:
-        state: As `state_dict()` of transformers 5 gives it (experts stacked), or as the released
-            checkpoints have it (``experts.3.w1.weight``).
+        state: `state_dict()` of transformers 5 (experts stacked), or of the released checkpoints
+            (``experts.3.w1.weight``).
     """
     renamed: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
@@ -234,6 +238,7 @@ def from_hugging_face_mixtral(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if hits:
                 renamed[new] = value
                 break
+    # The experts of a layer may come in any order, and from several files.
     for place, experts in stacks.items():
         renamed[place] = torch.stack([experts[i] for i in sorted(experts)])
     return renamed

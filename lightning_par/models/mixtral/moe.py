@@ -1,15 +1,15 @@
-"""Mixtures of experts: a router that sends tokens to experts, and the experts.
+"""Mixture-of-experts layer: router, experts and optional shared experts.
 
 Shapes: B batch, T tokens, N = B T, D model dim, F feed-forward dim, E experts, k of them per token,
 A assignments (a token and one of its experts).
 
-Note [What equals one process]: a choice never depends on other sequences: capacity is counted in
-every sequence by itself, and where it runs out, later tokens are dropped. The balance loss of a
-layer, ``E sum_e f_e P_e``, has the share f_e of assignments to expert e, summed over the replicas
-by `ReplicaSum`, and the mean probability P_e of this replica's tokens. f has no gradient and P is a
-mean, so the mean of the losses over the replicas is the loss of the global batch. A pipeline has no
-more than a micro-batch in hand, so f is that of the micro-batch with the same number on all
-replicas; the bias needs no such limit, since it moves after a step.
+Note [Equality with one process]: routing never depends on other sequences: capacity is per
+sequence, and beyond it later tokens are dropped. The balance loss of a layer, ``E sum_e f_e P_e``,
+has the fraction f_e of assignments to expert e, summed over the replicas by `ReplicaSum`, and the
+mean probability P_e over this replica's tokens. f has no gradient and P is a mean, so the mean of
+the losses over the replicas is the loss of the global batch. A pipeline sees one micro-batch at a
+time, so there f is summed over the micro-batches with the same index on all replicas; the bias of
+``balance="bias"`` is not affected, since it moves once per optimizer step.
 """
 
 from collections.abc import Callable
@@ -24,19 +24,20 @@ from lightning_par.models.layers import SwiGLU
 from lightning_par.models.mixtral.config import MixtralConfig
 from lightning_par.models.mixtral.grouped_linear import GroupedBackend, GroupedLinear
 
-__all__ = ["Beside", "Experts", "Mixture", "ReplicaSum", "RoutedTokens", "Router", "RouterRecord"]
+__all__ = ["Beside", "Experts", "MoELayer", "ReplicaSum", "RoutedTokens", "Router", "RouterRecord"]
 
 Beside = Callable[[], Tensor] | None
+"""Work that overlaps with the all-to-all of the experts (shared experts); None: no such work."""
 
 
 class RoutedTokens(NamedTuple):
-    """Which tokens go to which expert.
+    """Assignment of tokens to experts.
 
     Attributes:
-        tokens: [A], int64: number of the token in [N]; sorted by expert, then by token.
-        weights: [A], of the expert's output in the token's.
-        counts: [E], int64: assignments of every expert; their sum is A.
-        losses: [2]: the balance loss and the z-loss, in float32 or wider.
+        tokens: [A], int64: index of the token in [N]; sorted by expert, then by token.
+        weights: [A]: gate weight of the expert's output.
+        counts: [E], int64: number of assignments of every expert; the sum is A.
+        losses: [2], float32 or wider: balance loss and z-loss.
     """
 
     tokens: Tensor
@@ -47,13 +48,13 @@ class RoutedTokens(NamedTuple):
 
 @dataclass
 class RouterRecord:
-    """What one router saw in training, over all replicas, until somebody resets it.
+    """Statistics of one router in training, summed over all replicas since the last reset.
 
     Attributes:
-        load: [E], float64: assignments that were wanted, before any was dropped.
-        dropped: Of those, how many were.
-        z: Sum over the tokens of the squared log-sum-exp of the logits.
-        tokens: How many.
+        load: [E], float64: number of assignments, dropped ones included.
+        dropped: Scalar: number of dropped assignments.
+        z: Scalar: sum over the tokens of the squared log-sum-exp of the logits.
+        tokens: Scalar: number of tokens.
     """
 
     load: Tensor
@@ -63,26 +64,33 @@ class RouterRecord:
 
 
 class ReplicaSum(nn.Module):
-    """Gives back what it gets; where there are several replicas, a strategy sums it over them."""
+    """Placeholder of an all-reduce over the replicas: the identity on one device.
+
+    A strategy with several replicas replaces its forward (`ParallelPlan.replica_sums`).
+    """
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Return the sum of `numbers`, which has no gradient."""
+        """Return the sum of `numbers` over the replicas, without a gradient.
+
+        Args:
+            numbers: Tensor of any shape, the same on every replica.
+        """
         return numbers
 
 
 class Router(nn.Module):
-    """Decides which experts see a token, and with which weights.
+    """Router: selects the experts of each token and their gate weights.
 
-    ``top_k``: the k most likely, their probabilities scaled to the sum 1 (Mixtral). ``switch``: the
-    most likely one, weighted by its probability, as long as it has room. ``noisy_top_k``: the k
-    highest logits after noise of a learned scale, in training. ``expert_choice``: every expert
-    takes the tokens of a sequence to which it is most likely; this looks at later tokens, too.
+    ``top_k``: the k most likely experts, their probabilities renormalized to sum 1 (Mixtral).
+    ``switch``: the most likely expert, weighted by its probability, up to its capacity.
+    ``noisy_top_k``: in training, the k highest logits after noise of a learned scale.
+    ``expert_choice``: every expert selects its most likely tokens of a sequence; not causal.
 
-    With ``balance="bias"``, ``bias_rate * bias_steps`` is added to the probabilities for the choice
-    alone.
+    With ``balance="bias"``, ``bias_rate * bias_steps`` is added to the probabilities for the
+    selection, not for the gate weights.
 
     Args:
-        config: Sizes and kinds.
+        config: Configuration of the model.
 
     **Source**: Jiang et al. 2401.04088, equation 1; Fedus et al. 2101.03961, sections 2.1 and 2.2;
     Shazeer et al. 1701.06538, equations 3 to 5 (our balance loss replaces theirs); Zhou et al.
@@ -99,6 +107,7 @@ class Router(nn.Module):
         noisy = config.routing == "noisy_top_k"
         self.noise = nn.Linear(config.model_dim, config.num_experts, bias=False) if noisy else None
         self.over_replicas = ReplicaSum()
+        # Whole steps of +-1 and not their sum in floats: exact, whatever the weights' dtype.
         steps = torch.zeros(config.num_experts, dtype=torch.int64)
         self.register_buffer("bias_steps", steps, persistent=config.balance == "bias")
         self.step_load: Tensor | None = None
@@ -112,12 +121,13 @@ class Router(nn.Module):
         Args:
             hidden: [B, T, D].
             noise: [B, T, E], standard normal; for ``noisy_top_k`` in training.
-            counted: [B, T], bool: which tokens count in the losses; None: all.
+            counted: [B, T], bool: tokens that count in the losses; None: all.
         """
-        logits = _wide(self.gate(hidden))
+        # Rounding of 16 bits would change which experts are selected.
+        logits = _upcast(self.gate(hidden))
         scores = logits
         if self.noise is not None and noise is not None:
-            scores = logits + noise * F.softplus(_wide(self.noise(hidden)))
+            scores = logits + noise * F.softplus(_upcast(self.noise(hidden)))
         probabilities = scores.softmax(-1)
         chosen, weights, kept = self._choose(scores, probabilities)
         mask = torch.ones_like(logits[..., 0]) if counted is None else counted.to(logits.dtype)
@@ -129,7 +139,13 @@ class Router(nn.Module):
     def _choose(
         self, scores: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the choice with its weights: [B, T, k] and which are kept, or [B, E, C]."""
+        """Select experts.
+
+        Returns:
+            Token choice: experts [B, T, k], weights [B, T, k], and which are within capacity
+            [B, T, k] (None: all). Expert choice: positions of tokens [B, E, C], weights [B, E, C],
+            None.
+        """
         config = self.config
         if config.routing == "expert_choice":
             room = config.capacity(scores.shape[1])
@@ -141,6 +157,7 @@ class Router(nn.Module):
         chosen = wanted.topk(config.experts_per_token, dim=-1).indices
         weights = probabilities.gather(-1, chosen)
         if config.routing == "switch":
+            # Place of every token in its expert's queue: how many tokens before it chose the same.
             queued = F.one_hot(chosen, config.num_experts).sum(-2).cumsum(1)
             place = queued.gather(-1, chosen) - 1
             return chosen, weights, place < config.capacity(scores.shape[1])
@@ -154,6 +171,7 @@ class Router(nn.Module):
         mask: Tensor,
         kept: Tensor | None,
     ) -> Tensor:
+        """Return balance loss and z-loss, [2], as means over the counted tokens."""
         z = logits.logsumexp(-1).square() * mask
         total = mask.sum().clamp(min=1)
         load = self._load(probabilities, chosen, mask, kept, z)
@@ -172,8 +190,9 @@ class Router(nn.Module):
         kept: Tensor | None,
         z: Tensor,
     ) -> Tensor:
-        """Return how many assignments every expert gets, [E] float64; in training of all replicas,
-        and recorded.
+        """Return the load [E], float64: the number of assignments of every expert.
+
+        In training it is summed over all replicas, and added to the record.
         """
         counted = mask.double()
         if self.config.routing == "expert_choice":
@@ -186,6 +205,7 @@ class Router(nn.Module):
             dropped = counted.new_zeros(()) if kept is None else each[~kept].sum()
         if not self.training:
             return load
+        # One all-reduce for all of them.
         others = torch.stack([dropped, z.double().sum(), counted.sum()])
         sums: Tensor = self.over_replicas(torch.cat([load, others]))
         load, (dropped, squares, tokens) = sums[:-3], sums[-3:].unbind()
@@ -200,23 +220,26 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Move the bias of every expert one step towards an even load; to be called after an
-        optimizer step.
+        """Update the bias of every expert by one step towards an even load.
+
+        To be called after every optimizer step.
         """
         if self.config.balance == "bias" and self.step_load is not None:
+            # The sign alone counts (2408.15664), so that one outlier does not move the bias far.
             missing = self.step_load.mean() - self.step_load
             self.bias_steps += missing.sign().to(torch.int64)
         self.step_load = None
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _by_token_choice(
     chosen: Tensor, weights: Tensor, kept: Tensor | None, num_experts: int, losses: Tensor
 ) -> RoutedTokens:
-    """Sort the choices [B, T, k] by expert."""
+    """Sort the assignments [B, T, k] by expert, without those beyond capacity."""
+    # Stable: within an expert tokens keep their order, so sums do too.
     experts, flat = chosen.flatten(), weights.flatten()
     if kept is None:
         order = experts.argsort(stable=True)
@@ -229,7 +252,7 @@ def _by_token_choice(
 
 
 def _by_expert_choice(chosen: Tensor, weights: Tensor, length: int, losses: Tensor) -> RoutedTokens:
-    """Sort the choices [B, E, C], each the place of a token in its sequence of T, by expert."""
+    """Sort the assignments [B, E, C], each a position in its sequence of T tokens, by expert."""
     batch, experts, room = chosen.shape
     starts = torch.arange(batch, device=chosen.device)[:, None, None] * length
     tokens, flat = ((chosen + starts).transpose(0, 1).flatten(), weights.transpose(0, 1).flatten())
@@ -238,13 +261,13 @@ def _by_expert_choice(chosen: Tensor, weights: Tensor, length: int, losses: Tens
 
 
 class Experts(nn.Module):
-    """E SwiGLU networks, computed for the tokens that were sent to them only.
+    """E SwiGLU experts, each computed for its assigned tokens only.
 
     Args:
         num_experts: E.
         model_dim: D.
         ff_dim: F.
-        backend: Of `grouped_product`.
+        backend: Kernel of the matrix products; see `grouped_product`.
     """
 
     def __init__(
@@ -264,44 +287,49 @@ class Experts(nn.Module):
         counts: Tensor,
         beside: Beside = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Send every token to its experts and add up their weighted answers.
+        """Permute tokens to their experts, compute them, and sum the weighted outputs per token.
 
         Args:
             hidden: [B, T, D].
-            weights: [A].
-            tokens: [A], int64, sorted by expert.
-            counts: [E], int64.
-            beside: See `compute`.
+            weights: [A]; see `RoutedTokens`.
+            tokens: [A], int64; see `RoutedTokens`.
+            counts: [E], int64; see `RoutedTokens`.
+            beside: Work that overlaps with the communication; see `compute`.
 
         Returns:
-            [B, T, D], 0 for a token without an expert; and what `beside` gives.
+            [B, T, D], 0 for a token without an expert; and the result of `beside`, or None.
         """
         flat = hidden.flatten(0, 1)
-        answers, other = self.compute(flat[tokens], counts, beside)
-        weighted = (answers * weights[:, None].to(answers.dtype)).to(flat.dtype)
+        outputs, other = self.compute(flat[tokens], counts, beside)
+        weighted = (outputs * weights[:, None].to(outputs.dtype)).to(flat.dtype)
+        # A token has up to k outputs, which index_add sums.
         return torch.zeros_like(flat).index_add(0, tokens, weighted).view_as(hidden), other
 
     def compute(
         self, x: Tensor, counts: Tensor, beside: Beside = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Map [A, D], sorted by expert, to [A, D]; where experts are divided among ranks, a
-        strategy exchanges the rows around it.
+        """Map [A, D] to [A, D], each row by its expert.
+
+        With expert parallelism a strategy wraps it in the two all-to-alls.
 
         Args:
-            x: [A, D].
-            counts: [E], int64: rows of every expert.
-            beside: Other work, done while rows are under way.
+            x: [A, D], rows sorted by expert.
+            counts: [E], int64: number of rows of every expert.
+            beside: Work to overlap with the all-to-all, such as shared experts.
+
+        Returns:
+            [A, D], and the result of `beside`, or None.
         """
         other = None if beside is None else beside()
         gated = F.silu(self.gate(x, counts)) * self.up(x, counts)
         return self.down(gated, counts), other
 
 
-class Mixture(nn.Module):
-    """What stands in the place of an MLP: a router, experts and, optionally, shared experts.
+class MoELayer(nn.Module):
+    """Mixture-of-experts layer in place of an MLP: router, experts, optional shared experts.
 
     Args:
-        config: Sizes and kinds.
+        config: Configuration of the model.
     """
 
     def __init__(self, config: MixtralConfig) -> None:
@@ -316,8 +344,18 @@ class Mixture(nn.Module):
     def forward(
         self, hidden: Tensor, noise: Tensor | None = None, counted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Map [B, T, D] to [B, T, D] and the router's two losses [2]; the rest as in `Router`."""
+        """Map [B, T, D] to [B, T, D].
+
+        Args:
+            hidden: [B, T, D].
+            noise: [B, T, E]; see `Router.forward`.
+            counted: [B, T], bool; see `Router.forward`.
+
+        Returns:
+            [B, T, D], and balance loss and z-loss of the router, [2].
+        """
         shared = self.shared
+        # Not computed here: the experts call it while their all-to-all is in flight.
         beside = None if shared is None else lambda: shared(hidden)
         tokens, weights, counts, losses = self.router(hidden, noise, counted)
         mixed, other = self.experts(hidden, weights, tokens, counts, beside)

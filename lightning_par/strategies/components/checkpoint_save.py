@@ -14,7 +14,7 @@ from typing_extensions import override
 import lightning_par
 from lightning_par.checkpoint.export import OWN_STATE
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.save_coordinator import CheckpointSaver, SaveOrder
+from lightning_par.checkpoint.save_coordinator import CheckpointSaver, SaveMetadata
 from lightning_par.checkpoint.storage import write_object
 from lightning_par.checkpoint.writer import make_part, Part
 from lightning_par.engine.data.compression.options import GradientCompression
@@ -159,7 +159,7 @@ class SavingProcesses(InterruptibleProcesses):
                 "written to a path of the file system. Use save_distributed_checkpoint=False."
             )
         part = self._make_part(checkpoint)
-        order = SaveOrder(
+        order = SaveMetadata(
             manifest=Manifest(
                 world_size=self.world_size,
                 layout=self._layout,

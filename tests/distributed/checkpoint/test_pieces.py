@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor, Shard
 
-from lightning_par.checkpoint.pieces import Box, cut_piece, share_out
+from lightning_par.checkpoint.pieces import assign_writers, Box, cut_piece
 from tests.support.ranks.api import ranks
 
 ROWS = (1, 2, 3, 5, 7, 8)
@@ -46,7 +46,7 @@ def test_what_several_ranks_hold_is_written_once_and_evenly() -> None:
 
     shared = [(box(f"shared{i}"), 10) for i in range(8)]
     own = [[(box(f"own{rank}"), 100 if rank == 0 else 60)] for rank in range(3)]
-    shares = share_out([[*own[rank], *shared] for rank in range(3)])
+    shares = assign_writers([[*own[rank], *shared] for rank in range(3)])
     assert sorted(b.name for share in shares for b in share) == sorted(
         [*(f"own{r}" for r in range(3)), *(b.name for b, _ in shared)]
     )

@@ -105,13 +105,13 @@ class _Watch(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         assert batch["ids"].shape[1] == 12  # callbacks see whole samples
         if index == 2:
-            self.ledger = CommVolume(trainer.strategy.parallel_model.groups)
-            self.ledger.__enter__()
+            self.comm_volume = CommVolume(trainer.strategy.parallel_model.groups)
+            self.comm_volume.__enter__()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        if hasattr(self, "ledger"):
-            self.ledger.__exit__(None, None, None)
-            self.sent = [(e.axis, e.operation, e.sent) for e in self.ledger.entries()]
+        if hasattr(self, "comm_volume"):
+            self.comm_volume.__exit__(None, None, None)
+            self.sent = [(e.axis, e.operation, e.sent) for e in self.comm_volume.entries()]
 
 
 def watch(rank: int, world: int, options: dict[str, Any]) -> Any:

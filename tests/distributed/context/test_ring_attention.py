@@ -85,10 +85,10 @@ def test_every_backend_of_the_cpu_agrees(rank: int, world: int) -> None:
 
 
 def sent_bytes(case: Case, axis: SequenceShard) -> int:
-    with CommVolume() as ledger:
+    with CommVolume() as volume:
         attend_divided(case, axis)
-    sent = torch.tensor(ledger.total(operation="send").sent)
-    assert ledger.total(operation="all_to_all").sent == 0
+    sent = torch.tensor(volume.total(operation="send").sent)
+    assert volume.total(operation="all_to_all").sent == 0
     dist.all_reduce(sent)
     return int(sent)
 
@@ -148,10 +148,10 @@ def test_mask_is_gathered_once_for_a_batch(rank: int, world: int) -> None:
     axis = make_axis(world)
     axis.lay_out(16)
     x, visible = torch.randn(2, 2, 4, 8), torch.ones(2, 4, dtype=torch.bool)
-    with CommVolume() as ledger:
+    with CommVolume() as volume:
         for _ in range(3):
             axis.attend(x, x, x, visible=visible)
-        assert ledger.total(operation="all_gather").calls == 1
+        assert volume.total(operation="all_gather").calls == 1
         axis.lay_out(16)
         axis.attend(x, x, x, visible=visible)
-    assert ledger.total(operation="all_gather").calls == 2
+    assert volume.total(operation="all_gather").calls == 2

@@ -73,12 +73,12 @@ class Count(Callback):
 
     def on_before_backward(self, trainer: Any, *_: Any) -> None:
         groups = trainer.strategy.parallel_model.groups
-        self.ledger = CommVolume(groups)
-        self.ledger.__enter__()
+        self.comm_volume = CommVolume(groups)
+        self.comm_volume.__enter__()
 
     def on_after_backward(self, trainer: Any, *_: Any) -> None:
-        self.ledger.__exit__(None, None, None)
-        rows = [row for row in self.ledger.entries() if row.axis in ("data", "dp_replicate")]
+        self.comm_volume.__exit__(None, None, None)
+        rows = [row for row in self.comm_volume.entries() if row.axis in ("data", "dp_replicate")]
         self.sent = sum(row.sent for row in rows)
 
 

@@ -134,9 +134,9 @@ def test_short_gradients_may_be_added_in_a_longer_type(rank: int, world: int) ->
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     options = GradientCompression(method="int8", start_step=1)
     compressed = compress({"a": parameter}, options, torch.float32)
-    with CommVolume({"data": dist.group.WORLD}) as ledger:
+    with CommVolume({"data": dist.group.WORLD}) as volume:
         parameter.grad = torch.tensor([1.0, 256.0 * (1 - rank)], dtype=torch.bfloat16)
         compressed.reduce()
     # Whether there is a gradient, whether it is finite, and two entries of 4 bytes.
-    assert ledger.total(operation="all_reduce").payload == 4 + 4 + 2 * 4
+    assert volume.total(operation="all_reduce").payload == 4 + 4 + 2 * 4
     assert parameter.grad.tolist() == [1.0, 128.0]

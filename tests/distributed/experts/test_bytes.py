@@ -24,7 +24,7 @@ class _Watch(_Counter):
             block.moe.router.register_forward_hook(self._keep)
 
     def _keep(self, module: Any, inputs: Any, routed: Any) -> None:
-        if self.ledger is not None:
+        if self.comm_volume is not None:
             self.counts.append(routed.counts)
 
 

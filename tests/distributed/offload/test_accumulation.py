@@ -59,8 +59,8 @@ class Watch(Callback):
         self.seen = seen
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.ledger = CommVolume({})
-        self.ledger.__enter__()
+        self.comm_volume = CommVolume({})
+        self.comm_volume.__enter__()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         left = any(p.grad is not None for p in pl_module.parameters())
@@ -68,10 +68,10 @@ class Watch(Callback):
         self.seen.setdefault("steps", []).append(trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.ledger.__exit__(None, None, None)
+        self.comm_volume.__exit__(None, None, None)
         own = [p.to_local() if isinstance(p, DTensor) else p for p in pl_module.parameters()]
         size = sum(p.numel() * p.element_size() for p in own)
-        self.seen["copies"] = self.ledger.total(operation="to_host").payload / size
+        self.seen["copies"] = self.comm_volume.total(operation="to_host").payload / size
 
 
 def watched(rank: int, world: int, *job: Any) -> Any:

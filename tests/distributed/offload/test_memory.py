@@ -34,14 +34,14 @@ class Scale(Callback):
     """Weighs what the rank holds, and counts what the steps after the first copy."""
 
     def __init__(self) -> None:
-        self.ledger, self.found = CommVolume(), {}
+        self.comm_volume, self.found = CommVolume(), {}
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 1:
-            self.ledger.__enter__()
+            self.comm_volume.__enter__()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.ledger.__exit__()
+        self.comm_volume.__exit__()
         parallel_model = trainer.strategy.parallel_model
         parameters = [self.local(p) for p in pl_module.parameters()]
         states = [
@@ -55,8 +55,8 @@ class Scale(Callback):
             "host": 0 if parallel_model.host is None else parallel_model.host.host_bytes(),
             "states": sum(map(_bytes, states)),
             "remembered": _remembered(parallel_model.compression),
-            "to_host": self.ledger.total(axis="host", operation="to_host").sent,
-            "to_device": self.ledger.total(axis="host", operation="to_device").sent,
+            "to_host": self.comm_volume.total(axis="host", operation="to_host").sent,
+            "to_device": self.comm_volume.total(axis="host", operation="to_device").sent,
         }
 
     @staticmethod

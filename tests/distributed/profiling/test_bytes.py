@@ -19,20 +19,20 @@ class _Counter(Callback):
     """Counts the third step: by then headers are known and caches are filled."""
 
     def __init__(self) -> None:
-        self.ledger: CommVolume | None = None
+        self.comm_volume: CommVolume | None = None
         self.found: dict[Any, Any] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         if index == 2:
-            self.ledger = CommVolume(trainer.strategy.parallel_model.groups)
-            self.ledger.__enter__()
+            self.comm_volume = CommVolume(trainer.strategy.parallel_model.groups)
+            self.comm_volume.__enter__()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        if self.ledger is not None:
-            self.ledger.__exit__(None, None, None)
-            entries = self.ledger.entries()
+        if self.comm_volume is not None:
+            self.comm_volume.__exit__(None, None, None)
+            entries = self.comm_volume.entries()
             self.found = {(e.axis, e.operation): (e.calls, e.payload, e.sent) for e in entries}
-            self.ledger = None
+            self.comm_volume = None
 
 
 def count(rank: int, world: int, options: dict[str, Any], trainer: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
 
 SHARED = ("broadcast",)
-"""A batch and a loss that are given to the ranks of a replica; not foreseen."""
+"""A batch and a loss that are given to the ranks of a replica; not in the expected volume."""
 
 
 class SilentModule(ToyModule):
@@ -26,14 +26,14 @@ class SilentModule(ToyModule):
 
 
 class Keeper(CommunicationProfiler):
-    """Keeps what the last step counted and what was foreseen."""
+    """Keeps what the last step counted and what was expected."""
 
     counted: tuple[CommVolumeEntry, ...] = ()
-    foreseen: tuple[CommVolumeEntry, ...] = ()
+    expected: tuple[CommVolumeEntry, ...] = ()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         last = self.recording.steps.last()
-        self.counted, self.foreseen = last.entries, last.foreseen
+        self.counted, self.expected = last.entries, last.expected
         self.recording.stop()
 
 
@@ -52,7 +52,7 @@ def rows(rank: int, world: int, folder: Any, options: Any, run: Any) -> Any:
     ).fit(SilentModule("sgd", **run.get("module", {})), loader(ToyData(200), run.get("batch", 6)))
     return [
         {(e.axis, e.operation): (e.calls, e.payload, e.sent) for e in entries}
-        for entries in (keeper.counted, keeper.foreseen)
+        for entries in (keeper.counted, keeper.expected)
     ]
 
 
@@ -99,9 +99,9 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", cells())
-def test_what_is_foreseen_is_what_is_counted(layout: str, tmp_path: Any) -> None:
+def test_expected_volume_equals_counted_volume(layout: str, tmp_path: Any) -> None:
     world, options, run = LAYOUTS[layout]
-    for counted, foreseen in run_ranks(rows, world, tmp_path, options, run, timeout=120):
+    for counted, expected in run_ranks(rows, world, tmp_path, options, run, timeout=120):
         wanted = {k: v for k, v in counted.items() if k[1] not in SHARED}
-        assert foreseen == wanted
-        assert foreseen
+        assert expected == wanted
+        assert expected

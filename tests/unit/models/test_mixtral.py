@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lightning_par.errors import ConfigurationError
 from lightning_par.models import from_hugging_face_mixtral, Mixtral, MixtralConfig
 from lightning_par.models.mixtral.grouped_linear import GroupedLinear, supports_grouped
-from lightning_par.models.mixtral.moe import Mixture, Router
+from lightning_par.models.mixtral.moe import MoELayer, Router
 from lightning_par.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 
@@ -25,11 +25,11 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-def mixture(**options) -> Mixture:
-    return Mixture(MixtralConfig(**{**SIZES, **options}))
+def mixture(**options) -> MoELayer:
+    return MoELayer(MixtralConfig(**{**SIZES, **options}))
 
 
-def expert(made: Mixture, index: int, x: Tensor) -> Tensor:
+def expert(made: MoELayer, index: int, x: Tensor) -> Tensor:
     """What one expert says to every token."""
     gate, up, down = (getattr(made.experts, n).weight[index] for n in ("gate", "up", "down"))
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
