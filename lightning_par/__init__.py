@@ -21,8 +21,7 @@ from lightning_par.strategies import (
 )
 from lightning_par.strategies.setup.memory_check import memory_estimate
 from lightning_par.verification import verify
-
-__version__ = "0.1.0"
+from lightning_par.version import __version__
 
 __all__ = [
     "BatchLayout",
@@ -36,6 +35,7 @@ __all__ = [
     "SequenceRingStrategy",
     "TensorParallelStrategy",
     "ZeROOffloadStrategy",
+    "__version__",
     "attention",
     "check_plan",
     "memory_estimate",

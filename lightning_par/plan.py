@@ -13,11 +13,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, get_args, Literal
 
-from torch import nn
-
 from lightning_par.errors import PlanError, raise_problems
 
-__all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "find_plan", "match_pattern"]
+__all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "match_pattern"]
 
 TensorStyle = Literal[
     "colwise",
@@ -286,40 +284,3 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
-
-
-def find_plan(module: nn.Module) -> ParallelPlan | None:
-    """Return the plan that `module` or one of its submodules offers through `parallel_plan()`.
-
-    The outermost offer wins; its FQNs are given as seen from `module`. Without an offer, the plan
-    of a Hugging Face model inside is derived from the model.
-
-    Args:
-        module: A LightningModule or any other module.
-
-    Returns:
-        The plan, or None if nobody offers one.
-
-    Raises:
-        PlanError: Two submodules, neither inside the other, each offer a plan.
-    """
-    found: dict[str, ParallelPlan] = {}
-    for name, child in module.named_modules():
-        inside = any(name.startswith(outer + ".") or outer == "" for outer in found)
-        if not inside and callable(getattr(child, "parallel_plan", None)):
-            found[name] = child.parallel_plan().under(name)
-    if len(found) > 1:
-        raise PlanError(
-            f"{len(found)} submodules offer a parallel_plan(): {_listed(found)}. Define "
-            "parallel_plan() on the "
-            f"{type(module).__name__}, or pass plan= to the strategy."
-        )
-    if not found:
-        from lightning_par.huggingface import find_huggingface_plan
-
-        return find_huggingface_plan(module)
-    return next(iter(found.values()), None)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.pieces import Box, share_out
+from lightning_par.checkpoint.pieces import share_out
 from lightning_par.checkpoint.storage import remove_path
 from lightning_par.checkpoint.writer import complete, Part, Report, write_part
+from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 
 __all__ = ["CheckpointSaver", "SaveOrder"]

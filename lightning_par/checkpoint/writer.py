@@ -21,7 +21,7 @@ from lightning_par.checkpoint.index import (
     TensorEntry,
 )
 from lightning_par.checkpoint.json_encoding import Encoder
-from lightning_par.checkpoint.pieces import Box, Piece
+from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.storage import (
     DTYPES,
     file_order,
@@ -31,6 +31,7 @@ from lightning_par.checkpoint.storage import (
     write_json,
     write_tensors,
 )
+from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 
 __all__ = ["Part", "Report", "complete", "make_part", "write_part"]

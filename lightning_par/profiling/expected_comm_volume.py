@@ -37,6 +37,7 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
+from lightning_par.dtensor import local_part
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.data.gradient_reduction import SharedGradients
 from lightning_par.engine.pipeline.actions import Action, ActionKind
@@ -176,8 +177,7 @@ class Forecast:
         by_dtype: dict[torch.dtype, int] = {}
         for p in shared.parameters:
             if p.requires_grad:
-                local = p.to_local() if isinstance(p, DTensor) else p
-                by_dtype[p.dtype] = by_dtype.get(p.dtype, 0) + _bytes(local)
+                by_dtype[p.dtype] = by_dtype.get(p.dtype, 0) + _bytes(local_part(p))
         for payload in by_dtype.values():
             self._add(shared.group, "all_reduce", payload)
 

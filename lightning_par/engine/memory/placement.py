@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from lightning_par.checkpoint.pieces import cut_box
+from lightning_par.dtensor import cut_box
 from lightning_par.engine.experts.apply import expert_shard_dim
 from lightning_par.engine.tensor.apply import tensor_placements
 from lightning_par.plan import match_pattern
