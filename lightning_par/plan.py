@@ -11,65 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, get_args, Literal
+from typing import Any, Literal
 
 from lightning_par.errors import PlanError, raise_problems
+from lightning_par.tensor_styles import TENSOR_STYLES, TensorStyle
 
 __all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "match_pattern"]
-
-TensorStyle = Literal[
-    "colwise",
-    "colwise_gather_output",
-    "colwise_transposed",
-    "expert_colwise",
-    "expert_rowwise",
-    "expert_shards",
-    "experts",
-    "fused_qkv_transposed",
-    "gather_sequence",
-    "replicated",
-    "replicated_with_grad_allreduce",
-    "rowwise",
-    "rowwise_transposed",
-    "sequence_gather_output",
-    "sequence_parallel",
-    "split_sequence",
-    "vocab_embedding",
-    "vocab_head",
-    "whole_inside",
-    "whole_sequence",
-]
-"""How a module takes part in tensor parallelism (tp ranks). Weights are [out, in], activations [B,
-T, D].
-
-- ``colwise``: weight and bias sharded over the output features; the input is whole, the output is a
-  shard.
-- ``rowwise``: weight sharded over the input features, bias whole; partial outputs are summed.
-- ``colwise_gather_output``: like ``colwise``, the output gathered again.
-- ``experts``: a container whose first input is made whole along T, whose second one weights its
-  partial result, and which gives a pair, the first of which is summed.
-- ``expert_colwise``, ``expert_rowwise``: weights [E, out, in] inside ``experts``, sharded over the
-  output or the input features; nothing is summed.
-- ``vocab_embedding``: embedding table sharded over the vocabulary; partial outputs are summed.
-- ``vocab_head``: like ``colwise``, but the logits stay sharded over the vocabulary, and so does the
-  loss.
-- ``gather_sequence``: a container of colwise and rowwise modules; its first input is made whole
-  along T.
-- ``whole_sequence``: a container that computes alike on every rank; its first input is made whole
-  along T.
-- ``sequence_parallel``: computed on each rank's T/tp tokens; parameters whole, their gradients
-  summed.
-- ``sequence_gather_output``: like ``sequence_parallel``, the output made whole along T.
-- ``split_sequence``: computed whole; the output is cut along T (learned positions).
-- ``replicated``: the same computation on every rank.
-- ``replicated_with_grad_allreduce``: parameters whole, used on sharded heads; gradients summed.
-- ``colwise_transposed``, ``rowwise_transposed``: the same for weights that are [in, out].
-- ``fused_qkv_transposed``: a weight [in, 3 out] of query, key and value side by side stays whole;
-  each rank uses the columns of its heads, and gradients are summed.
-- ``expert_shards``: parameters [E, ...] sharded over the experts; called with the tokens, the
-  indices of their experts and the weights of those, where index E means none.
-- ``whole_inside``: like ``whole_sequence``, its first output cut along T again.
-"""
 
 
 def match_pattern(pattern: str, fqn: str) -> bool:
@@ -203,15 +150,14 @@ class ParallelPlan:
     refusals: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        styles = get_args(TensorStyle)
         problems = []
         for pattern, style in self.tensor.items():
-            if style not in styles:
-                near = get_close_matches(str(style), styles, n=1)
+            if style not in TENSOR_STYLES:
+                near = get_close_matches(str(style), TENSOR_STYLES, n=1)
                 hint = f"did you mean {near[0]!r}? U" if near else "u"
                 problems.append(
                     f"tensor: {pattern!r}: {style!r} is no tensor style; {hint}se one of "
-                    f"{', '.join(styles)}."
+                    f"{', '.join(TENSOR_STYLES)}."
                 )
         if self.sequence_region not in ("blocks", "model"):
             problems.append(

@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch import nn
 
 from lightning_par.errors import either, PlanError, raise_problems
-from lightning_par.plan import match_pattern, ParallelPlan, TensorStyle
+from lightning_par.plan import match_pattern, ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.stage_partition import (
     classify_units,
@@ -25,23 +25,12 @@ from lightning_par.stage_partition import (
     Place,
     role_problems,
 )
+from lightning_par.tensor_styles import TENSOR_STYLES, TensorStyle
 
 __all__ = ["ResolvedPlan", "balance_blocks", "check_plan", "resolve_plan"]
 
 _T = TypeVar("_T")
 
-_SHARDED_DIM: Mapping[str, int] = {
-    "colwise": 0,
-    "colwise_gather_output": 0,
-    "colwise_transposed": 1,
-    "expert_colwise": 1,
-    "expert_rowwise": 2,
-    "rowwise": 1,
-    "rowwise_transposed": 0,
-    "vocab_embedding": 0,
-    "vocab_head": 0,
-}
-_MAY_BE_UNEVEN = ("vocab_embedding", "vocab_head")
 _MOST_DEGREES = 64  # of those that a message lists
 
 
@@ -352,14 +341,14 @@ def _check_tensor(
 
 
 def _sharded_sizes(
-    fqn: str, module: nn.Module, style: str, degree: int, problems: list[str]
+    fqn: str, module: nn.Module, style: TensorStyle, degree: int, problems: list[str]
 ) -> list[tuple[str, str, int]]:
     """Return what must divide by the degree: the FQN, the words about it and the size."""
-    dim = _SHARDED_DIM.get(style)
-    if dim is None:
+    spec = TENSOR_STYLES[style]
+    dim, ndim = spec.weight_dim, spec.weight_ndim
+    if dim is None or ndim is None:
         return []
     weight = getattr(module, "weight", None)
-    ndim = 3 if style.startswith("expert") else 2
     if not isinstance(weight, nn.Parameter) or weight.ndim != ndim:
         problems.append(
             f"tensor: {fqn} is a {type(module).__name__}, but {style!r} needs a module with a "
@@ -367,7 +356,7 @@ def _sharded_sizes(
             "'gather_sequence' for a container."
         )
         return []
-    if style in _MAY_BE_UNEVEN:
+    if spec.uneven:
         rows = weight.shape[0]
         if rows < degree:
             problems.append(f"tensor: {fqn}.weight has {rows} rows, fewer than the {degree} ranks.")

@@ -13,8 +13,8 @@ exit of sharded weights    with sequence parallelism: reduce-scatter n y, all-ga
 ``colwise_gather_output``  as an entry; all-gather y, nothing
 =========================  =========================================================================
 
-Entries are ``gather_sequence``, ``vocab_head`` and ``colwise_gather_output``; exits are ``rowwise``
-and ``vocab_embedding``. A backward communicates only if x or y requires grad.
+Entries and exits are the rows of `lightning_par.tensor_styles.TENSOR_STYLES` with a `crossing`. A
+backward communicates only if x or y requires grad.
 
 A pipeline stage sends what its last block gives, and the gradient of what its first block takes.
 What `shard.py` says of the ZeRO stages is counted for every unit: a block, or all that is outside
@@ -46,13 +46,12 @@ from lightning_par.engine.pipeline.stage_links import group_name
 from lightning_par.mesh import ParallelMesh
 from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, ring_bytes
 from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.tensor_styles import StyleSpec, TENSOR_STYLES
 
 __all__ = ["Forecast", "Parts"]
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
-_ENTRIES = ("gather_sequence", "vocab_head", "colwise_gather_output")
-_EXITS = ("rowwise", "vocab_embedding")
 _WEIGHTS_OF_THE_LOSS = 16
 """Bytes: two numbers in float64, summed over the replicas."""
 
@@ -162,8 +161,8 @@ class Forecast:
         if parts.mesh.sizes.tensor > 1 and not parts.compiled:
             held = _own_modules(parts.module)
             for fqn, style in parts.resolved.styles.items():
-                if fqn in held and style in (*_ENTRIES, *_EXITS):
-                    yield held[fqn], _TensorHook(self, style)
+                if fqn in held and TENSOR_STYLES[style].crossing is not None:
+                    yield held[fqn], _TensorHook(self, TENSOR_STYLES[style])
         for stage, (lo, hi) in enumerate(parts.bounds):
             if parts.owners[stage] != parts.mesh.place["pp"]:
                 continue
@@ -233,20 +232,20 @@ class _TensorHook:
     """Foresees what one call of a module with a tensor style moves."""
 
     forecast: Forecast
-    style: str
+    style: StyleSpec
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         group = self.forecast.parts.mesh.group("tp")
         x = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        if self.style in _ENTRIES:
+        if self.style.crossing == "enter":
             self._cross(group, x, "all_gather", "reduce_scatter", in_forward=False)
         else:
             self._cross(group, output, "reduce_scatter", "all_gather", in_forward=True)
-        if self.style == "vocab_head":
+        if self.style.output == "logits":
             tokens = output.numel() // output.shape[-1] * output.element_size()
             self.forecast._add(group, "all_reduce", tokens)
             self.forecast._add(group, "all_reduce", 2 * tokens)
-        if self.style == "colwise_gather_output":
+        if self.style.output == "gathered":
             features = output.shape[-1]
             padded = split_sizes(features, group.size())[0] * group.size()
             self.forecast._add(group, "all_gather", _bytes(output) // features * padded)

@@ -1,6 +1,6 @@
 """What every rank would hold of a model, known before any process starts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,24 +10,15 @@ from torch.distributed.tensor import Shard
 
 from lightning_par.dtensor import cut_box
 from lightning_par.engine.experts.apply import expert_shard_dim
-from lightning_par.engine.tensor.apply import tensor_placements
+from lightning_par.engine.tensor.parameters import tensor_placements
 from lightning_par.plan import match_pattern
 from lightning_par.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.sizes import EXPERT_AXES, ParallelSizes
+from lightning_par.tensor_styles import TENSOR_STYLES
 
 __all__ = ["Cut", "ParameterPlacement", "find_placements"]
 
 _GATHERED = ("dp_shard", "expert_shard")
-_WHY: Mapping[str, str] = {
-    "fused_qkv_transposed": "query, key and value are side by side; each rank uses its heads",
-    "replicated": "every rank computes it alike",
-    "replicated_with_grad_allreduce": "used on each rank's heads; gradients are summed",
-    "rowwise": "a rowwise layer adds its bias after the sum",
-    "rowwise_transposed": "a rowwise layer adds its bias after the sum",
-    "sequence_gather_output": "computed on each rank's tokens; gradients are summed",
-    "sequence_parallel": "computed on each rank's tokens; gradients are summed",
-    "split_sequence": "computed whole; the output is cut along T",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,4 +161,5 @@ def _reason(name: str, resolved: ResolvedPlan) -> str:
     style = resolved.styles.get(owner)
     if style is None:
         return "no pattern of the plan's tensor styles matches its module"
-    return f"{style}: {_WHY[style]}" if style in _WHY else style
+    reason = TENSOR_STYLES[style].reason
+    return f"{style}: {reason}" if reason else style

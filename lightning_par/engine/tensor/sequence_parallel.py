@@ -19,7 +19,9 @@ from lightning_par.engine.collectives import (
     reduce_to_whole,
     slice_to_shard,
 )
+from lightning_par.errors import PlanError
 from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.tensor_styles import TENSOR_STYLES
 
 __all__ = ["SEQUENCE_DIM", "Region", "Regions", "on_first_tensor"]
 
@@ -77,7 +79,7 @@ class Regions:
         everywhere = resolved.plan.sequence_region == "model"
         self._sharded = ("",) if everywhere else tuple(f"{b}." for b in resolved.block_names)
         styles = resolved.styles.items()
-        self._whole = tuple(f"{fqn}." for fqn, style in styles if style == "whole_inside")
+        self._whole = tuple(f"{fqn}." for fqn, style in styles if TENSOR_STYLES[style].whole_inside)
 
     def of(self, fqn: str) -> Region:
         """Return how the module `fqn` computes."""
@@ -86,10 +88,26 @@ class Regions:
 
 
 def on_first_tensor(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply `function` to the first tensor of a tree: the hidden states."""
-    leaves, spec = pytree.tree_flatten(tree)
+    """Apply `function` to the first tensor of a tree: the hidden states.
+
+    Args:
+        function: Maps a tensor to a tensor.
+        tree: The arguments or the output of a module.
+
+    Returns:
+        The tree with that tensor replaced.
+
+    Raises:
+        PlanError: The tree has no tensor.
+    """
+    # Other nodes, such as a cache of keys that the module updates in place, are not rebuilt.
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_no_container)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             leaves[place] = function(leaf)
-            break
-    return pytree.tree_unflatten(leaves, spec)
+            return pytree.tree_unflatten(leaves, spec)
+    raise PlanError("a module with a tensor style was called without a tensor.")
+
+
+def _is_no_container(node: Any) -> bool:
+    return not isinstance(node, tuple | list | dict)
