@@ -5,10 +5,8 @@ Importing lightning_par registers its strategies, so that their names work in YA
 ``trainer.strategy``.
 """
 
-import difflib
 import re
 import sys
-from collections.abc import Iterable
 from typing import NoReturn
 
 import lightning as L
@@ -17,7 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_par
 from lightning_par.commands import COMMANDS, find_command
-from lightning_par.errors import CheckpointError, ConfigurationError, LightningParError
+from lightning_par.errors import CheckpointError, ConfigurationError, LightningParError, nearest
 
 __all__ = ["ParallelCLI", "main", "make_cli"]
 
@@ -42,7 +40,8 @@ class _Parser(LightningArgumentParser):
         unknown = re.search(r"ption '([^']+)'", message)
         if unknown:
             wanted = unknown.group(1).rpartition(".")[2]
-            lines[-1] += _nearest(wanted, (key.rpartition(".")[2] for key in _options(parser)))
+            known = {key.rpartition(".")[2] for key in _options(parser)}
+            lines[-1] += nearest(wanted, known, cutoff=0.6, otherwise="")
         print(f"{name}: error: " + "\n".join(lines), file=sys.stderr)
         print(f"{name} --help lists every option.", file=sys.stderr)
         self.exit(2)
@@ -50,11 +49,6 @@ class _Parser(LightningArgumentParser):
 
 def _options(parser: LightningArgumentParser) -> list[str]:
     return [str(key) for key in parser.get_defaults().keys()]  # noqa: SIM118  (a Namespace)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, set(names), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class ParallelCLI(LightningCLI):
@@ -81,8 +75,9 @@ class ParallelCLI(LightningCLI):
         name = self._get(self.config, "trainer.strategy")
         known = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(name, str) and name not in known:
+            hint = nearest(name, known, cutoff=0.6, otherwise="")
             raise ConfigurationError(
-                f"trainer.strategy={name!r} is not registered{_nearest(name, known)}\n"
+                f"trainer.strategy={name!r} is not registered{hint}\n"
                 f"Registered are: {', '.join(known)}."
             )
 

@@ -9,11 +9,10 @@ pattern, ``*`` stands for exactly one component: ``blocks.*.attention`` matches
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from lightning_par.errors import PlanError, raise_problems
+from lightning_par.errors import nearest, PlanError, raise_problems
 from lightning_par.tensor_styles import TENSOR_STYLES, TensorStyle
 
 __all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "match_pattern"]
@@ -55,10 +54,9 @@ def _refuse_unknown(kind: type, values: Mapping[str, Any]) -> None:
     fields = list(getattr(kind, "__dataclass_fields__"))  # noqa: B009
     unknown = sorted(set(values) - set(fields))
     if unknown:
-        near = [n for u in unknown for n in get_close_matches(u, fields, n=1)]
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise PlanError(
-            f"unknown entries {unknown} in a {kind.__name__}: it has {', '.join(fields)}.{hint}"
+            f"unknown entries {unknown} in a {kind.__name__}: it has {', '.join(fields)}"
+            + nearest(unknown[0], fields, cutoff=0.6)
         )
 
 
@@ -153,11 +151,10 @@ class ParallelPlan:
         problems = []
         for pattern, style in self.tensor.items():
             if style not in TENSOR_STYLES:
-                near = get_close_matches(str(style), TENSOR_STYLES, n=1)
-                hint = f"did you mean {near[0]!r}? U" if near else "u"
                 problems.append(
-                    f"tensor: {pattern!r}: {style!r} is no tensor style; {hint}se one of "
-                    f"{', '.join(TENSOR_STYLES)}."
+                    f"tensor: {pattern!r}: {style!r} is no tensor style"
+                    f"{nearest(style, TENSOR_STYLES)} "
+                    f"Use one of {', '.join(TENSOR_STYLES)}."
                 )
         if self.sequence_region not in ("blocks", "model"):
             problems.append(

@@ -4,7 +4,6 @@ Everything here reads shapes and names only, so it works on a model whose parame
 device.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from lightning_par.errors import either, PlanError, raise_problems
+from lightning_par.errors import either, nearest, PlanError, raise_problems
 from lightning_par.plan import match_pattern, ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.stage_partition import (
@@ -238,8 +237,7 @@ def _missing(what: str, name: str, names: Sequence[str]) -> str:
 def _nearest(name: str, names: Sequence[str]) -> str:
     if "*" in name:
         names = [_as_pattern(n) for n in names]
-    near = difflib.get_close_matches(name, [n for n in names if n], n=1, cutoff=0.3)
-    return f"; did you mean {near[0]!r}?" if near else "."
+    return nearest(name, filter(None, names))
 
 
 def _as_pattern(fqn: str) -> str:
