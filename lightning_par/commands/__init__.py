@@ -1,8 +1,8 @@
-"""The commands of ``lightning-par`` besides Lightning's own: one module each.
+"""Subcommands of ``lightning-par``: one module each, and `parallel_cli` for Lightning's own.
 
-A module here has ``main(arguments: list[str]) -> int``, which parses its arguments with argparse
-and returns the exit status, and takes the summary of its ``--help`` from its own docstring. It may
-print, and knows Lightning only if it has to build a user's model.
+The module of a command has ``main(arguments: list[str]) -> int``, which parses its arguments with
+argparse and returns the exit status; its docstring is the summary of its ``--help``. It may print,
+and imports Lightning only if it has to build a user's model.
 """
 
 import importlib
@@ -19,18 +19,16 @@ COMMANDS: dict[str, str] = {
     "schedule": "print and draw a pipeline schedule before anything runs it",
     "verify": "compare a few steps of the configured layout with one process, number by number",
 }
-"""What each command does, in one line, by its name; the module has the same name."""
+"""Name of a command, which is also that of its module -> what it does, in one line."""
 
 
 def find_command(name: str) -> Callable[[list[str]], int]:
-    """Import the module of a command.
+    """Import the module of a command and return its ``main``.
 
     Args:
         name: A key of `COMMANDS`.
-
-    Returns:
-        Its ``main``.
     """
+    # Imported by name, so that one command does not pay for the imports of all.
     module = importlib.import_module(f"lightning_par.commands.{name}")
     command: Callable[[list[str]], int] = module.main
     return command

@@ -1,7 +1,7 @@
-"""List the attention kernels of divided sequences: which of them work here, and why not the rest.
+"""List the attention kernels of context parallelism: which work here, and why the others do not.
 
-The first column is the name for ``attention_backend``; "auto" takes the first of these that can
-take a call.
+The first column is the name for ``attention_backend``; "auto" uses the first of these that supports
+a call.
 """
 
 import argparse
@@ -15,10 +15,13 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Print a line for every kernel.
+    """Print one line per kernel.
 
     Args:
-        arguments: None are taken.
+        arguments: What follows ``lightning-par backends``; there are no options but ``--help``.
+
+    Returns:
+        The exit status, 0.
     """
     parser = argparse.ArgumentParser(
         prog="lightning-par backends",
@@ -34,7 +37,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _row(kernel: AttentionKernel) -> tuple[str, str, str]:
-    """Return name, "yes" or why not, and what the kernel takes."""
+    """Return the kernel's name, "yes" or why it is missing, and the inputs that it supports."""
+    # A kernel of a device that is not here still lists its dtypes: they do not depend on it.
     device = torch.device(kernel.device_type or "cpu")
     kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     takes = [

@@ -23,8 +23,8 @@ def main(arguments: list[str]) -> int:
         The exit status, 0.
 
     Raises:
-        CheckpointError: It is damaged, or holds a pickle and is not trusted.
-        ConfigurationError: The name of the file says no format.
+        CheckpointError: The checkpoint is damaged, or holds a pickle and ``--trust`` is not given.
+        ConfigurationError: The suffix of ``--out`` names no format, or options exclude each other.
     """
     options = _parser().parse_args(arguments)
     out = Path(options.out)

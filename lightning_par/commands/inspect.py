@@ -1,6 +1,4 @@
-"""Say what a checkpoint folder holds: layout, step, sizes; and compare every file with its
-checksum.
-"""
+"""Show what a checkpoint folder holds: mesh sizes, step, bytes; and verify all checksums."""
 
 import argparse
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ _KINDS = ("weights", "optimizer", "state")
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is in a checkpoint.
+    """Print the contents of a checkpoint and verify its files.
 
     Args:
         arguments: What follows ``lightning-par inspect``.
@@ -45,9 +43,9 @@ def main(arguments: list[str]) -> int:
 
 def _summary(reader: CheckpointReader) -> Iterator[str]:
     manifest, index = reader.manifest, reader.index
-    layout = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1)
+    mesh_sizes = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1)
     yield f"{reader.folder}: step {manifest.step}, epoch {manifest.epoch}"
-    yield f"written by {manifest.world_size} ranks: {layout or '1 device'}"
+    yield f"written by {manifest.world_size} ranks: {mesh_sizes or '1 device'}"
     yield "versions: " + ", ".join(f"{name} {v}" for name, v in manifest.versions.items())
     for kind in _KINDS:
         names = [name for name in manifest.files if name.startswith(f"{kind}-")]

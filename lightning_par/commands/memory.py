@@ -1,11 +1,11 @@
-"""Say what a run holds on every device and host, by kind, and whether that fits."""
+"""Estimate the memory of a run per device and host, by kind, and whether it fits."""
 
 import argparse
 import warnings
 
 import torch
 
-from lightning_par.cli import make_cli
+from lightning_par.commands.parallel_cli import make_cli
 from lightning_par.errors import ConfigurationError
 from lightning_par.plan_lookup import find_plan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
@@ -18,24 +18,25 @@ _GIB = 2**30
 
 
 def main(arguments: list[str]) -> int:
-    """Print the bytes of the fullest rank of a run, which does not start.
+    """Print the estimated bytes of the fullest rank of a run, without starting it.
 
     Args:
-        arguments: What follows ``lightning-par memory``; what is not known here goes to ``fit``'s
-            parser, such as ``--trainer.strategy=zero_offload``.
+        arguments: What follows ``lightning-par memory``; unknown options are passed to the parser
+            of ``fit``, such as ``--trainer.strategy=zero_offload``.
 
     Returns:
-        The exit status: 0, or 1 if the run cannot fit.
+        The exit status: 0, or 1 if the run does not fit.
 
     Raises:
-        ConfigurationError: The strategy is none of this package.
+        ConfigurationError: The strategy is not one of this package.
     """
     options, more = _parser().parse_known_args(arguments)
     more = [f"--config={options.config}", *more]
-    if options.devices is not None:  # those of another machine
+    if options.devices is not None:
+        # The devices of another machine need not exist here: a Trainer on the CPU takes any number.
         more += ["--trainer.accelerator=cpu", f"--trainer.devices={options.devices}"]
     with warnings.catch_warnings():
-        # Lightning takes the command line of this process for a mistake beside them.
+        # Lightning warns of arguments that are given while sys.argv has some, too.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         cli = make_cli(more, run=False)
     strategy, module = cli.trainer.strategy, cli.model
@@ -52,16 +53,16 @@ def main(arguments: list[str]) -> int:
     print("the fullest rank holds, besides activations:")
     print(estimate)
     plan = strategy.plan if strategy.plan is not None else find_plan(module)
-    said = explain_misfit(
+    misfit = explain_misfit(
         module,
         check_module(module, plan, strategy),
         strategy,
         device=None if options.device_gib is None else int(options.device_gib * _GIB),
         host=None if options.host_gib is None else int(options.host_gib * _GIB),
     )
-    if said is None:
+    if misfit is None:
         return 0
-    print(said)
+    print(misfit)
     return 1
 
 

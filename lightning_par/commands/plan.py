@@ -1,4 +1,4 @@
-"""Say what every rank would hold of a model, and what stays whole and why, before anything runs.
+"""Show how every parameter would be sharded, and why some stay whole, before anything runs.
 
 Takes the arguments of ``lightning-par fit``. The model is built on the meta device: no weights, no
 processes.
@@ -33,66 +33,69 @@ def main(arguments: list[str]) -> int:
         The exit status, 0.
 
     Raises:
-        LightningParError: The model does not fit the sizes.
+        LightningParError: The model cannot be sharded over a mesh of these sizes.
     """
     options, rest = _parser().parse_known_args(arguments)
     run = configure(rest, on_meta=True)
     strategy = run.trainer.strategy
     assert isinstance(strategy, MeshStrategy)
-    holdings = _find(run, strategy)
-    rows = [_row(h, strategy.sizes) for h in holdings]
-    rows = rows if options.all else _join_alike(rows)
+    placements = _place(run, strategy)
+    rows = [_row(p, strategy.sizes) for p in placements]
+    rows = rows if options.all else _merge_blocks(rows)
     print(f"{type(run.model).__name__} on {strategy.sizes}, zero_stage {strategy.zero_stage}\n")
     print("\n".join(_format([_HEAD, *rows])))
     print()
-    print("\n".join(_totals(holdings, strategy.sizes)))
+    print("\n".join(_totals(placements, strategy.sizes)))
     return 0
 
 
-def _find(run: ConfiguredRun, strategy: MeshStrategy) -> list[ParameterPlacement]:
+def _place(run: ConfiguredRun, strategy: MeshStrategy) -> list[ParameterPlacement]:
+    """Return where every parameter would be, without creating a process group."""
     with record_construction(), run.trainer.precision_plugin.module_init_context():
         run.model.configure_model()
     plan = strategy.plan if strategy.plan is not None else find_plan(run.model)
-    layout = check_module(run.model, plan, strategy)
+    resolved = check_module(run.model, plan, strategy)
     ranks, chunks = strategy.sizes.pipeline, strategy.virtual_pipeline_size
     return find_placements(
         run.model,
-        layout,
+        resolved,
         strategy.sizes,
         rank_of_stage=place_stages(strategy.schedule, ranks, chunks),
         stage_blocks=strategy.stage_blocks,
     )
 
 
-def _row(holding: ParameterPlacement, sizes: ParallelSizes) -> tuple[str, ...]:
-    cuts = ", ".join(f"dim {cut.dim} by {cut.axis} {cut.parts}" for cut in holding.cuts)
-    most = max(holding.local_bytes(rank, sizes) for rank in range(sizes.world_size))
-    ties = f" = {', '.join(holding.ties)}" if holding.ties else ""
+def _row(placement: ParameterPlacement, sizes: ParallelSizes) -> tuple[str, ...]:
+    shards = ", ".join(f"dim {cut.dim} by {cut.axis} {cut.parts}" for cut in placement.cuts)
+    # Shards may be uneven: the fullest rank counts.
+    most = max(placement.local_bytes(rank, sizes) for rank in range(sizes.world_size))
+    ties = f" = {', '.join(placement.ties)}" if placement.ties else ""
     return (
-        holding.name + ties,
-        str(list(holding.shape)),
-        ", ".join(map(str, holding.stages)),
-        cuts or "whole",
+        placement.name + ties,
+        str(list(placement.shape)),
+        ", ".join(map(str, placement.stages)),
+        shards or "whole",
         f"{most:,}",
-        holding.reason,
+        placement.reason,
     )
 
 
-def _join_alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Say once what is the same in several blocks: ``layers.0-2.norm``."""
+def _merge_blocks(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Merge the rows that differ only in the index of the block: ``layers.0-2.norm``."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
         groups.setdefault((re.sub(r"\.\d+\.", ".*.", name), *rest), []).append(name)
-    joined = []
+    merged = []
     for (pattern, *rest), names in groups.items():
         numbers = [int(n) for name in names for n in re.findall(r"\.(\d+)\.", name)[:1]]
         if pattern.count("*") != 1 or len(names) == 1:
-            joined += [(name, *rest) for name in names]
+            # Two indices (experts in a list) or none: ranges of one would mislead.
+            merged += [(name, *rest) for name in names]
         elif numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-            joined.append((pattern.replace("*", f"{numbers[0]}-{numbers[-1]}"), *rest))
+            merged.append((pattern.replace("*", f"{numbers[0]}-{numbers[-1]}"), *rest))
         else:
-            joined.append((pattern.replace("*", ",".join(map(str, numbers))), *rest))
-    return joined
+            merged.append((pattern.replace("*", ",".join(map(str, numbers))), *rest))
+    return merged
 
 
 def _format(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -105,10 +108,10 @@ def _format(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _totals(holdings: Sequence[ParameterPlacement], sizes: ParallelSizes) -> Iterator[str]:
-    whole = sum(prod(h.shape) * h.dtype.itemsize for h in holdings)
+def _totals(placements: Sequence[ParameterPlacement], sizes: ParallelSizes) -> Iterator[str]:
+    whole = sum(prod(p.shape) * p.dtype.itemsize for p in placements)
     for rank in range(sizes.world_size):
-        held = sum(h.local_bytes(rank, sizes) for h in holdings)
+        held = sum(p.local_bytes(rank, sizes) for p in placements)
         yield f"{sizes.describe(rank)}: {held:,} bytes of weights, {held / whole:.1%} of the model"
 
 

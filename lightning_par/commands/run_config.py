@@ -1,4 +1,4 @@
-"""A run of ``lightning-par fit`` that is built from its arguments and not started."""
+"""Model, data and Trainer of a ``lightning-par fit`` command line, built but not started."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from lightning_par.cli import ParallelCLI
+from lightning_par.commands.parallel_cli import ParallelCLI
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.mesh_strategy import MeshStrategy
@@ -16,40 +16,43 @@ __all__ = ["ConfiguredRun", "configure"]
 
 
 class ConfiguredRun(ParallelCLI):
-    """Builds model, data and Trainer, and leaves it at that."""
+    """`ParallelCLI` that builds model, data and Trainer, and does not run the subcommand."""
 
     on_meta = False
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)  # the base class warns that the process has others
+        # Not super(): it warns of arguments that are given while sys.argv has some, too.
+        self.config = parser.parse_args(args)
 
     @override
     def instantiate_classes(self) -> None:
         if not self.on_meta:
             super().instantiate_classes()
             return
+        # A constructor that makes parameters makes them on the meta device.
         with record_construction():
             super().instantiate_classes()
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        """Start nothing."""
+        """Do nothing: the caller wants the objects only."""
 
 
+# A class and not an argument: LightningCLI builds everything inside __init__.
 class _MetaRun(ConfiguredRun):
     on_meta = True
 
 
 def configure(arguments: Sequence[str], *, on_meta: bool) -> ConfiguredRun:
-    """Build what ``lightning-par fit`` would run.
+    """Build the model, data and Trainer that ``lightning-par fit`` would run.
 
     Args:
-        arguments: Of that command.
-        on_meta: Parameters that constructors make take no memory.
+        arguments: What follows ``lightning-par fit``.
+        on_meta: Whether parameters are created on the meta device, without memory.
 
     Raises:
-        ConfigurationError: The Trainer has no strategy of this package.
+        ConfigurationError: The Trainer's strategy is not one of this package.
     """
     kind: Any = _MetaRun if on_meta else ConfiguredRun
     run: ConfiguredRun = kind(

@@ -8,11 +8,12 @@ from lightning_par.profiling.timeline_plot import draw_timeline
 
 __all__ = ["main"]
 
-_WIDEST_GRID = 300
+_MAX_GRID_WIDTH = 300
+"""Characters of a line above which a printed grid would only wrap."""
 
 
 def main(arguments: list[str]) -> int:
-    """Print the grid of a schedule, its bubble and what every stage holds at its peak.
+    """Print the grid of a schedule, its bubble and the peak of micro-batches in flight per stage.
 
     Args:
         arguments: What follows ``lightning-par schedule``.
@@ -21,13 +22,14 @@ def main(arguments: list[str]) -> int:
         The exit status, 0.
 
     Raises:
-        ScheduleError: The schedule cannot run, or a time is negative.
-        ConfigurationError: The picture cannot be drawn.
+        ScheduleError: The schedule deadlocks or is malformed, or a time is negative.
+        ConfigurationError: ``--out`` has another suffix, or matplotlib is not installed.
     """
     options = _parser().parse_args(arguments)
     schedule = build_schedule(
         options.schedule, options.stages, options.microbatches, options.virtual
     )
+    # The options are times of a whole rank; the simulator takes those of one stage.
     chunks = schedule.num_stages / schedule.num_ranks
     backward = options.backward_input + options.backward_weight
     simulation = simulate(
@@ -38,7 +40,7 @@ def main(arguments: list[str]) -> int:
         p2p=options.p2p,
     )
     grid = format_schedule(schedule)
-    if max(map(len, grid.splitlines())) <= _WIDEST_GRID:
+    if max(map(len, grid.splitlines())) <= _MAX_GRID_WIDTH:
         print(grid)
         print("(slots of 1 for a forward and for each half of a backward)\n")
     else:
@@ -52,7 +54,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _summary(simulation: Simulation, work: float) -> str:
-    """Say what the schedule costs; `work` is the time of one micro-batch on a rank."""
+    """Return the lines on makespan, bubble and memory.
+
+    Args:
+        simulation: Simulated schedule.
+        work: Time of the forward and backward of one micro-batch on one rank.
+    """
     stages = " ".join(map(str, simulation.peak_in_flight))
     ranks = " ".join(f"{peak:g}" for peak in simulation.peak_per_rank)
     return "\n".join(

@@ -1,5 +1,5 @@
-"""Train for a few steps on one process and on the configured layout, and compare: equal, or what
-differs first and why.
+"""Train for a few steps on one process and on the configured mesh, and compare: equal, or the first
+difference and its likely cause.
 
 Takes the arguments of ``lightning-par fit``. Both runs are on the CPU, in float64 and without
 dropout; an axis gets at most two ranks. Make the model small: --model.init_args...=...
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
         The exit status: 0 if everything is equal, else 1.
 
     Raises:
-        LightningParError: The configuration cannot run.
+        LightningParError: The configuration is invalid, or the batches do not divide.
     """
     options, rest = _parser().parse_known_args(arguments)
     if options.steps < 1:
@@ -52,7 +52,7 @@ def _plan_of(subject: Subject) -> Any:
 
 
 def _make(arguments: tuple[str, ...], steps: int) -> Subject:
-    """Build what the arguments say; every process does so."""
+    """Build module, batches and strategy; every process of the verification calls it."""
     run = configure(arguments, on_meta=False)
     strategy = run.trainer.strategy
     assert isinstance(strategy, MeshStrategy)
@@ -60,7 +60,7 @@ def _make(arguments: tuple[str, ...], steps: int) -> Subject:
 
 
 def _batches(run: ConfiguredRun, steps: int) -> list[Any]:
-    """Return the first batches, or all of them again and again if there are fewer."""
+    """Return the first `steps` batches; if there are fewer, they repeat."""
     source = run.model if run.datamodule is None else run.datamodule
     source.prepare_data()
     if run.datamodule is not None:

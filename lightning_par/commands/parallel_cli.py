@@ -1,0 +1,123 @@
+"""`ParallelCLI`: the `LightningCLI` behind ``lightning-par fit|validate|test|predict``.
+
+Importing lightning_par registers its strategies, so that their names work in YAML as
+``trainer.strategy``.
+"""
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable
+from typing import NoReturn
+
+import lightning as L
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_par
+from lightning_par.commands import COMMANDS
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["ParallelCLI", "make_cli"]
+
+_DEFAULTS = {
+    "model": {"class_path": "lightning_par.models.GPTModule"},
+    "data": {"class_path": "lightning_par.models.TextDataModule"},
+}
+# Lines of jsonargparse's message that say nothing of the mistake, such as one for every member of a
+# Union type that the value is not.
+_BOILERPLATE = re.compile(
+    r"Does not validate against any|Subtypes: |Errors:$|- Expected a <class 'NoneType'>|Given value"
+)
+
+
+class _Parser(LightningArgumentParser):
+    """Parser whose error messages are the problem and the nearest option.
+
+    The base class lists every option first, which are some hundred lines here.
+    """
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        # The mistake is mostly in the options of the subcommand, which has a parser of its own.
+        parser = getattr(ex, "subcommand_parser", None) or self
+        name = parser.prog.replace(" [options]", "")
+        lines = [line for line in message.splitlines() if not _BOILERPLATE.match(line.strip())]
+        unknown = re.search(r"ption '([^']+)'", message)
+        if unknown:
+            # Compared without the groups: a wrong group must not hide a right name.
+            wanted = unknown.group(1).rpartition(".")[2]
+            lines[-1] += _nearest(wanted, (key.rpartition(".")[2] for key in _options(parser)))
+        print(f"{name}: error: " + "\n".join(lines), file=sys.stderr)
+        print(f"{name} --help lists every option.", file=sys.stderr)
+        self.exit(2)
+
+
+def _options(parser: LightningArgumentParser) -> list[str]:
+    return [str(key) for key in parser.get_defaults().keys()]  # noqa: SIM118  (a Namespace)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, set(names), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class ParallelCLI(LightningCLI):
+    """`LightningCLI` for any LightningModule and any data module.
+
+    Without ``model`` and ``data`` it trains the reference GPT on the sources of Python's standard
+    library; ``data: null`` leaves the data to the model.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Set the default ``model`` and ``data``.
+
+        Args:
+            parser: Parser of one subcommand.
+        """
+        parser.set_defaults(_DEFAULTS)
+
+    def before_instantiate_classes(self) -> None:
+        """Check the name of the strategy.
+
+        Raises:
+            ConfigurationError: No strategy is registered under that name.
+        """
+        # The Trainer would also refuse it, but only after the model and the data are built.
+        name = self._get(self.config, "trainer.strategy")
+        known = ["auto", *StrategyRegistry.available_strategies()]
+        if isinstance(name, str) and name not in known:
+            raise ConfigurationError(
+                f"trainer.strategy={name!r} is not registered{_nearest(name, known)}\n"
+                f"Registered are: {', '.join(known)}."
+            )
+
+
+def make_cli(arguments: list[str] | None = None, *, run: bool = True) -> ParallelCLI:
+    """Build model, data and Trainer from a command line, and run its subcommand.
+
+    Args:
+        arguments: Command line without the program's name; None: that of this process.
+        run: Whether the first argument is a subcommand, which is run; False: there is none.
+
+    Returns:
+        The CLI, whose attributes hold model, data module and Trainer.
+    """
+    return ParallelCLI(
+        L.LightningModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        seed_everything_default=0,
+        parser_class=_Parser,
+        parser_kwargs={"prog": "lightning-par", "description": _description()},
+        save_config_kwargs={"overwrite": True},
+        args=arguments,
+        run=run,
+    )
+
+
+def _description() -> str:
+    """Return the text of ``--help``: the package, and the commands that this parser has not."""
+    more = [f"lightning-par {name}: {what}." for name, what in sorted(COMMANDS.items())]
+    return " ".join([lightning_par.__doc__ or "", *(["Also:"] if more else []), *more])
