@@ -1,4 +1,4 @@
-"""A `ParallelPlan` resolved against a model: which module is cut, sharded or replicated, and where.
+"""A `ParallelPlan` resolved against a model: the style and the pipeline stage of every module.
 
 Everything here reads shapes and names only, so it works on a model whose parameters are on the meta
 device.

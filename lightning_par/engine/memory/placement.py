@@ -1,4 +1,4 @@
-"""What every rank would hold of a model, known before any process starts."""
+"""Which part of every parameter each rank holds, computed before any process starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ _GATHERED = ("dp_shard", "expert_shard")
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A division of a parameter, or of what an earlier division left of it.
+    """One sharding of a parameter, applied to the shard that earlier cuts left.
 
     Attributes:
-        axis: Of the mesh; one of `AXES` or `EXPERT_AXES`.
-        dim: Of the parameter.
-        parts: Their number.
+        axis: Mesh axis over which it is sharded, one of `AXES` or `EXPERT_AXES`.
+        dim: Dim of the parameter that is cut.
+        parts: Number of shards.
     """
 
     axis: str
@@ -38,17 +38,17 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterPlacement:
-    """Where a parameter is.
+    """The stages and the shards of a parameter.
 
     Attributes:
         name: Canonical FQN.
-        ties: Its other names.
-        shape: Of the whole.
-        dtype: Of its numbers.
+        ties: The other FQNs of the same parameter.
+        shape: Global shape.
+        dtype: Data type of the parameter.
         stages: Pipeline stages that hold it.
-        pipeline_ranks: The ranks of the ``pp`` axis that do.
-        cuts: One after the other.
-        reason: Why it stays whole under tensor parallelism; empty if it does not, or there is none.
+        pipeline_ranks: Ranks on the ``pp`` axis that hold it.
+        cuts: The shardings, in the order in which they are applied.
+        reason: Why tensor parallelism leaves it whole; empty if it is sharded or the size is 1.
     """
 
     name: str
@@ -63,12 +63,12 @@ class ParameterPlacement:
     def local_shape(
         self, rank: int, sizes: ParallelSizes, *, gathered: bool = False
     ) -> tuple[int, ...] | None:
-        """Return the shape of what a rank holds, or None.
+        """Return the shape of a rank's shard, or None if it holds none.
 
         Args:
-            rank: Global.
-            sizes: Of the mesh.
-            gathered: While it is used, instead of between two steps.
+            rank: Global rank.
+            sizes: Sizes of the mesh.
+            gathered: Give the shape in the forward, where FSDP has gathered its shards.
         """
         place = {**_expert_place(rank, sizes), **sizes.coordinates(rank)}
         if place["pp"] not in self.pipeline_ranks:
@@ -78,7 +78,7 @@ class ParameterPlacement:
         return cut_box(self.name, self.shape, cuts).shape
 
     def local_bytes(self, rank: int, sizes: ParallelSizes) -> int:
-        """Return the bytes of what a rank holds between two steps."""
+        """Return the bytes of a rank's shard between two steps."""
         shape = self.local_shape(rank, sizes)
         return 0 if shape is None else prod(shape) * self.dtype.itemsize
 
@@ -91,12 +91,12 @@ def find_placements(
     rank_of_stage: Sequence[int] = (0,),
     stage_blocks: Sequence[int] | None = None,
 ) -> list[ParameterPlacement]:
-    """Say where every parameter of a model would be.
+    """Compute the placement of every parameter of a model.
 
     Args:
-        model: Whole; its parameters may be on meta.
-        resolved: Checked at these sizes.
-        sizes: Of the mesh.
+        model: The whole model; its parameters may be on meta.
+        resolved: Its plan, checked at these sizes.
+        sizes: Sizes of the mesh.
         rank_of_stage: The pipeline rank that holds each stage.
         stage_blocks: Number of blocks of every stage; None balances them.
     """
