@@ -5,24 +5,10 @@ this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``
 ``hybrid3d`` and ``zero_offload`` with Lightning.
 """
 
-from lightning_par.engine.context.attention import attention
-from lightning_par.engine.context.sequence_shard import ContextOptions
-from lightning_par.engine.data.compression.options import GradientCompression
-from lightning_par.errors import LightningParError
-from lightning_par.plan import BatchLayout, ParallelPlan
-from lightning_par.resolved_plan import check_plan
-from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies import (
-    Hybrid3DStrategy,
-    Pipeline1F1BStrategy,
-    SequenceRingStrategy,
-    TensorParallelStrategy,
-    ZeROOffloadStrategy,
-)
-from lightning_par.strategies.setup.memory_check import memory_estimate
-from lightning_par.verification import verify
+from typing import Any, TYPE_CHECKING
 
-__version__ = "0.1.0"
+from lightning_par.registration import register_strategies
+from lightning_par.version import __version__
 
 __all__ = [
     "BatchLayout",
@@ -36,8 +22,65 @@ __all__ = [
     "SequenceRingStrategy",
     "TensorParallelStrategy",
     "ZeROOffloadStrategy",
+    "__version__",
     "attention",
     "check_plan",
     "memory_estimate",
     "verify",
 ]
+
+if TYPE_CHECKING:
+    from lightning_par.engine.context.attention import attention
+    from lightning_par.engine.context.sequence_shard import ContextOptions
+    from lightning_par.engine.data.compression.options import GradientCompression
+    from lightning_par.errors import LightningParError
+    from lightning_par.plan import BatchLayout, ParallelPlan
+    from lightning_par.resolved_plan import check_plan
+    from lightning_par.sizes import ParallelSizes
+    from lightning_par.strategies import (
+        Hybrid3DStrategy,
+        Pipeline1F1BStrategy,
+        SequenceRingStrategy,
+        TensorParallelStrategy,
+        ZeROOffloadStrategy,
+    )
+    from lightning_par.strategies.setup.memory_check import memory_estimate
+    from lightning_par.verification import verify
+else:
+    # Imported when they are asked for (PEP 562): the engine has to work without Lightning.
+    _EXPORTS = {
+        "BatchLayout": "plan",
+        "ContextOptions": "engine.context.sequence_shard",
+        "GradientCompression": "engine.data.compression.options",
+        "Hybrid3DStrategy": "strategies",
+        "LightningParError": "errors",
+        "ParallelPlan": "plan",
+        "ParallelSizes": "sizes",
+        "Pipeline1F1BStrategy": "strategies",
+        "SequenceRingStrategy": "strategies",
+        "TensorParallelStrategy": "strategies",
+        "ZeROOffloadStrategy": "strategies",
+        "attention": "engine.context.attention",
+        "check_plan": "resolved_plan",
+        "memory_estimate": "strategies.setup.memory_check",
+        "verify": "verification",
+    }
+    _PACKAGES = ("callbacks", "huggingface", "models", "strategies", "verification")
+
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+
+        if name in _EXPORTS:
+            value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+        elif name in _PACKAGES:
+            value = import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_PACKAGES})
+
+
+register_strategies()

@@ -14,7 +14,8 @@ working::
     `-- CheckpointError   (RuntimeError)  a checkpoint does not fit the model
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 __all__ = [
     "CheckpointError",
@@ -27,6 +28,7 @@ __all__ = [
     "PlanError",
     "ScheduleError",
     "either",
+    "nearest",
     "raise_problems",
 ]
 
@@ -91,3 +93,28 @@ def either(values: Sequence[object]) -> str:
     """
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(
+    name: object,
+    names: Iterable[str],
+    *,
+    cutoff: float = 0.3,
+    form: str = "; did you mean {!r}?",
+    otherwise: str = ".",
+) -> str:
+    """Return the end of a message that suggests the name nearest to a wrong one.
+
+    Args:
+        name: What the user gave.
+        names: What exists.
+        cutoff: How alike the two must be: 0 suggests any name, 1 only the name itself.
+        form: How the suggestion is put; ``{!r}`` stands for the name.
+        otherwise: What to return if no name is near.
+
+    Example:
+        >>> nearest("colwize", ["colwise", "rowwise"])
+        "; did you mean 'colwise'?"
+    """
+    near = get_close_matches(str(name), list(names), n=1, cutoff=cutoff)
+    return form.format(near[0]) if near else otherwise

@@ -22,14 +22,14 @@ class ParallelMesh:
 
     Attributes:
         sizes: The size of every axis.
-        device_mesh: Axes as in `AXES`; also those of size 1.
+        device_mesh: The mesh with all of `AXES`, also those of size 1.
         rank: Global rank of this process.
         data_group: Ranks that hold the same part of the model and see other samples.
         token_group: Ranks that hold the same part of the model and see other tokens: of other
             samples, or of the same.
         replica_group: Ranks that hold the parts of one copy of the model and see the same samples.
-        timeout: After which a collective of any group gives up; None: torch's.
-        expert_mesh: Axes as in `EXPERT_AXES`; None if experts are not divided.
+        timeout: Time limit of a collective in any group; None: the default of torch.
+        expert_mesh: The mesh with `EXPERT_AXES`; None without expert parallelism.
     """
 
     sizes: ParallelSizes
@@ -48,7 +48,7 @@ class ParallelMesh:
 
     @property
     def data_rank(self) -> int:
-        """Which replica, 0 .. data - 1, this rank belongs to."""
+        """Index of the replica that this rank belongs to, 0 .. data - 1."""
         return self.sizes.data_rank(self.rank)
 
     @property
@@ -88,8 +88,9 @@ class ParallelMesh:
     def subgroup(
         self, axes: Sequence[str], keep: Sequence[Sequence[int]]
     ) -> dist.ProcessGroup | None:
-        """Make a group of those ranks along `axes` whose coordinates are listed; every rank must
-        call this.
+        """Make a process group of the ranks whose coordinates on `axes` are listed.
+
+        Every rank must call this.
 
         Args:
             axes: Axes along which members differ.
@@ -122,7 +123,8 @@ def build_mesh(
     Args:
         sizes: Their product is the world size.
         device_type: ``"cpu"`` or ``"cuda"``.
-        timeout: After which a collective of any group, the world's too, gives up; None: torch's.
+        timeout: Time limit of a collective in any group, also in the world group; None: the default
+            of torch.
 
     Raises:
         MeshError: The world has another size.

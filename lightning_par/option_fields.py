@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from lightning_par.errors import ConfigurationError
+from lightning_par.errors import ConfigurationError, nearest
 
 __all__ = ["read_fields"]
 
@@ -13,12 +12,12 @@ Options = TypeVar("Options")
 
 
 def read_fields(kind: type[Options], given: Mapping[str, Any], option: str) -> Options:
-    """Return a dataclass from its fields by name.
+    """Build a dataclass from its fields by name.
 
     Args:
         kind: The dataclass.
-        given: Fields without a default have to be there.
-        option: Of the user, for messages.
+        given: Field name -> value; fields without a default have to be there.
+        option: Name of the option that the user gave, for messages.
 
     Raises:
         ConfigurationError: A field does not exist, or is missing.
@@ -26,8 +25,7 @@ def read_fields(kind: type[Options], given: Mapping[str, Any], option: str) -> O
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     unknown = [name for name in given if name not in known]
     if unknown:
-        near = get_close_matches(str(unknown[0]), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = nearest(unknown[0], known, cutoff=0.6)
         raise ConfigurationError(
             f"{option} has no {', '.join(map(repr, unknown))}: it takes {', '.join(known)}{hint}"
         )

@@ -9,69 +9,13 @@ pattern, ``*`` stands for exactly one component: ``blocks.*.attention`` matches
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, get_args, Literal
+from typing import Any, Literal
 
-from torch import nn
+from lightning_par.errors import nearest, PlanError, raise_problems
+from lightning_par.tensor_styles import TENSOR_STYLES, TensorStyle
 
-from lightning_par.errors import PlanError, raise_problems
-
-__all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "find_plan", "match_pattern"]
-
-TensorStyle = Literal[
-    "colwise",
-    "colwise_gather_output",
-    "colwise_transposed",
-    "expert_colwise",
-    "expert_rowwise",
-    "expert_shards",
-    "experts",
-    "fused_qkv_transposed",
-    "gather_sequence",
-    "replicated",
-    "replicated_with_grad_allreduce",
-    "rowwise",
-    "rowwise_transposed",
-    "sequence_gather_output",
-    "sequence_parallel",
-    "split_sequence",
-    "vocab_embedding",
-    "vocab_head",
-    "whole_inside",
-    "whole_sequence",
-]
-"""How a module takes part in tensor parallelism (tp ranks). Weights are [out, in], activations [B,
-T, D].
-
-- ``colwise``: weight and bias sharded over the output features; the input is whole, the output is a
-  shard.
-- ``rowwise``: weight sharded over the input features, bias whole; partial outputs are summed.
-- ``colwise_gather_output``: like ``colwise``, the output gathered again.
-- ``experts``: a container whose first input is made whole along T, whose second one weights its
-  partial result, and which gives a pair, the first of which is summed.
-- ``expert_colwise``, ``expert_rowwise``: weights [E, out, in] inside ``experts``, sharded over the
-  output or the input features; nothing is summed.
-- ``vocab_embedding``: embedding table sharded over the vocabulary; partial outputs are summed.
-- ``vocab_head``: like ``colwise``, but the logits stay sharded over the vocabulary, and so does the
-  loss.
-- ``gather_sequence``: a container of colwise and rowwise modules; its first input is made whole
-  along T.
-- ``whole_sequence``: a container that computes alike on every rank; its first input is made whole
-  along T.
-- ``sequence_parallel``: computed on each rank's T/tp tokens; parameters whole, their gradients
-  summed.
-- ``sequence_gather_output``: like ``sequence_parallel``, the output made whole along T.
-- ``split_sequence``: computed whole; the output is cut along T (learned positions).
-- ``replicated``: the same computation on every rank.
-- ``replicated_with_grad_allreduce``: parameters whole, used on sharded heads; gradients summed.
-- ``colwise_transposed``, ``rowwise_transposed``: the same for weights that are [in, out].
-- ``fused_qkv_transposed``: a weight [in, 3 out] of query, key and value side by side stays whole;
-  each rank uses the columns of its heads, and gradients are summed.
-- ``expert_shards``: parameters [E, ...] sharded over the experts; called with the tokens, the
-  indices of their experts and the weights of those, where index E means none.
-- ``whole_inside``: like ``whole_sequence``, its first output cut along T again.
-"""
+__all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "match_pattern"]
 
 
 def match_pattern(pattern: str, fqn: str) -> bool:
@@ -110,10 +54,9 @@ def _refuse_unknown(kind: type, values: Mapping[str, Any]) -> None:
     fields = list(getattr(kind, "__dataclass_fields__"))  # noqa: B009
     unknown = sorted(set(values) - set(fields))
     if unknown:
-        near = [n for u in unknown for n in get_close_matches(u, fields, n=1)]
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise PlanError(
-            f"unknown entries {unknown} in a {kind.__name__}: it has {', '.join(fields)}.{hint}"
+            f"unknown entries {unknown} in a {kind.__name__}: it has {', '.join(fields)}"
+            + nearest(unknown[0], fields, cutoff=0.6)
         )
 
 
@@ -205,15 +148,13 @@ class ParallelPlan:
     refusals: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        styles = get_args(TensorStyle)
         problems = []
         for pattern, style in self.tensor.items():
-            if style not in styles:
-                near = get_close_matches(str(style), styles, n=1)
-                hint = f"did you mean {near[0]!r}? U" if near else "u"
+            if style not in TENSOR_STYLES:
                 problems.append(
-                    f"tensor: {pattern!r}: {style!r} is no tensor style; {hint}se one of "
-                    f"{', '.join(styles)}."
+                    f"tensor: {pattern!r}: {style!r} is no tensor style"
+                    f"{nearest(style, TENSOR_STYLES)} "
+                    f"Use one of {', '.join(TENSOR_STYLES)}."
                 )
         if self.sequence_region not in ("blocks", "model"):
             problems.append(
@@ -286,40 +227,3 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
-
-
-def find_plan(module: nn.Module) -> ParallelPlan | None:
-    """Return the plan that `module` or one of its submodules offers through `parallel_plan()`.
-
-    The outermost offer wins; its FQNs are given as seen from `module`. Without an offer, the plan
-    of a Hugging Face model inside is derived from the model.
-
-    Args:
-        module: A LightningModule or any other module.
-
-    Returns:
-        The plan, or None if nobody offers one.
-
-    Raises:
-        PlanError: Two submodules, neither inside the other, each offer a plan.
-    """
-    found: dict[str, ParallelPlan] = {}
-    for name, child in module.named_modules():
-        inside = any(name.startswith(outer + ".") or outer == "" for outer in found)
-        if not inside and callable(getattr(child, "parallel_plan", None)):
-            found[name] = child.parallel_plan().under(name)
-    if len(found) > 1:
-        raise PlanError(
-            f"{len(found)} submodules offer a parallel_plan(): {_listed(found)}. Define "
-            "parallel_plan() on the "
-            f"{type(module).__name__}, or pass plan= to the strategy."
-        )
-    if not found:
-        from lightning_par.huggingface import find_huggingface_plan
-
-        return find_huggingface_plan(module)
-    return next(iter(found.values()), None)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

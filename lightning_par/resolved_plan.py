@@ -1,10 +1,9 @@
-"""A `ParallelPlan` resolved against a model: which module is cut, sharded or replicated, and where.
+"""A `ParallelPlan` resolved against a model: the style and the pipeline stage of every module.
 
 Everything here reads shapes and names only, so it works on a model whose parameters are on the meta
 device.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from lightning_par.errors import either, PlanError, raise_problems
-from lightning_par.plan import match_pattern, ParallelPlan, TensorStyle
+from lightning_par.errors import either, nearest, PlanError, raise_problems
+from lightning_par.plan import match_pattern, ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.stage_partition import (
     classify_units,
@@ -25,23 +24,12 @@ from lightning_par.stage_partition import (
     Place,
     role_problems,
 )
+from lightning_par.tensor_styles import TENSOR_STYLES, TensorStyle
 
 __all__ = ["ResolvedPlan", "balance_blocks", "check_plan", "resolve_plan"]
 
 _T = TypeVar("_T")
 
-_SHARDED_DIM: Mapping[str, int] = {
-    "colwise": 0,
-    "colwise_gather_output": 0,
-    "colwise_transposed": 1,
-    "expert_colwise": 1,
-    "expert_rowwise": 2,
-    "rowwise": 1,
-    "rowwise_transposed": 0,
-    "vocab_embedding": 0,
-    "vocab_head": 0,
-}
-_MAY_BE_UNEVEN = ("vocab_embedding", "vocab_head")
 _MOST_DEGREES = 64  # of those that a message lists
 
 
@@ -249,8 +237,7 @@ def _missing(what: str, name: str, names: Sequence[str]) -> str:
 def _nearest(name: str, names: Sequence[str]) -> str:
     if "*" in name:
         names = [_as_pattern(n) for n in names]
-    near = difflib.get_close_matches(name, [n for n in names if n], n=1, cutoff=0.3)
-    return f"; did you mean {near[0]!r}?" if near else "."
+    return nearest(name, filter(None, names))
 
 
 def _as_pattern(fqn: str) -> str:
@@ -352,14 +339,14 @@ def _check_tensor(
 
 
 def _sharded_sizes(
-    fqn: str, module: nn.Module, style: str, degree: int, problems: list[str]
+    fqn: str, module: nn.Module, style: TensorStyle, degree: int, problems: list[str]
 ) -> list[tuple[str, str, int]]:
     """Return what must divide by the degree: the FQN, the words about it and the size."""
-    dim = _SHARDED_DIM.get(style)
-    if dim is None:
+    spec = TENSOR_STYLES[style]
+    dim, ndim = spec.weight_dim, spec.weight_ndim
+    if dim is None or ndim is None:
         return []
     weight = getattr(module, "weight", None)
-    ndim = 3 if style.startswith("expert") else 2
     if not isinstance(weight, nn.Parameter) or weight.ndim != ndim:
         problems.append(
             f"tensor: {fqn} is a {type(module).__name__}, but {style!r} needs a module with a "
@@ -367,7 +354,7 @@ def _sharded_sizes(
             "'gather_sequence' for a container."
         )
         return []
-    if style in _MAY_BE_UNEVEN:
+    if spec.uneven:
         rows = weight.shape[0]
         if rows < degree:
             problems.append(f"tensor: {fqn}.weight has {rows} rows, fewer than the {degree} ranks.")

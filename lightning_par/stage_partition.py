@@ -1,4 +1,4 @@
-"""What stands outside the repeated blocks of a model, and which pipeline stages hold it."""
+"""Which pipeline stage holds which part of a model: embedding, blocks and head."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -15,7 +15,7 @@ _ROLES: Mapping[str, Place] = {"first": "first", "last": "last", "replicated": "
 
 
 def role_problems(plan: ParallelPlan, block_names: Sequence[str]) -> Iterator[str]:
-    """Give what is wrong with `first`, `last` and `replicated`: two roles, or a part of a block.
+    """Find modules with two of the roles `first`, `last` and `replicated`, or inside a block.
 
     Args:
         plan: Its names exist in the model.
@@ -35,11 +35,11 @@ def role_problems(plan: ParallelPlan, block_names: Sequence[str]) -> Iterator[st
 
 
 def classify_units(model: nn.Module, plan: ParallelPlan) -> dict[str, Place]:
-    """Say which stages hold what stands outside the blocks.
+    """Assign every module and parameter outside the blocks to the first, the last or every stage.
 
-    What is defined before the blocks is of the first stage, what is defined after them of the last;
-    what has no parameters is on every stage. Names in the plan's roles go before, also those below
-    a module that stands beside the blocks.
+    Modules defined before the blocks go to the first stage, those after them to the last, and those
+    without parameters to every stage. A role in the plan overrides this, also for a module nested
+    in one that stands beside the blocks.
 
     Args:
         model: Parameters may be on meta.
@@ -63,7 +63,7 @@ def classify_units(model: nn.Module, plan: ParallelPlan) -> dict[str, Place]:
 
 
 def edge_weights(model: nn.Module, units: Mapping[str, Place]) -> tuple[int, int]:
-    """Return how many parameters compute before the blocks and after them.
+    """Count the parameters that compute before the blocks and after them.
 
     Args:
         model: Parameters may be on meta.
@@ -104,8 +104,8 @@ def partition_blocks(weights: Sequence[int], edges: tuple[int, int], parts: int)
     """Split blocks into contiguous parts with the smallest maximum; ties prefer even counts.
 
     Args:
-        weights: Of every block.
-        edges: What the first and the last part bear besides their blocks.
+        weights: Cost of every block, such as its number of parameters.
+        edges: Additional cost of the first and of the last part (embedding and head).
         parts: 1 .. number of blocks; 1 if there are none.
 
     Returns:

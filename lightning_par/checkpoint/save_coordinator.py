@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.pieces import assign_writers, Box
+from lightning_par.checkpoint.pieces import assign_writers
 from lightning_par.checkpoint.storage import remove_path
 from lightning_par.checkpoint.writer import commit, Part, write_part, WriteReport
+from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 
 __all__ = ["CheckpointSaver", "SaveMetadata"]

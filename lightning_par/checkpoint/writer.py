@@ -19,7 +19,7 @@ from lightning_par.checkpoint.index import (
     TensorEntry,
 )
 from lightning_par.checkpoint.json_encoding import Encoder
-from lightning_par.checkpoint.pieces import Box, Piece
+from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.storage import (
     DTYPES,
     file_order,
@@ -29,6 +29,7 @@ from lightning_par.checkpoint.storage import (
     write_json,
     write_tensors,
 )
+from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 
 __all__ = ["Part", "WriteReport", "commit", "make_part", "write_part"]

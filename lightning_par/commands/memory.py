@@ -7,7 +7,7 @@ import torch
 
 from lightning_par.commands.parallel_cli import make_cli
 from lightning_par.errors import ConfigurationError
-from lightning_par.plan import find_plan
+from lightning_par.plan_lookup import find_plan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.setup.checks import check_module
 from lightning_par.strategies.setup.memory_check import explain_misfit, memory_estimate

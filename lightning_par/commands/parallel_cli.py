@@ -4,10 +4,8 @@ Importing lightning_par registers its strategies, so that their names work in YA
 ``trainer.strategy``.
 """
 
-import difflib
 import re
 import sys
-from collections.abc import Iterable
 from typing import NoReturn
 
 import lightning as L
@@ -15,8 +13,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_par
+import lightning_par.strategies  # so that their classes are known by name alone
 from lightning_par.commands import COMMANDS
-from lightning_par.errors import ConfigurationError
+from lightning_par.errors import ConfigurationError, nearest
 
 __all__ = ["ParallelCLI", "make_cli"]
 
@@ -48,7 +47,8 @@ class _Parser(LightningArgumentParser):
         if unknown:
             # Compared without the groups: a wrong group must not hide a right name.
             wanted = unknown.group(1).rpartition(".")[2]
-            lines[-1] += _nearest(wanted, (key.rpartition(".")[2] for key in _options(parser)))
+            known = {key.rpartition(".")[2] for key in _options(parser)}
+            lines[-1] += nearest(wanted, known, cutoff=0.6, otherwise="")
         print(f"{name}: error: " + "\n".join(lines), file=sys.stderr)
         print(f"{name} --help lists every option.", file=sys.stderr)
         self.exit(2)
@@ -56,11 +56,6 @@ class _Parser(LightningArgumentParser):
 
 def _options(parser: LightningArgumentParser) -> list[str]:
     return [str(key) for key in parser.get_defaults().keys()]  # noqa: SIM118  (a Namespace)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, set(names), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class ParallelCLI(LightningCLI):
@@ -88,8 +83,9 @@ class ParallelCLI(LightningCLI):
         name = self._get(self.config, "trainer.strategy")
         known = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(name, str) and name not in known:
+            hint = nearest(name, known, cutoff=0.6, otherwise="")
             raise ConfigurationError(
-                f"trainer.strategy={name!r} is not registered{_nearest(name, known)}\n"
+                f"trainer.strategy={name!r} is not registered{hint}\n"
                 f"Registered are: {', '.join(known)}."
             )
 

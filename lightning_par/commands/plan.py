@@ -13,7 +13,7 @@ from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
 from lightning_par.engine.pipeline.schedules import place_stages
-from lightning_par.plan import find_plan
+from lightning_par.plan_lookup import find_plan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.setup.checks import check_module

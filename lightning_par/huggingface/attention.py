@@ -1,8 +1,9 @@
-"""The attention of Hugging Face models where sequences are divided.
+"""Context parallelism for the attention of Hugging Face models.
 
-Left alone, such a model makes a mask of the tokens that it sees, which are those of one rank. So it
-gets an attention of its own, which takes the padding as it is, and `lightning_par.attention` does
-the rest. Positions come from the plan, and labels are shifted before they are divided.
+Such a model builds its causal mask for the tokens that it sees, which are those of one rank. So an
+attention function of ours is registered with transformers: it takes the padding mask as it is and
+calls `lightning_par.attention`. Positions come from the plan; labels are shifted before the
+sequence is sharded.
 
 Shapes: B batch, N query heads, K key/value heads, t tokens of one rank, H head dim.
 """
@@ -29,8 +30,8 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
 
     Args:
         module: A LightningModule; the model inside is told to use another attention.
-        batch: Of the plan.
-        axis: Of this rank.
+        batch: Batch layout of the plan, which names the padding mask.
+        axis: The sequence shard of this rank.
     """
     found = find_model(module)
     if found is None:

@@ -28,7 +28,7 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     In memory are the weights of one file.
 
     Args:
-        reader: Of the checkpoint.
+        reader: Reader of the checkpoint folder.
         path: A folder; what is there stays until the new one is whole.
         max_shard_bytes: A file of weights ends before it grows larger.
 

@@ -1,6 +1,7 @@
-"""What a step has to communicate, from the plan: the bytes that a ledger is compared with.
+"""Expected communication volume of a step, computed from the plan; profilers compare it with the
+measured one.
 
-n is the size of the group, x and y are what goes into a module and comes out of it, on this rank.
+n is the size of the group; x and y are the input and the output of a module on this rank.
 
 =========================  =========================================================================
 tensor style               payload in the forward, then in the backward
@@ -13,12 +14,13 @@ exit of sharded weights    with sequence parallelism: reduce-scatter n y, all-ga
 ``colwise_gather_output``  as an entry; all-gather y, nothing
 =========================  =========================================================================
 
-Entries are ``gather_sequence``, ``vocab_head`` and ``colwise_gather_output``; exits are ``rowwise``
-and ``vocab_embedding``. A backward communicates only if x or y requires grad.
+Entries and exits are the rows of `lightning_par.tensor_styles.TENSOR_STYLES` with a `crossing`. A
+backward communicates only if x or y requires grad.
 
-A pipeline stage sends what its last block gives, and the gradient of what its first block takes.
-What `shard.py` says of the ZeRO stages is counted for every unit: a block, or all that is outside
-of the blocks. A parameter is padded along dim 0 to a multiple of the shards.
+A pipeline stage sends the output of its last block, and the gradient of the input of its first.
+The all-gathers and reduce-scatters of the ZeRO stages (see `lightning_par.engine.data.fsdp`) are
+counted for every unit of sharding: a block, or all that is outside of the blocks. FSDP pads a
+parameter along dim 0 to a multiple of the shards.
 
 Not foreseen: what the user's step communicates or logs, batches and losses shared within a replica,
 under a pipeline what a block hands on beside the hidden states, and the data axes where experts are
@@ -37,6 +39,7 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
+from lightning_par.dtensor import local_part
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.data.gradient_reduction import SharedGradients
 from lightning_par.engine.pipeline.actions import Action, ActionKind
@@ -45,13 +48,12 @@ from lightning_par.engine.pipeline.stage_links import group_name
 from lightning_par.mesh import ParallelMesh
 from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, ring_bytes
 from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.tensor_styles import StyleSpec, TENSOR_STYLES
 
 __all__ = ["Forecast", "Parts"]
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
-_ENTRIES = ("gather_sequence", "vocab_head", "colwise_gather_output")
-_EXITS = ("rowwise", "vocab_embedding")
 _WEIGHTS_OF_THE_LOSS = 16
 """Bytes: two numbers in float64, summed over the replicas."""
 
@@ -72,7 +74,7 @@ class Parts:
         shared: Parameters whose gradients are summed after the backward.
         zero_stage: 0 to 3.
         sequence_parallel: Whether activations between the blocks are sharded along T.
-        compiled: Whether the blocks are; what their modules do cannot be watched then.
+        compiled: Whether the blocks are compiled; hooks inside them would not run then.
         compresses: Whether gradients are compressed on their way to other replicas.
         takes_norm: Whether the norm of all gradients is taken before the optimizer steps.
     """
@@ -98,12 +100,13 @@ class _Sum:
 
 @dataclass(eq=False)
 class Forecast:
-    """Foresees the communication of a step on this rank.
+    """Computes the communication volume that one step on this rank should have.
 
-    Shapes are read from the forwards of the first step of their kind, which is watched.
+    Shapes come from forward hooks, which are installed for the first step of each kind (training,
+    validation ...).
 
     Args:
-        parts: Of the model.
+        parts: The parts of the model that communicate.
         ledger: Names the groups.
     """
 
@@ -113,7 +116,7 @@ class Forecast:
     _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def watch(self) -> ExitStack:
-        """Watch the forwards of a step until what is returned is closed."""
+        """Install forward hooks that read shapes; closing the result removes them."""
         self._found = {}
         hooks = ExitStack()
         for module, hook in self._hooks():
@@ -121,10 +124,10 @@ class Forecast:
         return hooks
 
     def rows(self, actions: Sequence[Action], *, synchronizes: bool) -> tuple[CommVolumeEntry, ...]:
-        """Return what the step that was watched has to communicate, by axis and operation.
+        """Return the expected volume of the step that was watched, by axis and operation.
 
         Args:
-            actions: What this rank ran of the schedule; empty without a pipeline.
+            actions: The actions of the schedule that this rank ran; empty without a pipeline.
             synchronizes: Whether gradients are reduced over the replicas at its end.
         """
         self._foresee_replicas(actions, synchronizes)
@@ -161,8 +164,8 @@ class Forecast:
         if parts.mesh.sizes.tensor > 1 and not parts.compiled:
             held = _own_modules(parts.module)
             for fqn, style in parts.resolved.styles.items():
-                if fqn in held and style in (*_ENTRIES, *_EXITS):
-                    yield held[fqn], _TensorHook(self, style)
+                if fqn in held and TENSOR_STYLES[style].crossing is not None:
+                    yield held[fqn], _TensorHook(self, TENSOR_STYLES[style])
         for stage, (lo, hi) in enumerate(parts.bounds):
             if parts.owners[stage] != parts.mesh.place["pp"]:
                 continue
@@ -176,8 +179,7 @@ class Forecast:
         by_dtype: dict[torch.dtype, int] = {}
         for p in shared.parameters:
             if p.requires_grad:
-                local = p.to_local() if isinstance(p, DTensor) else p
-                by_dtype[p.dtype] = by_dtype.get(p.dtype, 0) + _bytes(local)
+                by_dtype[p.dtype] = by_dtype.get(p.dtype, 0) + _bytes(local_part(p))
         for payload in by_dtype.values():
             self._add(shared.group, "all_reduce", payload)
 
@@ -230,23 +232,23 @@ class Forecast:
 
 @dataclass(frozen=True)
 class _TensorHook:
-    """Foresees what one call of a module with a tensor style moves."""
+    """Adds the collectives of one call of a module with a tensor style."""
 
     forecast: Forecast
-    style: str
+    style: StyleSpec
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         group = self.forecast.parts.mesh.group("tp")
         x = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        if self.style in _ENTRIES:
+        if self.style.crossing == "enter":
             self._cross(group, x, "all_gather", "reduce_scatter", in_forward=False)
         else:
             self._cross(group, output, "reduce_scatter", "all_gather", in_forward=True)
-        if self.style == "vocab_head":
+        if self.style.output == "logits":
             tokens = output.numel() // output.shape[-1] * output.element_size()
             self.forecast._add(group, "all_reduce", tokens)
             self.forecast._add(group, "all_reduce", 2 * tokens)
-        if self.style == "colwise_gather_output":
+        if self.style.output == "gathered":
             features = output.shape[-1]
             padded = split_sizes(features, group.size())[0] * group.size()
             self.forecast._add(group, "all_gather", _bytes(output) // features * padded)
@@ -272,7 +274,7 @@ class _TensorHook:
 
 @dataclass(frozen=True)
 class _BoundaryHook:
-    """Foresees what one micro-batch moves over a boundary between stages."""
+    """Adds the messages of one micro-batch over a boundary between stages."""
 
     forecast: Forecast
     boundary: int

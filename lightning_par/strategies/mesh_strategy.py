@@ -26,7 +26,8 @@ from lightning_par.engine.offload.options import OffloadOptions, read_offload_op
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.errors import LightningParError
-from lightning_par.plan import find_plan, ParallelPlan
+from lightning_par.plan import ParallelPlan
+from lightning_par.plan_lookup import find_plan
 from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.sizes import AutoRule, Size
 from lightning_par.strategies.components.gradient_guard import check_nonfinite_choice, GradientGuard

@@ -8,7 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_par.plan import find_plan, ParallelPlan
+from lightning_par.plan import ParallelPlan
+from lightning_par.plan_lookup import find_plan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.verification.causes import differing_copies, find_causes, missed_patterns

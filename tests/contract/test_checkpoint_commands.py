@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from lightning_par import cli
 from lightning_par.checkpoint.export import export_weights
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.pieces import Box, Piece
+from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.writer import commit, make_part, write_part
+from lightning_par.dtensor import Box
 from lightning_par.models import GPTModule
 from tests.support.checkpoints import write_folder
 from tests.support.resharding import differences, PLAIN, run_layout, SIZES

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from safetensors.torch import load_file, save_file
 
 from lightning_par.checkpoint.index import is_checkpoint_folder, Manifest
-from lightning_par.checkpoint.pieces import local_part
+from lightning_par.dtensor import local_part
 from lightning_par.errors import CheckpointError, ConfigurationError
 from tests.contract.subject import data, files, LAYOUTS, TalkativeModule
 from tests.support.parity import quiet_trainer

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.pieces import Box, Piece
+from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver, SaveMetadata
 from lightning_par.checkpoint.writer import commit, make_part, write_part
+from lightning_par.dtensor import Box
 
 WORLD = 2
 

@@ -3,7 +3,6 @@
 import ast
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_par"
-MODULE_LINES, FUNCTION_LINES = 400, 50
+MODULE_LINES, LONG_MODULE_LINES, FUNCTION_LINES = 500, 600, 50
+REASON = re.compile(r"^Length: \S", re.MULTILINE)
 WAIVER = re.compile(r"# house: \S.*$")
 PRINTING = {"cli.py", "commands"}
 KNOW_LIGHTNING = {
@@ -22,33 +22,12 @@ KNOW_LIGHTNING = {
     "commands",
     "cli.py",
     "demo.py",
-    "__init__.py",
 }
 TEXT = {".cfg", ".ini", ".json", ".md", ".py", ".sh", ".svg", ".toml", ".txt", ".yaml", ".yml", ""}
 # Written in pieces, so that this file does not break its own rule.
 FOLDERS = "|".join(["work", "home", "root", "tmp/[a-z]"])
 MACHINE_PATH = re.compile(rf"(?<![\w.}}~])/(?:{FOLDERS})(?=[/\w.-])(?!/user\b)")
 PACKAGE_INDEX = re.compile("--" + "(?:extra-)?index-url|--find" + "-links")
-
-FRESH_PROCESS = """
-import importlib, importlib.abc, sys, types
-root, names = sys.argv[1], sys.argv[2:]
-
-class Refuse(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("lightning", "pytorch_lightning"):
-            raise ImportError(f"{name} must not be imported here")
-
-# The package's own __init__ registers strategies, which needs Lightning: a bare package instead.
-package = types.ModuleType("lightning_par")
-package.__path__ = [root]
-sys.modules["lightning_par"] = package
-sys.meta_path.insert(0, Refuse())
-for name in names:
-    importlib.import_module(name)
-found = {name.partition(".")[0] for name in sys.modules} & {"lightning", "pytorch_lightning"}
-sys.exit(f"imported: {sorted(found)}" if found else 0)
-"""
 
 Check = Callable[[Path, str], list[str]]
 
@@ -99,8 +78,11 @@ def signature_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> 
 
 
 def check_module_length(path: Path, text: str) -> list[str]:
+    """A module may be longer if its docstring has a line "Length: " with the reason."""
     lines = text.count("\n")
-    return [f"{path}: {lines} lines, at most {MODULE_LINES}"] if lines > MODULE_LINES else []
+    reason = lines > MODULE_LINES and REASON.search(ast.get_docstring(ast.parse(text)) or "")
+    most = LONG_MODULE_LINES if reason else MODULE_LINES
+    return [f"{path}: {lines} lines, at most {most}"] if lines > most else []
 
 
 def check_function_length(path: Path, text: str) -> list[str]:
@@ -163,12 +145,6 @@ def check_no_machine(path: Path, text: str) -> list[str]:
     return problems
 
 
-def import_in_fresh_process(package: Path, names: list[str]) -> str:
-    """Import `names` from `package` where Lightning is refused; return what went wrong."""
-    command = [sys.executable, "-c", FRESH_PROCESS, str(package), *names]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stderr
-
-
 CODE_CHECKS: list[Check] = [
     check_module_length,
     check_function_length,
@@ -196,23 +172,20 @@ def test_engine_never_imports_lightning() -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_engine_imports_in_a_process_without_lightning() -> None:
-    files = pure_modules(PACKAGE)
-    paths = [m.relative_to(ROOT).with_suffix("") for m in files if m.name != "__init__.py"]
-    assert any("engine" in p.parts for p in paths)
-    assert import_in_fresh_process(PACKAGE, [".".join(p.parts) for p in paths]) == ""
-
-
 def test_no_file_names_one_machine() -> None:
     files = tree_files()
     problems = [p for f in files for p in check_no_machine(f.relative_to(ROOT), f.read_text())]
     assert not problems, "\n".join(problems)
 
 
+EXCUSED = '"""Rows.\n\nLength: table"""\n'
 LONG = "def f():\n" + "    x = 1\n" * FUNCTION_LINES
 PLANTED: list[tuple[Check, str, int]] = [
     (check_module_length, "x = 1\n" * (MODULE_LINES + 1), 1),
     (check_module_length, "x = 1\n" * MODULE_LINES, 0),
+    (check_module_length, EXCUSED + "x = 1\n" * (LONG_MODULE_LINES - 3), 0),
+    (check_module_length, EXCUSED + "x = 1\n" * (LONG_MODULE_LINES - 2), 1),
+    (check_module_length, EXCUSED.replace("table", "") + "x = 1\n" * MODULE_LINES, 1),
     (check_function_length, LONG, 1),
     (check_function_length, LONG.replace("():", "():  # house: a table reads best whole"), 0),
     (check_function_length, LONG.replace("():", "():  # house:"), 1),
@@ -235,12 +208,3 @@ PLANTED: list[tuple[Check, str, int]] = [
 @pytest.mark.parametrize(("check", "text", "count"), PLANTED)
 def test_each_check_can_fail(check: Check, text: str, count: int) -> None:
     assert len(check(Path("planted.py"), text)) == count
-
-
-def test_fresh_process_check_can_fail(tmp_path: Path) -> None:
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "engine" / "hidden.py").write_text("__import__('lightning')\n")
-    (tmp_path / "engine" / "clean.py").write_text("import json\n")
-    assert import_in_fresh_process(tmp_path, ["lightning_par.engine.clean"]) == ""
-    planted = import_in_fresh_process(tmp_path, ["lightning_par.engine.hidden"])
-    assert "lightning must not be imported here" in planted

@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 from lightning_par.errors import PlanError
-from lightning_par.plan import BatchLayout, find_plan, match_pattern, ParallelPlan
+from lightning_par.plan import BatchLayout, match_pattern, ParallelPlan
+from lightning_par.plan_lookup import find_plan
 
 BATCH = BatchLayout(sequence_dims={"text.ids": 2}, labels="text.labels", label_shift=3)
 EVERYTHING = {

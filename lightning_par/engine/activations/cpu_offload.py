@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn, Tensor
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_par.dtensor import local_part
 
 __all__ = ["HostCopy", "hold_on_host", "kept_on_host"]
 
@@ -81,8 +82,7 @@ def _return(held: Any) -> Any:
 
 
 def _memory(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return int(local.untyped_storage()._cdata)
+    return int(local_part(tensor).untyped_storage()._cdata)
 
 
 def kept_on_host(held: Iterable[Tensor] = ()) -> AbstractContextManager[None]:

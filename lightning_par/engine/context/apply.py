@@ -5,7 +5,6 @@ Shapes: t tokens of one rank.
 
 import inspect
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from lightning_par.engine.context.attention import take_over
 from lightning_par.engine.context.ring_p2p import Mailbox
 from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceShard
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.errors import PlanError, raise_problems
+from lightning_par.errors import nearest, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import match_pattern, ParallelPlan
 from lightning_par.resolved_plan import ResolvedPlan
@@ -77,8 +76,7 @@ def _positions_of(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, st
     for pattern, keyword in patterns.items():
         hits = [name for name in modules if name == pattern or match_pattern(pattern, name)]
         if not hits:
-            near = get_close_matches(pattern, [n for n in modules if n], n=1, cutoff=0.3)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = nearest(pattern, filter(None, modules))
             problems.append(f"positions: {pattern!r} matches no module{hint}")
         for name in hits:
             takes = list(inspect.signature(modules[name].forward).parameters)

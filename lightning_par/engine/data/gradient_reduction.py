@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_par.checkpoint.pieces import local_part
+from lightning_par.dtensor import local_part
 from lightning_par.engine.annotations import Float
 
 __all__ = [

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_par.engine.collectives import all_reduce, apply_function
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.tensor.apply import local_parameters
+from lightning_par.engine.tensor.parameters import local_parameters
 from lightning_par.errors import either, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import match_pattern

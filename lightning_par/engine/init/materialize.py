@@ -12,7 +12,8 @@ from torch import nn, Tensor
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.init.deferred_init import ConstructionRecord
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.tensor.apply import shard_parameter, TensorParallel
+from lightning_par.engine.tensor.apply import TensorParallel
+from lightning_par.engine.tensor.parameters import shard_parameter
 from lightning_par.errors import PlanError
 
 __all__ = ["Materializer", "broadcast_values"]

@@ -10,8 +10,9 @@ from typing import Any, Self
 
 import torch
 from torch import nn, Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+
+from lightning_par.dtensor import local_part
 
 __all__ = ["SavedActivations", "available_memory", "bytes_held", "current_memory", "peak_memory"]
 
@@ -20,17 +21,13 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def bytes_held(tree: Any) -> int:
     """Return the bytes of the tensors in a pytree on this rank; shared storages count once.
 
     Args:
         tree: Any pytree; of a DTensor, this rank's shard counts.
     """
-    tensors = (_local(t) for t in tree_leaves(tree) if isinstance(t, Tensor))
+    tensors = (local_part(t) for t in tree_leaves(tree) if isinstance(t, Tensor))
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
     return sum(storages.values())
 
@@ -85,7 +82,7 @@ def available_memory() -> int | None:
 
 
 def _address(tensor: Tensor) -> int:
-    return _local(tensor).untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()
 
 
 class _Saved:

@@ -1,6 +1,6 @@
-"""What every rank would hold of a model, known before any process starts."""
+"""Which part of every parameter each rank holds, computed before any process starts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -8,36 +8,27 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from lightning_par.checkpoint.pieces import cut_box
+from lightning_par.dtensor import cut_box
 from lightning_par.engine.experts.apply import expert_shard_dim
-from lightning_par.engine.tensor.apply import tensor_placements
+from lightning_par.engine.tensor.parameters import tensor_placements
 from lightning_par.plan import match_pattern
 from lightning_par.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.sizes import EXPERT_AXES, ParallelSizes
+from lightning_par.tensor_styles import TENSOR_STYLES
 
 __all__ = ["Cut", "ParameterPlacement", "find_placements"]
 
 _GATHERED = ("dp_shard", "expert_shard")
-_WHY: Mapping[str, str] = {
-    "fused_qkv_transposed": "query, key and value are side by side; each rank uses its heads",
-    "replicated": "every rank computes it alike",
-    "replicated_with_grad_allreduce": "used on each rank's heads; gradients are summed",
-    "rowwise": "a rowwise layer adds its bias after the sum",
-    "rowwise_transposed": "a rowwise layer adds its bias after the sum",
-    "sequence_gather_output": "computed on each rank's tokens; gradients are summed",
-    "sequence_parallel": "computed on each rank's tokens; gradients are summed",
-    "split_sequence": "computed whole; the output is cut along T",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A division of a parameter, or of what an earlier division left of it.
+    """One sharding of a parameter, applied to the shard that earlier cuts left.
 
     Attributes:
-        axis: Of the mesh; one of `AXES` or `EXPERT_AXES`.
-        dim: Of the parameter.
-        parts: Their number.
+        axis: Mesh axis over which it is sharded, one of `AXES` or `EXPERT_AXES`.
+        dim: Dim of the parameter that is cut.
+        parts: Number of shards.
     """
 
     axis: str
@@ -47,17 +38,17 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterPlacement:
-    """Where a parameter is.
+    """The stages and the shards of a parameter.
 
     Attributes:
         name: Canonical FQN.
-        ties: Its other names.
-        shape: Of the whole.
-        dtype: Of its numbers.
+        ties: The other FQNs of the same parameter.
+        shape: Global shape.
+        dtype: Data type of the parameter.
         stages: Pipeline stages that hold it.
-        pipeline_ranks: The ranks of the ``pp`` axis that do.
-        cuts: One after the other.
-        reason: Why it stays whole under tensor parallelism; empty if it does not, or there is none.
+        pipeline_ranks: Ranks on the ``pp`` axis that hold it.
+        cuts: The shardings, in the order in which they are applied.
+        reason: Why tensor parallelism leaves it whole; empty if it is sharded or the size is 1.
     """
 
     name: str
@@ -72,12 +63,12 @@ class ParameterPlacement:
     def local_shape(
         self, rank: int, sizes: ParallelSizes, *, gathered: bool = False
     ) -> tuple[int, ...] | None:
-        """Return the shape of what a rank holds, or None.
+        """Return the shape of a rank's shard, or None if it holds none.
 
         Args:
-            rank: Global.
-            sizes: Of the mesh.
-            gathered: While it is used, instead of between two steps.
+            rank: Global rank.
+            sizes: Sizes of the mesh.
+            gathered: Give the shape in the forward, where FSDP has gathered its shards.
         """
         place = {**_expert_place(rank, sizes), **sizes.coordinates(rank)}
         if place["pp"] not in self.pipeline_ranks:
@@ -87,7 +78,7 @@ class ParameterPlacement:
         return cut_box(self.name, self.shape, cuts).shape
 
     def local_bytes(self, rank: int, sizes: ParallelSizes) -> int:
-        """Return the bytes of what a rank holds between two steps."""
+        """Return the bytes of a rank's shard between two steps."""
         shape = self.local_shape(rank, sizes)
         return 0 if shape is None else prod(shape) * self.dtype.itemsize
 
@@ -100,12 +91,12 @@ def find_placements(
     rank_of_stage: Sequence[int] = (0,),
     stage_blocks: Sequence[int] | None = None,
 ) -> list[ParameterPlacement]:
-    """Say where every parameter of a model would be.
+    """Compute the placement of every parameter of a model.
 
     Args:
-        model: Whole; its parameters may be on meta.
-        resolved: Checked at these sizes.
-        sizes: Of the mesh.
+        model: The whole model; its parameters may be on meta.
+        resolved: Its plan, checked at these sizes.
+        sizes: Sizes of the mesh.
         rank_of_stage: The pipeline rank that holds each stage.
         stage_blocks: Number of blocks of every stage; None balances them.
     """
@@ -170,4 +161,5 @@ def _reason(name: str, resolved: ResolvedPlan) -> str:
     style = resolved.styles.get(owner)
     if style is None:
         return "no pattern of the plan's tensor styles matches its module"
-    return f"{style}: {_WHY[style]}" if style in _WHY else style
+    reason = TENSOR_STYLES[style].reason
+    return f"{style}: {reason}" if reason else style

@@ -11,51 +11,25 @@ all-gather + reduce-scatter, which moves the same bytes.
 **Source**: Shoeybi et al. 1909.08053; Korthikanti et al. 2205.05198, section 4.2.2.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor import Placement
 
-from lightning_par.engine.collectives import (
-    copy_to_group,
-    gather_from_shards,
-    slice_to_shard,
-    split_sizes,
-)
 from lightning_par.engine.init.deferred_init import seed_generators
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.tensor.huggingface_layers import (
-    enter_region,
-    expert_shards,
-    fused_qkv_transposed,
-    leave_region,
-    rowwise_transposed,
-    whole_inside,
-)
-from lightning_par.engine.tensor.sequence_parallel import Region, Regions, SEQUENCE_DIM
-from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
-from lightning_par.errors import PlanError
+from lightning_par.engine.tensor.huggingface_layers import enter_region, leave_region
+from lightning_par.engine.tensor.parameters import local_parameters, tensor_placements
+from lightning_par.engine.tensor.sequence_parallel import Region, Regions
+from lightning_par.engine.tensor.styles import plain, Style, STYLE_FUNCTIONS
 from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.tensor_styles import TENSOR_STYLES
 
-__all__ = [
-    "TensorParallel",
-    "apply_tensor_parallel",
-    "local_parameters",
-    "shard_parameter",
-    "tensor_placements",
-]
-
-
-@register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
-def _any_true(flags: Any) -> list[Any]:
-    """Let autograd's anomaly detection look for NaN in a DTensor; torch has no rule for it."""
-    return [([Replicate()], [Replicate()])]
+__all__ = ["TensorParallel", "apply_tensor_parallel"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,12 +82,12 @@ def apply_tensor_parallel(
         if fqn not in modules:
             continue
         module, region = modules[fqn], regions.of(fqn)
-        _wrap_forward(module, _STYLES[style], region)
-        shards_tokens = region.sequence_parallel
-        if style in _PARTIAL_ALWAYS or (shards_tokens and style in _PARTIAL_WITH_SEQUENCE):
-            partial_names |= {f"{fqn}.{n}" for n, _ in module.named_parameters(recurse=False)}
-        if style in ("rowwise", "rowwise_transposed") and shards_tokens:
-            partial_names.add(f"{fqn}.bias")
+        _wrap_forward(module, STYLE_FUNCTIONS.get(style, plain), region)
+        spec = TENSOR_STYLES[style]
+        sums = ("always", "sequence_parallel") if region.sequence_parallel else ("always",)
+        if spec.partial_gradients in sums:
+            own = (name for name, _ in module.named_parameters(recurse=False))
+            partial_names |= {f"{fqn}.{n}" for n in own if spec.sharded_dim(n) is None}
     for fqn, names in resolved.divided.items():
         for name in names if fqn in modules else ():
             setattr(modules[fqn], name, getattr(modules[fqn], name) // group.size())
@@ -129,84 +103,7 @@ def apply_tensor_parallel(
     )
 
 
-def tensor_placements(model: nn.Module, resolved: ResolvedPlan) -> dict[str, Placement]:
-    """Return how every parameter is placed on the ``tp`` axis, ties under each of their names.
-
-    Args:
-        model: Parameters may be on meta; those that are not here are left out.
-        resolved: The resolved plan.
-    """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    sharded: dict[int, Placement] = {}
-    for fqn, parameter in named.items():
-        owner, _, name = fqn.rpartition(".")
-        placement = _placement(resolved.styles.get(owner, "replicated"), name)
-        # A tie may have names without a style, or whole ones: all mean the sharded parameter.
-        if isinstance(placement, Shard):
-            sharded[id(parameter)] = placement
-    return {fqn: sharded.get(id(p), Replicate()) for fqn, p in named.items()}
-
-
-def shard_parameter(
-    full: Tensor, placements: Sequence[Placement], mesh: DeviceMesh, *, requires_grad: bool
-) -> nn.Parameter:
-    """Return this rank's part of a parameter as a DTensor.
-
-    Args:
-        full: The whole value, the same on every rank.
-        placements: For every axis of `mesh`, Shard of a dim of its own or Replicate; an uneven
-            shard is cut as `split_sizes` says.
-        mesh: The ``tp`` axis, or those of the experts.
-        requires_grad: Of the parameter.
-    """
-    local = full
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            sizes = split_sizes(full.shape[placement.dim], mesh.size(axis))
-            local = local.split(sizes, placement.dim)[mesh.get_local_rank(axis)]
-    if local is not full:
-        local = local.clone(memory_format=torch.contiguous_format)
-    sharded = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
-    return nn.Parameter(sharded, requires_grad=requires_grad)
-
-
-def _placement(style: str, name: str) -> Placement:
-    if style in _SHARDS_ROWS or (style == "colwise_transposed" and name == "bias"):
-        return Shard(0)
-    if style == "rowwise_transposed" and name == "weight":
-        return Shard(0)
-    if style in ("expert_colwise", "expert_rowwise"):
-        return Shard(1 if style == "expert_colwise" else 2)
-    columns = style in ("rowwise", "colwise_transposed") and name == "weight"
-    return Shard(1) if columns else Replicate()
-
-
-@contextmanager
-def local_parameters(module: nn.Module) -> Iterator[None]:
-    """Let the module's own parameters stand for their local shards while its forward runs."""
-    items = cast(dict[str, Any], module._parameters).items()
-    saved = {name: value for name, value in items if isinstance(value, DTensor)}
-    try:
-        for name, parameter in saved.items():
-            _swap(module, name, parameter.to_local())
-        yield
-    finally:
-        for name, parameter in saved.items():
-            _swap(module, name, parameter)
-
-
-def _swap(module: nn.Module, name: str, value: Any) -> None:
-    """Set what ``module.name`` means, without the checks that make it a registered parameter."""
-    module._parameters[name] = value
-
-
-_Forward = Callable[..., Any]
-_Style = Callable[[nn.Module, _Forward, Region, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _wrap_forward(module: nn.Module, style: _Style, context: Region) -> None:
+def _wrap_forward(module: nn.Module, style: Style, context: Region) -> None:
     original = module.forward
     direct = next(module.parameters(recurse=False), None) is not None
 
@@ -217,133 +114,6 @@ def _wrap_forward(module: nn.Module, style: _Style, context: Region) -> None:
             return style(module, original, context, args, kwargs)
 
     module.forward = forward
-
-
-def _plain(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
-    return call(*args, **kwargs)
-
-
-def _colwise_gather_output(
-    module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any
-) -> Any:
-    args, kwargs = _on_first_tensor(ctx.enter, args, kwargs)
-    size = int(module.out_features)  # type: ignore[arg-type]
-    return gather_from_shards(call(*args, **kwargs), -1, ctx.group, size)
-
-
-def _rowwise(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
-    bias = module._parameters.get("bias")
-    _swap(module, "bias", None)
-    try:
-        out = call(*args, **kwargs)
-    finally:
-        _swap(module, "bias", bias)
-    out = ctx.leave(out)
-    return out if bias is None else out + bias
-
-
-def _vocab_embedding(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
-    if getattr(module, "max_norm", None):
-        raise PlanError("vocab_embedding: an embedding with max_norm stays 'replicated'.")
-    (ids,) = args or tuple(kwargs.values())
-    weight = module._parameters["weight"]
-    assert weight is not None
-    sizes = split_sizes(int(module.num_embeddings), ctx.group.size())  # type: ignore[arg-type]
-    start = sum(sizes[: ctx.group.rank()])
-    inside = (ids >= start) & (ids < start + weight.shape[0])
-    padding = getattr(module, "padding_idx", None)
-    if padding is not None:  # the row is looked up as any other, but gets no gradient
-        local = padding - start if start <= padding < start + weight.shape[0] else None
-        module.padding_idx = local  # type: ignore[assignment]
-    try:
-        out = call(torch.where(inside, ids - start, 0))
-    finally:
-        if padding is not None:
-            module.padding_idx = padding
-    return ctx.leave(torch.where(inside.unsqueeze(-1), out, 0))
-
-
-def _vocab_head(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
-    args, kwargs = _on_first_tensor(ctx.enter, args, kwargs)
-    size = int(module.out_features)  # type: ignore[arg-type]
-    return VocabShardedLogits.wrap(call(*args, **kwargs), size, ctx.group)
-
-
-def _gather_sequence(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
-    args, kwargs = _on_first_tensor(ctx.enter, args, kwargs)
-    return call(*args, **kwargs)
-
-
-def _split_sequence(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
-    out = call(*args, **kwargs)
-    return slice_to_shard(out, SEQUENCE_DIM, ctx.group) if ctx.sequence_parallel else out
-
-
-def _whole_sequence(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
-    if ctx.sequence_parallel:
-        args, kwargs = _on_first_tensor(ctx.gather, args, kwargs)
-    return call(*args, **kwargs)
-
-
-def _sequence_gather_output(
-    module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any
-) -> Any:
-    out = call(*args, **kwargs)
-    return ctx.gather(out) if ctx.sequence_parallel else out
-
-
-def _experts(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
-    """Every rank gives a part of each answer; so the gradient of an answer's weight is partial."""
-    hidden, weights, *rest = args
-    weights = copy_to_group(weights, ctx.group)
-    mixed, other = call(ctx.enter(hidden), weights, *rest, **kwargs)
-    return ctx.leave(mixed), other
-
-
-_STYLES: Mapping[str, _Style] = {
-    "colwise": _plain,
-    "colwise_gather_output": _colwise_gather_output,
-    "colwise_transposed": _plain,
-    "expert_colwise": _plain,
-    "expert_rowwise": _plain,
-    "expert_shards": expert_shards,
-    "experts": _experts,
-    "fused_qkv_transposed": fused_qkv_transposed,
-    "gather_sequence": _gather_sequence,
-    "replicated": _plain,
-    "replicated_with_grad_allreduce": _plain,
-    "rowwise": _rowwise,
-    "rowwise_transposed": rowwise_transposed,
-    "sequence_gather_output": _sequence_gather_output,
-    "sequence_parallel": _plain,
-    "split_sequence": _split_sequence,
-    "vocab_embedding": _vocab_embedding,
-    "vocab_head": _vocab_head,
-    "whole_inside": whole_inside,
-    "whole_sequence": _whole_sequence,
-}
-_SHARDS_ROWS = (
-    "colwise",
-    "colwise_gather_output",
-    "expert_shards",
-    "vocab_embedding",
-    "vocab_head",
-)
-_PARTIAL_ALWAYS = ("fused_qkv_transposed", "replicated_with_grad_allreduce")
-_PARTIAL_WITH_SEQUENCE = ("sequence_gather_output", "sequence_parallel", "split_sequence")
-
-
-def _on_first_tensor(
-    function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply `function` to the first argument that is a tensor: the hidden states."""
-    for index, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return (*args[:index], function(value), *args[index + 1 :]), kwargs
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return args, {**kwargs, name: function(value)}
-    raise PlanError("a module with a tensor style was called without a tensor.")
 
 
 def _draws_random_numbers(block: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Tensor-parallel styles for layers that other libraries wrote.
+"""Tensor-parallel styles for layers of transformers: transposed weights, fused qkv, expert shards.
 
 Shapes: B batch, T tokens, D model dim, E experts, K experts of a token; a rank holds T/tp tokens or
 E/tp experts. Each style is called while the module's parameters stand for this rank's shards; see
@@ -46,7 +46,7 @@ class _Depend(torch.autograd.Function):
 def rowwise_transposed(
     module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any
 ) -> Any:
-    """Run a layer of which this rank holds rows of a weight [in, out], and sum the partial outputs.
+    """Run a layer with a rowwise shard of a weight [in, out], and sum the partial outputs.
 
     **Communicates**: one all-reduce, or reduce-scatter over T, of the output.
     """

@@ -3,12 +3,11 @@
 Shapes: D model dim, F feed-forward dim, T tokens, V vocabulary, L layers.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.errors import ConfigurationError, nearest, raise_problems
 
 __all__ = ["BERT_PRESETS", "BertConfig"]
 
@@ -91,8 +90,7 @@ class BertConfig:
         if name not in BERT_PRESETS:
             problems.append(f"preset {name!r} is none of {', '.join(BERT_PRESETS)}.")
         for key in sorted(set(overrides) - set(cls.__dataclass_fields__)):
-            near = difflib.get_close_matches(key, cls.__dataclass_fields__, n=1, cutoff=0.3)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = nearest(key, cls.__dataclass_fields__)
             problems.append(f"{key!r} is not a field of BertConfig{hint}")
         raise_problems(ConfigurationError, problems)
         return cls(**{**BERT_PRESETS[name], **overrides})

@@ -3,12 +3,11 @@
 Shapes: D model dim, F feed-forward dim, H head dim, T tokens, V vocabulary, L layers.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, Literal
 
-from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.errors import ConfigurationError, nearest, raise_problems
 from lightning_par.models.layers import NormKind
 
 __all__ = ["PRESETS", "GPTConfig"]
@@ -135,12 +134,10 @@ class GPTConfig:
         """
         problems = []
         if name not in PRESETS:
-            near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = nearest(name, PRESETS, otherwise="")
             problems.append(f"preset {name!r} is none of {', '.join(PRESETS)}{hint}")
         for key in sorted(set(overrides) - set(cls.__dataclass_fields__)):
-            near = difflib.get_close_matches(key, cls.__dataclass_fields__, n=1, cutoff=0.3)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = nearest(key, cls.__dataclass_fields__)
             problems.append(f"{key!r} is not a field of GPTConfig{hint}")
         raise_problems(ConfigurationError, problems)
         return cls(**{**PRESETS[name], **overrides})

@@ -4,12 +4,11 @@ Shapes: D model dim, F feed-forward dim of one expert, T tokens, V vocabulary, E
 per token.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, Literal
 
-from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.errors import ConfigurationError, nearest, raise_problems
 from lightning_par.models.gpt.config import GPTConfig
 from lightning_par.models.mixtral.grouped_linear import GroupedBackend
 
@@ -116,8 +115,7 @@ class MixtralConfig(GPTConfig):
         if name not in MIXTRAL_PRESETS:
             problems.append(f"preset {name!r} is none of {', '.join(MIXTRAL_PRESETS)}.")
         for key in sorted(set(overrides) - set(cls.__dataclass_fields__)):
-            near = difflib.get_close_matches(key, cls.__dataclass_fields__, n=1, cutoff=0.3)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = nearest(key, cls.__dataclass_fields__)
             problems.append(f"{key!r} is not a field of MixtralConfig{hint}")
         raise_problems(ConfigurationError, problems)
         return cls(**{**MIXTRAL_PRESETS[name], **overrides})

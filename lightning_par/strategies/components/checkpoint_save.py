@@ -11,7 +11,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-import lightning_par
 from lightning_par.checkpoint.export import OWN_STATE
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver, SaveMetadata
@@ -24,6 +23,7 @@ from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES
 from lightning_par.strategies.processes.interruption import InterruptibleProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.version import __version__
 
 __all__ = ["SavingProcesses"]
 
@@ -167,7 +167,7 @@ class SavingProcesses(InterruptibleProcesses):
                 epoch=checkpoint["epoch"],
                 versions={
                     "lightning": checkpoint["pytorch-lightning_version"],
-                    "lightning_par": lightning_par.__version__,
+                    "lightning_par": __version__,
                     "torch": torch.__version__,
                 },
             ),

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn, Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_par.dtensor import local_part
 from lightning_par.errors import ConfigurationError, either, NonFiniteError
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 
@@ -156,8 +156,7 @@ def _nonfinite_names(
 ) -> list[str]:
     found = []
     for name, parameter in named:
-        grad = parameter.grad
-        grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        grad = None if parameter.grad is None else local_part(parameter.grad)
         bad = parameter in offloaded or (grad is not None and not bool(grad.isfinite().all()))
         if bad:
             found.append(name)

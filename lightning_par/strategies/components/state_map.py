@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.optimizer_groups import by_name, check_groups, number_names
-from lightning_par.checkpoint.pieces import Box, cut_piece, local_box, local_part, Piece
+from lightning_par.checkpoint.pieces import cut_piece, Piece
 from lightning_par.checkpoint.reader import StoredOptimizer, StoredTensor, StoredTensors
+from lightning_par.dtensor import Box, local_box, local_part
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.errors import CheckpointError
 from lightning_par.huggingface import adapt_weights

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from lightning_par.engine.experts.apply import check_experts
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.schedules import place_stages, SCHEDULES
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
+from lightning_par.errors import ConfigurationError, either, nearest, PlanError, raise_problems
 from lightning_par.option_fields import read_fields
 from lightning_par.plan import BatchLayout, ParallelPlan
 from lightning_par.resolved_plan import check_plan, ResolvedPlan
@@ -83,10 +82,8 @@ def check_options(strategy: type, options: Mapping[str, object]) -> None:
             if given.kind is given.KEYWORD_ONLY
         )
     )
-    named = []
-    for name in unknown:
-        near = get_close_matches(name, own, n=1)
-        named.append(f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    form = " (did you mean {!r}?)"
+    named = [f"{n!r}{nearest(n, own, cutoff=0.6, form=form, otherwise='')}" for n in unknown]
     raise TypeError(
         f"{strategy.__name__} has no option {', '.join(named)}. Its options are {', '.join(own)}."
     )
@@ -102,8 +99,7 @@ def check_values(
     """
     problems = []
     if schedule not in SCHEDULES and not Path(schedule).is_file():
-        near = get_close_matches(str(schedule), sorted(SCHEDULES), n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = nearest(schedule, sorted(SCHEDULES))
         valid = either([*sorted(SCHEDULES), "a file"])
         problems.append(f"schedule={schedule!r} must be {valid}{hint}")
     if virtual_pipeline_size != "auto":

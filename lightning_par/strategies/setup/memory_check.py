@@ -14,7 +14,8 @@ from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.errors import ConfigurationError
-from lightning_par.plan import find_plan, ParallelPlan
+from lightning_par.plan import ParallelPlan
+from lightning_par.plan_lookup import find_plan
 from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.setup.checks import check_module

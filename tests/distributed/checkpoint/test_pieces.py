@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor, Shard
 
-from lightning_par.checkpoint.pieces import assign_writers, Box, cut_piece
+from lightning_par.checkpoint.pieces import assign_writers, cut_piece
+from lightning_par.dtensor import Box
 from tests.support.ranks.api import ranks
 
 ROWS = (1, 2, 3, 5, 7, 8)

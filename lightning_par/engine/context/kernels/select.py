@@ -1,6 +1,5 @@
 """Which attention kernel to use: by name, or ``"auto"`` by device, dtype, head dim and mask."""
 
-from difflib import get_close_matches
 from functools import cache
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from lightning_par.engine.context.kernels.aten import (
     EagerKernel,
 )
 from lightning_par.engine.context.kernels.flash_attn import FlashAttn4Kernel, FlashAttnKernel
-from lightning_par.errors import ConfigurationError, either
+from lightning_par.errors import ConfigurationError, either, nearest
 
 __all__ = ["KERNELS", "check_backend", "choose_kernel"]
 
@@ -43,9 +42,8 @@ def check_backend(name: str) -> None:
         return
     names = ["auto", *KERNELS]
     if name not in names:
-        near = get_close_matches(str(name), names, n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigurationError(f"attention_backend={name!r} must be {either(names)}{hint}")
+        text = f"attention_backend={name!r} must be {either(names)}{nearest(name, names)}"
+        raise ConfigurationError(text)
     missing = _missing(name)
     if missing is not None:
         here = either(["auto", *(n for n in KERNELS if _missing(n) is None)])

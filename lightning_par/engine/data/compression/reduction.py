@@ -16,7 +16,7 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_par.checkpoint.pieces import local_part
+from lightning_par.dtensor import local_part
 from lightning_par.engine.data.compression.methods import choose_compressor, GradientBucket
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.data.gradient_reduction import fill_buckets, local_gradients

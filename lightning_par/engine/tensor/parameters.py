@@ -1,0 +1,101 @@
+"""Parameters under tensor parallelism: where each is sharded, and its local shard in a forward.
+
+See Note [Local computation] in `lightning_par.engine.tensor.apply`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn, Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from lightning_par.engine.collectives import split_sizes
+from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.tensor_styles import TENSOR_STYLES
+
+__all__ = ["local_parameters", "shard_parameter", "swap", "tensor_placements"]
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
+def _any_true(flags: Any) -> list[Any]:
+    """Let autograd's anomaly detection look for NaN in a DTensor; torch has no rule for it."""
+    return [([Replicate()], [Replicate()])]
+
+
+def tensor_placements(model: nn.Module, resolved: ResolvedPlan) -> dict[str, Placement]:
+    """Return the placement of every parameter on the ``tp`` axis, ties under each of their names.
+
+    Args:
+        model: Parameters may be on meta; those that are not here are left out.
+        resolved: The resolved plan.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    sharded: dict[int, Placement] = {}
+    for fqn, parameter in named.items():
+        owner, _, name = fqn.rpartition(".")
+        dim = TENSOR_STYLES[resolved.styles.get(owner, "replicated")].sharded_dim(name)
+        # A tie may have names without a style, or whole ones: all mean the sharded parameter.
+        if dim is not None:
+            sharded[id(parameter)] = Shard(dim)
+    return {fqn: sharded.get(id(p), Replicate()) for fqn, p in named.items()}
+
+
+def shard_parameter(
+    full: Tensor, placements: Sequence[Placement], mesh: DeviceMesh, *, requires_grad: bool
+) -> nn.Parameter:
+    """Shard a parameter that every rank has whole.
+
+    Args:
+        full: The whole value, the same on every rank.
+        placements: For every axis of `mesh`, Shard of a dim of its own or Replicate; an uneven
+            shard is cut as `split_sizes` says.
+        mesh: The ``tp`` axis, or those of the experts.
+        requires_grad: Whether the parameter is trained.
+
+    Returns:
+        A DTensor parameter with this rank's part.
+    """
+    local = full
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            sizes = split_sizes(full.shape[placement.dim], mesh.size(axis))
+            local = local.split(sizes, placement.dim)[mesh.get_local_rank(axis)]
+    if local is not full:
+        local = local.clone(memory_format=torch.contiguous_format)
+    sharded = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
+    return nn.Parameter(sharded, requires_grad=requires_grad)
+
+
+@contextmanager
+def local_parameters(module: nn.Module) -> Iterator[None]:
+    """Replace a module's own DTensor parameters by their local shards within the context.
+
+    Args:
+        module: Changed in place; parameters of its submodules stay what they are.
+    """
+    items = cast(dict[str, Any], module._parameters).items()
+    saved = {name: value for name, value in items if isinstance(value, DTensor)}
+    try:
+        for name, parameter in saved.items():
+            swap(module, name, parameter.to_local())
+        yield
+    finally:
+        for name, parameter in saved.items():
+            swap(module, name, parameter)
+
+
+def swap(module: nn.Module, name: str, value: Any) -> None:
+    """Set what ``module.name`` means, without the checks that make it a registered parameter.
+
+    Args:
+        module: Changed in place.
+        name: Name of one of its own parameters.
+        value: A plain tensor, a parameter or None.
+    """
+    module._parameters[name] = value

@@ -1,0 +1,37 @@
+"""Finds the plan of a model: its own `parallel_plan()`, or one derived for Hugging Face models."""
+
+from torch import nn
+
+from lightning_par.errors import PlanError
+from lightning_par.huggingface.plans import find_huggingface_plan
+from lightning_par.plan import ParallelPlan
+
+__all__ = ["find_plan"]
+
+
+def find_plan(module: nn.Module) -> ParallelPlan | None:
+    """Return the plan that `module` or one of its submodules offers through `parallel_plan()`.
+
+    The outermost offer wins; its FQNs are given as seen from `module`. Without an offer, the plan
+    of a Hugging Face model inside is derived from the model.
+
+    Args:
+        module: A LightningModule or any other module.
+
+    Returns:
+        The plan, or None if nobody offers one.
+
+    Raises:
+        PlanError: Two submodules, neither inside the other, each offer a plan.
+    """
+    found: dict[str, ParallelPlan] = {}
+    for name, child in module.named_modules():
+        inside = any(name.startswith(outer + ".") or outer == "" for outer in found)
+        if not inside and callable(getattr(child, "parallel_plan", None)):
+            found[name] = child.parallel_plan().under(name)
+    if len(found) > 1:
+        raise PlanError(
+            f"{len(found)} submodules offer a parallel_plan(): {', '.join(found)}. Define "
+            f"parallel_plan() on the {type(module).__name__}, or pass plan= to the strategy."
+        )
+    return next(iter(found.values())) if found else find_huggingface_plan(module)

@@ -1,0 +1,208 @@
+"""The table of tensor styles: all that a style means, in one row.
+
+A tensor style says how a module takes part in tensor parallelism over the ranks of the ``tp`` axis.
+Weights are [out, in], activations [B, T, D].
+
+To add a tensor style:
+
+1. Add its name to `TensorStyle` and its row to `TENSOR_STYLES`. The resolved plan, the placement of
+   parameters, the sums of gradients and the expected communication volume read nothing else.
+2. Where the module has to compute something else than its own forward on the local shards, add one
+   function of the same name to `lightning_par.engine.tensor.styles.STYLE_FUNCTIONS`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["TENSOR_STYLES", "StyleSpec", "TensorStyle"]
+
+TensorStyle = Literal[
+    "colwise",
+    "colwise_gather_output",
+    "colwise_transposed",
+    "expert_colwise",
+    "expert_rowwise",
+    "expert_shards",
+    "experts",
+    "fused_qkv_transposed",
+    "gather_sequence",
+    "replicated",
+    "replicated_with_grad_allreduce",
+    "rowwise",
+    "rowwise_transposed",
+    "sequence_gather_output",
+    "sequence_parallel",
+    "split_sequence",
+    "vocab_embedding",
+    "vocab_head",
+    "whole_inside",
+    "whole_sequence",
+]
+"""The name of a row of `TENSOR_STYLES`, which says what it means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StyleSpec:
+    """What a tensor style means.
+
+    Attributes:
+        meaning: What is sharded and what a call of the module does, for the reader.
+        weight_dim: Sharded dim of the parameter named ``weight``; None: it is whole.
+        bias_dim: Sharded dim of every other parameter of the module; None: they are whole.
+        weight_ndim: Number of dims that ``weight`` must have; it must exist, and the degree must
+            divide `weight_dim`. None: the module may hold any parameters, or none.
+        uneven: The degree need not divide `weight_dim`; every rank needs one row.
+        partial_gradients: When a rank computes only a part of the gradient of a whole parameter, so
+            that the parts are summed over ``tp``.
+        whole_inside: Modules inside compute on all T tokens, also under sequence parallelism.
+        crossing: Boundary of sharded weights that `lightning_par.profiling.expected_comm_volume`
+            counts at the module: its input enters them, or its output leaves them.
+        output: What becomes of a shard that the module computes, and is counted there too: gathered
+            over ``tp``, or kept as vocabulary-sharded logits with a loss of their own.
+        reason: Why a parameter stays whole, for the table of placements.
+    """
+
+    meaning: str
+    weight_dim: int | None = None
+    bias_dim: int | None = None
+    weight_ndim: int | None = None
+    uneven: bool = False
+    partial_gradients: Literal["never", "sequence_parallel", "always"] = "never"
+    whole_inside: bool = False
+    crossing: Literal["enter", "leave"] | None = None
+    output: Literal["gathered", "logits"] | None = None
+    reason: str = ""
+
+    def sharded_dim(self, name: str) -> int | None:
+        """Return the dim in which a parameter is sharded, or None.
+
+        Args:
+            name: Name of the parameter in its module, such as ``weight``.
+        """
+        return self.weight_dim if name == "weight" else self.bias_dim
+
+
+_OWN_TOKENS = "computed on each rank's tokens; gradients are summed"
+_LATE_BIAS = "a rowwise layer adds its bias after the sum"
+
+TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
+    "colwise": StyleSpec(
+        meaning="sharded over the output features; the input is whole, the output is a shard",
+        weight_dim=0,
+        bias_dim=0,
+        weight_ndim=2,
+    ),
+    "colwise_gather_output": StyleSpec(
+        meaning="like colwise; the output is gathered",
+        weight_dim=0,
+        bias_dim=0,
+        weight_ndim=2,
+        crossing="enter",
+        output="gathered",
+    ),
+    "colwise_transposed": StyleSpec(
+        meaning="like colwise, for a weight [in, out]",
+        weight_dim=1,
+        bias_dim=0,
+        weight_ndim=2,
+    ),
+    "expert_colwise": StyleSpec(
+        meaning="a weight [E, out, in] inside experts, sharded over the output features",
+        weight_dim=1,
+        bias_dim=1,
+        weight_ndim=3,
+    ),
+    "expert_rowwise": StyleSpec(
+        meaning="a weight [E, out, in] inside experts, sharded over the input features; the "
+        "container sums the partial outputs, so there is no bias",
+        weight_dim=2,
+        bias_dim=2,
+        weight_ndim=3,
+    ),
+    "expert_shards": StyleSpec(
+        meaning="parameters [E, ...] sharded over the experts; called with the tokens, the indices "
+        "of their experts (E means none) and their weights",
+        weight_dim=0,
+        bias_dim=0,
+    ),
+    "experts": StyleSpec(
+        meaning="a container whose first input is made whole along T, whose second one weights its "
+        "partial result, and which gives a pair, the first of which is summed",
+    ),
+    "fused_qkv_transposed": StyleSpec(
+        meaning="a whole weight [in, 3 out] of query, key and value side by side; each rank uses "
+        "the columns of its heads",
+        partial_gradients="always",
+        reason="query, key and value are side by side; each rank uses its heads",
+    ),
+    "gather_sequence": StyleSpec(
+        meaning="a container of colwise and rowwise modules; its first input is made whole along T",
+        crossing="enter",
+    ),
+    "replicated": StyleSpec(
+        meaning="the same computation on every rank",
+        reason="every rank computes it alike",
+    ),
+    "replicated_with_grad_allreduce": StyleSpec(
+        meaning="whole parameters, used on sharded heads",
+        partial_gradients="always",
+        reason="used on each rank's heads; gradients are summed",
+    ),
+    "rowwise": StyleSpec(
+        meaning="the weight sharded over the input features; partial outputs are summed, then the "
+        "whole bias is added",
+        weight_dim=1,
+        weight_ndim=2,
+        partial_gradients="sequence_parallel",
+        crossing="leave",
+        reason=_LATE_BIAS,
+    ),
+    "rowwise_transposed": StyleSpec(
+        meaning="like rowwise, for a weight [in, out]",
+        weight_dim=0,
+        weight_ndim=2,
+        partial_gradients="sequence_parallel",
+        reason=_LATE_BIAS,
+    ),
+    "sequence_gather_output": StyleSpec(
+        meaning="like sequence_parallel; the output is made whole along T",
+        partial_gradients="sequence_parallel",
+        reason=_OWN_TOKENS,
+    ),
+    "sequence_parallel": StyleSpec(
+        meaning="whole parameters, computed on each rank's T/tp tokens",
+        partial_gradients="sequence_parallel",
+        reason=_OWN_TOKENS,
+    ),
+    "split_sequence": StyleSpec(
+        meaning="computed whole; the output is cut along T (learned positions)",
+        partial_gradients="sequence_parallel",
+        reason="computed whole; the output is cut along T",
+    ),
+    "vocab_embedding": StyleSpec(
+        meaning="an embedding table sharded over the vocabulary; partial outputs are summed",
+        weight_dim=0,
+        bias_dim=0,
+        weight_ndim=2,
+        uneven=True,
+        crossing="leave",
+    ),
+    "vocab_head": StyleSpec(
+        meaning="like colwise; the logits stay sharded over the vocabulary, and so does the loss",
+        weight_dim=0,
+        bias_dim=0,
+        weight_ndim=2,
+        uneven=True,
+        crossing="enter",
+        output="logits",
+    ),
+    "whole_inside": StyleSpec(
+        meaning="like whole_sequence; the first output is cut along T again",
+        whole_inside=True,
+    ),
+    "whole_sequence": StyleSpec(
+        meaning="a container that computes alike on every rank; its first input is made whole "
+        "along T",
+    ),
+}
