@@ -6,7 +6,7 @@ this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``
 """
 
 from lightning_par.engine.context.attention import attention
-from lightning_par.engine.context.sequence_shard import ContextOptions
+from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.errors import LightningParError
 from lightning_par.plan import BatchLayout, ParallelPlan

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.checkpoint.pieces import local_part
-from lightning_par.engine.data.gradient_reduction import is_counted_here, local_gradients
+from lightning_par.engine.data.gradient_norm import is_counted_here, local_gradients
 from lightning_par.engine.offload.offloaded_gradients import OffloadedGradients
 
 __all__ = ["MeshGradScaler", "underflow_share"]

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_par.engine.activations.cpu_offload import hold_on_host, kept_on_host
+from lightning_par.engine.wrapping import Forward, wrap_forward
 
 __all__ = [
     "MODES",
@@ -140,17 +141,19 @@ def recompute(
     """
     if mode == "none":
         return
-    inner = module.forward
     contexts = _contexts(operations, on_host) if mode == "selective" else {}
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        # By position, so that checkpoint sees every tensor and the devices of them all.
-        call = partial(_call, inner, tuple(kwargs))
-        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, **contexts)
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            # By position, so that checkpoint sees every tensor and the devices of them all.
+            call = partial(_call, inner, tuple(kwargs))
+            return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, **contexts)
 
-    module.forward = forward
+        return forward
+
+    wrap_forward(module, around, f"recompute_{mode}")
 
 
 def _call(inner: Callable[..., Any], names: Sequence[str], *values: Any) -> Any:
@@ -164,15 +167,17 @@ def wait_on_host(module: nn.Module) -> None:
     Args:
         module: Its `forward` is wrapped.
     """
-    inner = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        with kept_on_host(module.parameters()):
-            return inner(*args, **kwargs)
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            with kept_on_host(module.parameters()):
+                return inner(*args, **kwargs)
 
-    module.forward = forward
+        return forward
+
+    wrap_forward(module, around, "saved_on_host")
 
 
 def _contexts(operations: frozenset[str] | None, on_host: bool) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_par.engine.context.attention import take_over
-from lightning_par.engine.context.ring_p2p import Mailbox
-from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceShard
+from lightning_par.engine.context.options import ContextOptions
+from lightning_par.engine.context.ring_p2p import RingChannel
+from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
@@ -120,7 +121,7 @@ def build_axis(mesh: ParallelMesh, options: ContextOptions, *, divisor: int = 1)
         options=options,
         group=mesh.group("cp"),
         heads=heads if ulysses > 1 else None,
-        mailbox=Mailbox(ring) if rings > 1 else None,
+        channel=RingChannel(ring) if rings > 1 else None,
         divisor=divisor,
     )
 

@@ -8,8 +8,8 @@ thread, another model, and what this model does outside of its blocks see torch'
 block that is computed again in the backward enters the mode by itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function, TorchFunc
 
 from lightning_par.engine.annotations import Bool, Float
 from lightning_par.engine.context.sequence_shard import SequenceShard
+from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError
 
 __all__ = ["attention", "take_over"]
@@ -178,19 +179,18 @@ class _TakeOver(TorchFunctionMode):
         return self._axis.attend(*tensors, **options)
 
 
-def _wrap(forward: Callable[..., Any], mode: _TakeOver) -> Callable[..., Any]:
-    @wraps(forward)
-    def inside(*args: Any, **kwargs: Any) -> Any:
+def _inside(mode: _TakeOver, inner: Forward) -> Forward:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if mode.is_active:
-            return forward(*args, **kwargs)
+            return inner(*args, **kwargs)
         mode.is_active = True
         try:
             with mode:
-                return forward(*args, **kwargs)
+                return inner(*args, **kwargs)
         finally:
             mode.is_active = False
 
-    return inside
+    return forward
 
 
 def _own_parts(block: nn.Module) -> Iterator[nn.Module]:
@@ -210,4 +210,4 @@ def take_over(blocks: Iterable[nn.Module], axis: SequenceShard) -> None:
     mode = _TakeOver(axis)
     for block in blocks:
         for part in _own_parts(block):
-            part.forward = _wrap(part.forward, mode)
+            wrap_forward(part, partial(_inside, mode), "context_attention")

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from lightning_par.engine.annotations import Bool, Float
 from lightning_par.engine.context.kernels.aten import AttentionKernel, BlockOptions, wide
 from lightning_par.engine.context.kernels.select import choose_kernel
-from lightning_par.engine.context.ring_p2p import KeyValues, Mail, Mailbox
+from lightning_par.engine.context.ring_p2p import KeyValues, PendingExchange, RingChannel
 from lightning_par.engine.context.ring_schedule import (
     AttentionBlock,
     ring_steps,
@@ -69,7 +69,7 @@ class _Call:
 
     schedule: RingSchedule
     member: int
-    mailbox: Mailbox | None
+    channel: RingChannel | None
     kernel: AttentionKernel
     scale: float
     mask: KeyMask | None
@@ -83,25 +83,25 @@ class _Call:
         bias = None if self.mask is None else self.mask.bias(step.owner, block, dtype)
         return BlockOptions(causal=block.causal, scale=self.scale, bias=bias)
 
-    def post(self, index: int, own: KeyValues, held: KeyValues) -> Mail | None:
+    def post(self, index: int, own: KeyValues, held: KeyValues) -> PendingExchange | None:
         """Post the keys and values of a step, if there is such a step."""
-        if index >= len(self.steps) or self.mailbox is None:
+        if index >= len(self.steps) or self.channel is None:
             return None
         step = self.steps[index]
         source = own if self.schedule.route == "direct" else held
-        return self.mailbox.post(step.send, step.receive, source)
+        return self.channel.post(step.send, step.receive, source)
 
-    def wait(self, mail: Mail | None) -> KeyValues | None:
+    def wait(self, pending: PendingExchange | None) -> KeyValues | None:
         """Wait for what was posted."""
-        if mail is None or self.mailbox is None:
+        if pending is None or self.channel is None:
             return None
-        return self.mailbox.wait(mail)
+        return self.channel.wait(pending)
 
-    def collect(self, mail: Mail | None, home: KeyValues) -> None:
+    def collect(self, pending: PendingExchange | None, home: KeyValues) -> None:
         """Wait for gradients, add them and let go of them."""
-        arrived = self.wait(mail)
-        if mail is not None:
-            mail.received = None
+        arrived = self.wait(pending)
+        if pending is not None:
+            pending.received = None
         if arrived is not None:
             home.add(arrived)
 
@@ -113,7 +113,7 @@ def ring_attention(
     *,
     schedule: RingSchedule,
     member: int,
-    mailbox: Mailbox | None,
+    channel: RingChannel | None,
     scale: float | None = None,
     mask: KeyMask | None = None,
     backend: str = "auto",
@@ -126,7 +126,7 @@ def ring_attention(
         value: [B, K, T/ring, H].
         schedule: Layout, mask and route; the same on every member.
         member: Which one this is.
-        mailbox: Of the ring; None if this is its only member.
+        channel: Of the ring; None if this is its only member.
         scale: Multiplies the products; None: 1 / sqrt(H).
         mask: Which keys are visible; None: all.
         backend: A name of `attention_backends.KERNELS`, or ``"auto"``.
@@ -145,7 +145,7 @@ def ring_attention(
     call = _Call(
         schedule=schedule,
         member=member,
-        mailbox=mailbox,
+        channel=channel,
         kernel=choose_kernel(backend, query, masked=masked),
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         mask=mask if masked else None,
@@ -183,11 +183,11 @@ def _rows(x: Tensor) -> Tensor:
 def _forward(call: _Call, query: Tensor, own: KeyValues) -> tuple[Tensor, Tensor]:
     """Return the output, in float32 or wider, and the logarithm; -inf where nothing is seen."""
     found: tuple[Tensor, Tensor] | None = None
-    mail, held = call.post(1, own, own), own
+    pending, held = call.post(1, own, own), own
     for index, step in enumerate(call.steps):
         if index:
-            held = call.wait(mail) or held
-            mail = call.post(index + 1, own, held)
+            held = call.wait(pending) or held
+            pending = call.post(index + 1, own, held)
         for block in step.blocks:
             a, b = block.queries
             key, value = held.slice(block.keys)
@@ -243,13 +243,13 @@ def _backward(call: _Call, saved: _Saved, own: KeyValues) -> tuple[Tensor, KeyVa
     """
     kind = wide(saved.query.dtype)
     of_query = torch.zeros(saved.query.shape, dtype=kind, device=saved.query.device)
-    mail, held = call.post(1, own, own), own
+    pending, held = call.post(1, own, own), own
     home = KeyValues.empty(own.intervals, own, kind)
     _add_step(call, call.steps[0], saved, own, of_query, home)
-    returning: Mail | None = None
+    returning: PendingExchange | None = None
     for index, step in enumerate(call.steps[1:], 1):
-        held = call.wait(mail) or held
-        mail = call.post(index + 1, own, held)
+        held = call.wait(pending) or held
+        pending = call.post(index + 1, own, held)
         places = () if step.send_gradients is None else step.send_gradients.intervals
         part = KeyValues.empty(places, own, kind)
         if call.schedule.route == "direct":
@@ -258,9 +258,9 @@ def _backward(call: _Call, saved: _Saved, own: KeyValues) -> tuple[Tensor, KeyVa
             call.collect(returning, home)
         else:
             _add_step(call, step, saved, held, of_query, part, call.wait(returning))
-        if call.mailbox is not None:
+        if call.channel is not None:
             ways = step.send_gradients, step.receive_gradients
-            returning = call.mailbox.post(*ways, part)
+            returning = call.channel.post(*ways, part)
     call.collect(returning, home)
     return of_query.to(saved.query.dtype), home
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_par.engine.context.ring_schedule import Interval, places_in, Transfer
 
-__all__ = ["KeyValues", "Mail", "Mailbox"]
+__all__ = ["KeyValues", "PendingExchange", "RingChannel"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ class KeyValues:
 
 
 @dataclass(eq=False)
-class Mail:
+class PendingExchange:
     """A send and a receive that were posted together.
 
     Attributes:
@@ -117,7 +117,7 @@ class Mail:
     works: list[dist.Work]
 
 
-class Mailbox:
+class RingChannel:
     """Posts messages between the members of a ring.
 
     Note [One send, one receive]: every step has at most one of each, posted as one batch, and all
@@ -138,7 +138,7 @@ class Mailbox:
         receive: Transfer | None,
         source: KeyValues,
         dtype: torch.dtype | None = None,
-    ) -> Mail:
+    ) -> PendingExchange:
         """Start a send and a receive.
 
         Args:
@@ -160,11 +160,11 @@ class Mailbox:
             peer = self._ranks[receive.peer]
             operations.append(dist.P2POp(dist.irecv, received.flat, peer, self._group))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return Mail(received, sent, works)
+        return PendingExchange(received, sent, works)
 
-    def wait(self, mail: Mail) -> KeyValues | None:
+    def wait(self, pending: PendingExchange) -> KeyValues | None:
         """Wait until a send has left and a receive has arrived; return the latter."""
-        for work in mail.works:
+        for work in pending.works:
             work.wait()
-        mail.works, mail.sent = [], None
-        return mail.received
+        pending.works, pending.sent = [], None
+        return pending.received

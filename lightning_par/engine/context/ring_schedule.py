@@ -33,7 +33,7 @@ __all__ = [
     "Interval",
     "RingSchedule",
     "RingStep",
-    "SequenceLayout",
+    "TokenLayout",
     "Transfer",
     "blocks_of",
     "join_intervals",
@@ -45,7 +45,7 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceLayout:
+class TokenLayout:
     """Which tokens every rank holds.
 
     A ring of `ring` members shares the sequence; each member is `ulysses` ranks, which cut the
@@ -178,7 +178,7 @@ class RingSchedule:
         route: ``"direct"`` or ``"ring"``; see Note [Direct schedule].
     """
 
-    layout: SequenceLayout
+    layout: TokenLayout
     causal: bool
     documents: tuple[int, ...] = ()
     route: Literal["direct", "ring"] = "direct"

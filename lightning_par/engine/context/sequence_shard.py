@@ -7,7 +7,7 @@ rank (T' is T with padding), H head dim.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,94 +21,15 @@ from lightning_par.engine.batch import (
     with_entries,
 )
 from lightning_par.engine.collectives import all_gather
-from lightning_par.engine.context.kernels.select import check_backend
+from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.context.ring_attention import KeyMask, ring_attention
-from lightning_par.engine.context.ring_p2p import Mailbox
-from lightning_par.engine.context.ring_schedule import RingSchedule, SequenceLayout
+from lightning_par.engine.context.ring_p2p import RingChannel
+from lightning_par.engine.context.ring_schedule import RingSchedule, TokenLayout
 from lightning_par.engine.context.ulysses import gather_tokens, scatter_tokens
-from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
+from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan import BatchLayout
 
-__all__ = ["ContextOptions", "SequenceShard"]
-
-Method = Literal["ring", "ulysses", "hybrid"]
-_CHOICES = {
-    "method": get_args(Method),
-    "layout": ("zigzag", "contiguous"),
-    "route": ("direct", "ring"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContextOptions:
-    """How sequences are divided over the ranks of the context axis.
-
-    Attributes:
-        method: ``"ring"`` sends keys and values; ``"ulysses"`` exchanges tokens for heads before
-            and after attention; ``"hybrid"`` does the latter in groups of `ulysses_size`
-            neighboring ranks, and a ring joins the groups.
-        ulysses_size: Ranks of a group under ``"hybrid"``.
-        layout: ``"zigzag"`` gives all members of a ring the same work under a causal mask;
-            ``"contiguous"`` gives each a run of tokens.
-        route: ``"direct"`` sends to whom it concerns, ``"ring"`` to the neighbor, for machines
-            whose devices share one network card.
-        backend: Attention kernel; see ``lightning-par backends``.
-    """
-
-    method: Method = "ring"
-    ulysses_size: int | None = None
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
-    route: Literal["direct", "ring"] = "direct"
-    backend: str = "auto"
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name}={getattr(self, name)!r} must be {either([repr(v) for v in valid])}."
-            for name, valid in _CHOICES.items()
-            if getattr(self, name) not in valid
-        ]
-        size = self.ulysses_size
-        if self.method == "hybrid":
-            if not isinstance(size, int) or isinstance(size, bool) or size < 2:
-                problems.append(
-                    f"ulysses_size={size!r} must be a whole number of 2 or more with "
-                    "method='hybrid'."
-                )
-        elif size is not None:
-            problems.append(
-                f"ulysses_size={size!r} needs method='hybrid'; method={self.method!r} says by "
-                "itself how many ranks exchange heads."
-            )
-        raise_problems(ConfigurationError, problems)
-
-    def ulysses(self, degree: int) -> int:
-        """Return how many neighboring ranks exchange heads.
-
-        Args:
-            degree: Of the context axis.
-
-        Raises:
-            ConfigurationError: `ulysses_size` does not divide it.
-        """
-        if self.method != "hybrid":
-            return degree if self.method == "ulysses" else 1
-        assert self.ulysses_size is not None
-        if degree % self.ulysses_size:
-            fits = [n for n in range(2, degree + 1) if degree % n == 0]
-            hint = f"Use {either(fits)}." if fits else "Use method='ring'."
-            raise ConfigurationError(
-                f"ulysses_size={self.ulysses_size} does not divide context_parallel_size={degree}. "
-                + hint
-            )
-        return self.ulysses_size
-
-    def check(self) -> None:
-        """Refuse an attention backend that this machine does not have.
-
-        Raises:
-            ConfigurationError: With the backends that work here.
-        """
-        check_backend(self.backend)
+__all__ = ["SequenceShard"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,7 +40,7 @@ class SequenceShard:
         options: How.
         group: All ranks of the axis, in order.
         heads: Ranks that exchange heads; None: nobody does.
-        mailbox: To the other members of the ring; None: there are none.
+        channel: To the other members of the ring; None: there are none.
         divisor: What the number of tokens of a rank has to be a multiple of.
         layout: Of the current batch; None while sequences are whole.
         positions: [1, t], place of every token of this rank in its sequence; padding repeats the
@@ -132,9 +53,9 @@ class SequenceShard:
     options: ContextOptions
     group: dist.ProcessGroup
     heads: dist.ProcessGroup | None = None
-    mailbox: Mailbox | None = None
+    channel: RingChannel | None = None
     divisor: int = 1
-    layout: SequenceLayout | None = None
+    layout: TokenLayout | None = None
     positions: Tensor | None = None
     calls: int = 0
     fills: int = 0
@@ -146,7 +67,7 @@ class SequenceShard:
         """Ranks that exchange heads."""
         return 1 if self.heads is None else self.heads.size()
 
-    def cut(self, batch: Any, plan: BatchLayout) -> Any:
+    def shard_batch(self, batch: Any, plan: BatchLayout) -> Any:
         """Return this rank's tokens of a batch, and remember which they are.
 
         Args:
@@ -163,17 +84,17 @@ class SequenceShard:
             batch = shift_labels(batch, plan)
         dims = sequence_entries(batch, plan)
         found = {path: (batch_entry(batch, path), dim) for path, dim in dims.items()}
-        layout = self.lay_out(_common_length(found))
+        layout = self.set_length(_common_length(found))
         cuts = {}
         for path, (entry, dim) in found.items():
             padding = plan.ignore_index if path in (plan.labels, plan.shifted) else 0
-            cuts[path] = self.part(entry, dim, padding)
+            cuts[path] = self.shard_tensor(entry, dim, padding)
         device = next(iter(found.values()))[0].device
         places = torch.arange(layout.length, device=device)[None]
-        self.positions = self.part(places, 1, layout.length - 1)
+        self.positions = self.shard_tensor(places, 1, layout.length - 1)
         return with_entries(batch, cuts)
 
-    def lay_out(self, length: int) -> SequenceLayout:
+    def set_length(self, length: int) -> TokenLayout:
         """Say how long the sequences are that attention will see; returns who holds what.
 
         Args:
@@ -181,7 +102,7 @@ class SequenceShard:
         """
         ring = self.group.size() // self.ulysses
         self._masks.clear()
-        self.layout = SequenceLayout(
+        self.layout = TokenLayout(
             length=length,
             ring=ring,
             ulysses=self.ulysses,
@@ -190,12 +111,12 @@ class SequenceShard:
         )
         return self.layout
 
-    def join(self) -> None:
+    def clear(self) -> None:
         """Say that sequences are whole from now on."""
         self.layout = self.positions = None
         self._masks.clear()
 
-    def part(self, whole: Tensor, dim: int, padding: float = 0) -> Tensor:
+    def shard_tensor(self, whole: Tensor, dim: int, padding: float = 0) -> Tensor:
         """Return this rank's tokens of a tensor that every rank has.
 
         Args:
@@ -267,7 +188,7 @@ class SequenceShard:
             value,
             schedule=schedule,
             member=self.group.rank() // self.ulysses,
-            mailbox=self.mailbox,
+            channel=self.channel,
             scale=scale,
             mask=mask,
             backend=self.options.backend,

@@ -64,7 +64,7 @@ class Sharding:
         divided: Modules with experts that are divided among the replicas.
 
     Attributes:
-        silence: For losses that weigh nothing.
+        zero_weight: For losses that weigh nothing.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Sharding:
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
         self._synchronize, self._holds = True, False
         plain = [] if root is None else [root]
-        self.silence = ZeroWeightBackward(self._units or plain, divided)
+        self.zero_weight = ZeroWeightBackward(self._units or plain, divided)
 
     @property
     def synchronizes(self) -> bool:

@@ -56,7 +56,7 @@ class ZeroWeightBackward:
         self._hooked.clear()
 
     @contextmanager
-    def silent(self) -> Iterator[None]:
+    def zero_gradients(self) -> Iterator[None]:
         """The backwards inside give zero gradients."""
         self._on = True
         try:

@@ -8,7 +8,6 @@ cuts its own shard from them.
 Buffers are real all along: ``torch.device("meta")`` would lose what constructors compute into them.
 """
 
-import hashlib
 import inspect
 import sys
 import threading
@@ -26,23 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_par.engine.init.construction_tape import ConstructionTape, TapeEntry, TensorView
+from lightning_par.engine.rng import fork_torch_rng, seed_generators, seed_of
 from lightning_par.errors import ConfigurationError, PlanError
 
-__all__ = ["ConstructionRecord", "record_construction", "seed_generators", "seed_of"]
-
-
-def seed_of(*parts: object) -> int:
-    """Return a seed of 63 bits that is the same in every process.
-
-    Args:
-        parts: Anything whose `repr` is the same everywhere: numbers, text, tuples of them.
-
-    Example:
-        >>> seed_of(1, "blocks.0.weight") == seed_of(1, "blocks.0.weight")
-        True
-    """
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+__all__ = ["ConstructionRecord", "record_construction"]
 
 
 class ConstructionRecord:
@@ -105,7 +91,7 @@ class ConstructionRecord:
         entries = self._tape.slice_of(view.buffer)
         self._check(name, parameter, view, entries)
         target = torch.device(device)
-        with torch.no_grad(), _generators_restored(target), _default_dtype_restored():
+        with torch.no_grad(), fork_torch_rng(target), _default_dtype_restored():
             storage = self._replay(entries, view.buffer, name, seed, target)
             value = view.of(storage).to(dtype or parameter.dtype)
             whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
@@ -200,40 +186,6 @@ def _run(
             laid = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
             result = laid.copy_(result)
         made[view.buffer] = result.untyped_storage()
-
-
-def _accelerator(device: torch.device) -> Any:
-    return None if device.type == "cpu" else torch.get_device_module(device)
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of one device.
-
-    `torch.manual_seed` would also leave a note, with the caller's formatted stack, for every kind
-    of accelerator that is not in use: up to a millisecond in every micro-batch.
-
-    Args:
-        seed: 63 bits.
-        device: On which random numbers are drawn, besides the CPU.
-    """
-    torch.default_generator.manual_seed(seed)
-    accelerator = _accelerator(device)
-    if accelerator is not None:
-        with accelerator.device(device):
-            accelerator.manual_seed(seed)
-
-
-@contextmanager
-def _generators_restored(device: torch.device) -> Iterator[None]:
-    accelerator = _accelerator(device)
-    state = torch.default_generator.get_state()
-    other = None if accelerator is None else accelerator.get_rng_state(device)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
-        if accelerator is not None:
-            accelerator.set_rng_state(other, device)
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from torch import Tensor
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.clock import Clock, HostClock
 from lightning_par.engine.pipeline.actions import Action, ActionKind, Schedule, TimedAction
-from lightning_par.engine.pipeline.p2p import PendingMessage, TensorSpec, unpack
+from lightning_par.engine.pipeline.p2p import PendingMessage
 from lightning_par.engine.pipeline.split_backward import Deferred, WeightGradients
 from lightning_par.engine.pipeline.stage import MicroBatchState, Stage
-from lightning_par.engine.pipeline.stage_links import Boundary
+from lightning_par.engine.pipeline.stage_links import StageLink
 
 __all__ = ["PipelineExecutor", "PipelineHooks", "PipelineRun"]
 
@@ -106,7 +106,7 @@ class PipelineExecutor:
 
     Args:
         stages: From `cut_stages`.
-        boundaries: From `connect`: what is behind stage s, by s.
+        links: From `connect`: what is behind stage s, by s.
         hooks: Calls around forward and backward.
         gradients: Where weights' gradients wait, if the schedule splits the backward.
         activity: Where every action is written down before it begins.
@@ -118,12 +118,12 @@ class PipelineExecutor:
     def __init__(
         self,
         stages: Sequence[Stage],
-        boundaries: Mapping[int, Boundary],
+        links: Mapping[int, StageLink],
         hooks: PipelineHooks,
         gradients: WeightGradients | None = None,
         activity: Activity | None = None,
     ) -> None:
-        self.stages, self.boundaries, self.hooks = tuple(stages), boundaries, hooks
+        self.stages, self.links, self.hooks = tuple(stages), links, hooks
         self.gradients = gradients or WeightGradients()
         self.activity = activity or Activity()
         self.clock: Clock = HostClock()
@@ -152,7 +152,7 @@ class PipelineExecutor:
         """
         walk = _Walk(self, step, signatures, loss_of, around)
         walk.go(schedule.actions[schedule.rank_of_stage[self.stages[0].index]])
-        for boundary in self.boundaries.values():
+        for boundary in self.links.values():
             boundary.activations.drain()
             boundary.gradients.drain()
         return walk.run
@@ -170,7 +170,7 @@ class _Walk:
         around: Callable[[int], AbstractContextManager[bool]],
     ) -> None:
         self.stages = {stage.index: stage for stage in executor.stages}
-        self.boundaries, self.hooks = executor.boundaries, executor.hooks
+        self.links, self.hooks = executor.links, executor.hooks
         self.gradients, self.activity = executor.gradients, executor.activity
         self.step, self.signatures, self.loss_of = step, signatures, loss_of
         self.around = around
@@ -227,11 +227,11 @@ class _Walk:
         if action is None:
             return None
         if action.kind is ActionKind.FORWARD:
-            before = self.boundaries.get(action.stage - 1)
+            before = self.links.get(action.stage - 1)
             signature = self.signatures[action.microbatch]
             known = before is not None and before.activations.knows(signature)
             return self._post(action) if known else None
-        behind = self.boundaries.get(action.stage)
+        behind = self.links.get(action.stage)
         if behind is None or behind.gradients.is_local:
             return None
         return self._post(action) if (action.stage, action.microbatch) in self.flying else None
@@ -239,21 +239,20 @@ class _Walk:
     def _post(self, action: Action) -> PendingMessage | None:
         """Post the receive of an action, if it has one."""
         if action.kind is ActionKind.FORWARD:
-            before = self.boundaries.get(action.stage - 1)
+            before = self.links.get(action.stage - 1)
             if before is None:
                 return None
             return before.activations.post_message(self.signatures[action.microbatch])
-        behind = self.boundaries.get(action.stage)
+        behind = self.links.get(action.stage)
         if behind is None or not action.kind.gives_input_gradient:
             return None
-        sent = self.flying[action.stage, action.microbatch].sent
-        return behind.gradients.post_tensors([TensorSpec.of(t) for t in sent])
+        return behind.gradients.post_tensors(self.flying[action.stage, action.microbatch].sent)
 
     def _forward(self, action: Action, pending: PendingMessage | None) -> None:
         stage, index, flight = self.stages[action.stage], action.microbatch, _InFlight()
         trains = self.loss_of is not None
         if pending is not None:
-            flight.state.received, flight.received = unpack(pending, with_grad=trains)
+            flight.state.received, flight.received = pending.unpack(with_grad=trains)
 
         def forward() -> Any:
             result = stage.run(flight.state, lambda: self.step(index))
@@ -265,7 +264,7 @@ class _Walk:
             if self.loss_of is not None:
                 flight.loss = self.loss_of(index, result)
         else:
-            channel = self.boundaries[stage.index].activations
+            channel = self.links[stage.index].activations
             tensors = channel.send_message(result, self.signatures[index])
             flight.sent = [t for t in tensors if t.requires_grad]
         flight.state.recorded.clear()
@@ -289,8 +288,8 @@ class _Walk:
             grads = [
                 t.grad if counts and t.grad is not None else torch.zeros_like(t) for t in leaves
             ]
-            self.boundaries[stage.index - 1].gradients.send_tensors(grads)
+            self.links[stage.index - 1].gradients.send_tensors(grads)
         if not counts:
-            flight.waiting = [deferred.silenced() for deferred in flight.waiting]
+            flight.waiting = [deferred.zeroed() for deferred in flight.waiting]
         flight.state, flight.received, flight.sent = MicroBatchState(), [], []
         flight.loss = None

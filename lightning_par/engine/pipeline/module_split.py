@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from lightning_par.engine.pipeline.captured_outputs import captured_names, keep_outputs
-from lightning_par.engine.pipeline.stage import (
+from lightning_par.engine.pipeline.stage import Stage
+from lightning_par.engine.pipeline.stubs import (
     AbsentModule,
     earlier_block,
     GhostModule,
     LaterBlock,
     poison,
-    Stage,
 )
 from lightning_par.resolved_plan import ResolvedPlan
 

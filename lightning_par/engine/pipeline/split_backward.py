@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.engine.wrapping import Forward, wrap_forward
+
 __all__ = ["Deferred", "WeightGradients", "defer_weight_gradients"]
 
 _CASTS = ("ToCopyBackward0", "_ToTorchTensorBackward")
@@ -46,7 +48,7 @@ class Deferred:
             grad = self.grad.flatten(0, -2).t() @ self.x.flatten(0, -2)
         torch.autograd.backward([self.weight], [grad])
 
-    def silenced(self) -> "Deferred":
+    def zeroed(self) -> "Deferred":
         """Return one that accumulates 0, for a loss that weighs nothing."""
         return Deferred(self.weight, self.x, torch.zeros_like(self.grad))
 
@@ -81,13 +83,15 @@ def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> Non
         module: Its forward is wrapped.
         gradients: Where they wait.
     """
-    inner: Callable[..., Any] = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with _CatchLinear(gradients):
-            return inner(*args, **kwargs)
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _CatchLinear(gradients):
+                return inner(*args, **kwargs)
 
-    module.forward = forward
+        return forward
+
+    wrap_forward(module, around, "deferred_weight_gradients")
 
 
 class _CatchLinear(TorchFunctionMode):

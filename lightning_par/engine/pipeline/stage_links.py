@@ -1,4 +1,4 @@
-"""The boundaries between pipeline stages: between two ranks, or within one."""
+"""The links between pipeline stages: between two ranks, or within one."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.pipeline.p2p import Channel, pack, PendingMessage, TensorSpec
+from lightning_par.engine.pipeline.p2p import Channel, PendingMessage
+from lightning_par.engine.tensor_tree import pack, TensorSpec
 
-__all__ = ["Boundary", "LocalChannel", "connect", "group_name"]
+__all__ = ["LocalChannel", "StageLink", "connect", "group_name"]
 
 
 class LocalChannel:
@@ -41,7 +42,7 @@ class LocalChannel:
         """Take the tree that was left first."""
         return self._queue.popleft()
 
-    def post_tensors(self, specs: Sequence[TensorSpec]) -> PendingMessage:
+    def post_tensors(self, like: Sequence[Tensor | TensorSpec]) -> PendingMessage:
         """Take the tensors that were left first."""
         return self._queue.popleft()
 
@@ -50,7 +51,7 @@ class LocalChannel:
 
 
 @dataclass(frozen=True)
-class Boundary:
+class StageLink:
     """Where two stages meet.
 
     Attributes:
@@ -85,8 +86,8 @@ def connect(
     global_rank_of: Callable[[int], int],
     device: torch.device,
     channel: type[Channel] = Channel,
-) -> dict[int, Boundary]:
-    """Make the boundaries of one rank.
+) -> dict[int, StageLink]:
+    """Make the links of one rank.
 
     Args:
         rank_of_stage: The pipeline rank that holds each stage.
@@ -108,11 +109,11 @@ def connect(
             device,
         )
 
-    boundaries = {}
+    links = {}
     for stage, (earlier, later) in enumerate(pairwise(rank_of_stage)):
         if earlier == later == rank:
-            boundaries[stage] = Boundary(LocalChannel(), LocalChannel())
+            links[stage] = StageLink(LocalChannel(), LocalChannel())
         elif rank in (earlier, later):
             activations = one_way("activations", earlier, later)
-            boundaries[stage] = Boundary(activations, one_way("gradients", later, earlier))
-    return boundaries
+            links[stage] = StageLink(activations, one_way("gradients", later, earlier))
+    return links

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 from lightning_par.checkpoint.pieces import local_part
 from lightning_par.engine.data.compression.methods import choose_compressor, GradientBucket
 from lightning_par.engine.data.compression.options import GradientCompression
-from lightning_par.engine.data.gradient_reduction import fill_buckets, local_gradients
+from lightning_par.engine.data.gradient_norm import local_gradients
+from lightning_par.engine.data.gradient_reduction import fill_buckets
 
 __all__ = ["CompressedGradients"]
 

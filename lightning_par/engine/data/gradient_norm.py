@@ -1,0 +1,101 @@
+"""Norm and clipping of the gradient of the whole model, whatever its sharding."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_par.checkpoint.pieces import local_part
+from lightning_par.engine.annotations import Float
+
+__all__ = ["clip_by_norm", "clip_by_value", "is_counted_here", "local_gradients", "total_norm"]
+
+
+@torch.no_grad()
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients as this rank's plain tensors, which share their memory."""
+    return [local_part(p.grad) for p in parameters if p.grad is not None]
+
+
+def is_counted_here(grad: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of the gradient."""
+    if not isinstance(grad, DTensor):
+        return True
+    place = grad.device_mesh.get_coordinate()
+    assert place is not None
+    pairs = zip(grad.placements, place, strict=True)
+    return all(at == 0 for placement, at in pairs if isinstance(placement, Replicate))
+
+
+@torch.no_grad()
+def total_norm(
+    parameters: Sequence[nn.Parameter],
+    *,
+    device: torch.device,
+    counts: Callable[[nn.Parameter], bool] = lambda _: True,
+    loss: Tensor | None = None,
+    departed: Sequence[tuple[Tensor, float]] = (),
+) -> Float[Tensor, ""]:
+    """Return the 2-norm of the gradient of the whole model, the same on every rank.
+
+    It is NaN or infinite if anything is on any rank: a gradient, a copy that is not counted, or
+    the loss.
+
+    Args:
+        parameters: Those of this rank; every rank of the world has to call.
+        device: Of the result.
+        counts: False for a copy that another pipeline stage counts.
+        loss: Of this rank; it only matters if it is not finite.
+        departed: Norms of gradients that are elsewhere, each with 1, or 0 for a copy.
+
+    **Communicates**: one all-reduce of one number over all ranks.
+    """
+    with_grad = [p for p in parameters if p.grad is not None]
+    grads = local_gradients(with_grad)
+    poison = None if loss is None else loss * 0  # NaN if the loss is not finite
+    if dist.get_world_size() == 1 and not departed:
+        norm = torch.nn.utils.get_total_norm(grads)
+        return norm if poison is None else norm + poison.to(norm)
+    double = any(g.dtype is torch.float64 for g in grads)
+    dtype = torch.float64 if double else torch.float32
+    norms: Any = torch._foreach_norm(grads, 2, dtype=dtype) if grads else []
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    if grads:
+        # A copy weighs 0, which is NaN if the copy is not finite.
+        pairs = ((p, p.grad) for p in with_grad)
+        weights = [float(counts(p) and g is not None and is_counted_here(g)) for p, g in pairs]
+        squares = torch.stack([n.to(device) for n in norms]).double().square()
+        square += (squares * squares.new_tensor(weights)).sum()
+    for known, weight in departed:
+        square += known.to(square).square() * weight
+    if poison is not None:
+        square += poison.to(square)
+    dist.all_reduce(square)
+    return square.sqrt()
+
+
+@torch.no_grad()
+def clip_by_norm(
+    parameters: Sequence[nn.Parameter], norm: Float[Tensor, ""], max_norm: float
+) -> None:
+    """Scale the gradients so that their norm is at most `max_norm`, as
+    `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        parameters: Those of this rank.
+        norm: From `total_norm`.
+        max_norm: Of the whole model.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in local_gradients(parameters):
+        grad.mul_(factor.to(grad.device, grad.dtype))
+
+
+@torch.no_grad()
+def clip_by_value(parameters: Iterable[nn.Parameter], value: float) -> None:
+    """Clamp every entry of the gradients to [-value, value]."""
+    for grad in local_gradients(parameters):
+        grad.clamp_(-value, value)
