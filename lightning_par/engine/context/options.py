@@ -21,7 +21,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ContextOptions:
-    """How sequences are divided over the ranks of the context axis.
+    """Options of context parallelism.
 
     Attributes:
         method: ``"ring"`` sends keys and values; ``"ulysses"`` exchanges tokens for heads before
@@ -29,9 +29,9 @@ class ContextOptions:
             neighboring ranks, and a ring joins the groups.
         ulysses_size: Ranks of a group under ``"hybrid"``.
         layout: ``"zigzag"`` gives all members of a ring the same work under a causal mask;
-            ``"contiguous"`` gives each a run of tokens.
-        route: ``"direct"`` sends to whom it concerns, ``"ring"`` to the neighbor, for machines
-            whose devices share one network card.
+            ``"contiguous"`` gives each consecutive tokens.
+        route: ``"direct"`` sends keys and values from their owner to the ranks that need them,
+            ``"ring"`` from neighbor to neighbor, for machines whose devices share one network card.
         backend: Attention kernel; see ``lightning-par backends``.
     """
 
@@ -65,7 +65,7 @@ class ContextOptions:
         """Return how many neighboring ranks exchange heads.
 
         Args:
-            degree: Of the context axis.
+            degree: Size of the context axis.
 
         Raises:
             ConfigurationError: `ulysses_size` does not divide it.
@@ -83,9 +83,9 @@ class ContextOptions:
         return self.ulysses_size
 
     def check(self) -> None:
-        """Refuse an attention backend that this machine does not have.
+        """Check that this machine has the attention backend.
 
         Raises:
-            ConfigurationError: With the backends that work here.
+            ConfigurationError: It does not; the message lists the backends that work here.
         """
         check_backend(self.backend)

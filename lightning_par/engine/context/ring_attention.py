@@ -1,11 +1,11 @@
-"""Exact attention over a sequence that is divided among the members of a ring.
+"""Ring attention: exact attention over a sequence that is sharded over the members of a ring.
 
 Shapes: B batch, N query heads, K key/value heads, T/cp tokens of this rank, H head dim.
 
-What travels, and when, is said by `ring_schedule`; this module carries it out with tensors. A
-member attends to its own tokens while the first keys and values are on their way, then to one
-owner's after the other, and merges the parts by their logarithms. The backward computes every part
-from the logarithm of the whole, so nothing is kept but what plain attention keeps.
+`ring_schedule` decides what is sent when; this module carries it out with tensors. A member attends
+to its own tokens while the first keys and values are being sent, then to one owner's after the
+other, and merges the partial outputs by their log-sum-exp. The backward computes every block from
+the log-sum-exp of the whole, so that nothing is saved but what plain attention saves.
 
 **Source**: Liu et al. 2310.01889 (Ring Attention), Li et al. 2105.13120 (Ring Self-Attention). We
 differ in what is sent (see Note [Direct schedule]), and add the gradients at their owner in the
@@ -65,7 +65,7 @@ class KeyMask:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What does not change between forward and backward."""
+    """The arguments of one attention, which forward and backward share."""
 
     schedule: RingSchedule
     member: int
@@ -79,7 +79,7 @@ class _Call:
         return ring_steps(self.schedule, self.member)
 
     def options(self, step: RingStep, block: AttentionBlock, dtype: torch.dtype) -> BlockOptions:
-        """Return what the kernel has to know of a block."""
+        """Return the kernel's options for a block."""
         bias = None if self.mask is None else self.mask.bias(step.owner, block, dtype)
         return BlockOptions(causal=block.causal, scale=self.scale, bias=bias)
 
@@ -92,13 +92,13 @@ class _Call:
         return self.channel.post(step.send, step.receive, source)
 
     def wait(self, pending: PendingExchange | None) -> KeyValues | None:
-        """Wait for what was posted."""
+        """Wait for an exchange; return what arrived."""
         if pending is None or self.channel is None:
             return None
         return self.channel.wait(pending)
 
     def collect(self, pending: PendingExchange | None, home: KeyValues) -> None:
-        """Wait for gradients, add them and let go of them."""
+        """Wait for gradients, add them to `home` and free them."""
         arrived = self.wait(pending)
         if pending is not None:
             pending.received = None
@@ -125,11 +125,11 @@ def ring_attention(
         key: [B, K, T/ring, H]; N is a multiple of K.
         value: [B, K, T/ring, H].
         schedule: Layout, mask and route; the same on every member.
-        member: Which one this is.
-        channel: Of the ring; None if this is its only member.
+        member: Index of this member.
+        channel: Channel of the ring; None if this is its only member.
         scale: Multiplies the products; None: 1 / sqrt(H).
         mask: Which keys are visible; None: all.
-        backend: A name of `attention_backends.KERNELS`, or ``"auto"``.
+        backend: A name of `kernels.select.KERNELS`, or ``"auto"``.
 
     Returns:
         [B, N, T/ring, H] in the dtype of `query`; 0 for a token that sees none.

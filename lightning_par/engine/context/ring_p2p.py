@@ -1,4 +1,4 @@
-"""Keys and values, and their gradients, on their way round a ring.
+"""Point-to-point messages of ring attention: keys and values, and their gradients.
 
 A message is one flat tensor: the keys of some tokens, then their values. K key/value heads, H head
 dim, B batch.
@@ -22,8 +22,8 @@ class KeyValues:
     """Keys and values, or their gradients, of some tokens of one member of the ring.
 
     Attributes:
-        flat: Both, contiguous.
-        intervals: Which places of the owner, in rising order.
+        flat: Keys, then values, contiguous.
+        intervals: Places of the owner that they belong to, in rising order.
         key: [B, K, t, H], a view of `flat`.
         value: [B, K, t, H], a view of `flat`.
     """
@@ -107,9 +107,9 @@ class PendingExchange:
     """A send and a receive that were posted together.
 
     Attributes:
-        received: What will have arrived, or None.
-        sent: Kept until it has left.
-        works: What to wait for.
+        received: Where the message arrives, or None.
+        sent: The message that leaves; referenced until it has left.
+        works: Handles to wait for.
     """
 
     received: KeyValues | None
@@ -118,7 +118,7 @@ class PendingExchange:
 
 
 class RingChannel:
-    """Posts messages between the members of a ring.
+    """Sends and receives between the members of a ring.
 
     Note [One send, one receive]: every step has at most one of each, posted as one batch, and all
     members pass through the steps in the same order; NCCL runs the batches of a group in the order
@@ -142,10 +142,10 @@ class RingChannel:
         """Start a send and a receive.
 
         Args:
-            send: What leaves, or None.
-            receive: What comes, or None.
-            source: Holds what leaves.
-            dtype: Of what comes; None: that of `source`.
+            send: Which keys and values to send, or None.
+            receive: Which to receive, or None.
+            source: Holds what is sent.
+            dtype: Dtype of what is received; None: that of `source`.
 
         **Communicates**: the bytes of `send` to its peer.
         """

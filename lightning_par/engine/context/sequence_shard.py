@@ -1,4 +1,4 @@
-"""The context axis of one rank: which tokens it holds, and how it attends to those of the others.
+"""The shard of the sequences that one rank of the context axis holds, and attention across shards.
 
 Shapes: B batch, N query heads, K key/value heads, T tokens of the whole sequence, t = T'/cp of one
 rank (T' is T with padding), H head dim.
@@ -34,20 +34,20 @@ __all__ = ["SequenceShard"]
 
 @dataclass(kw_only=True, eq=False)
 class SequenceShard:
-    """The place of this rank on the context axis, and the batch that is divided over it.
+    """This rank's shard of the sequences of the current batch, on the context axis.
 
     Attributes:
-        options: How.
+        options: Options of context parallelism.
         group: All ranks of the axis, in order.
-        heads: Ranks that exchange heads; None: nobody does.
-        channel: To the other members of the ring; None: there are none.
-        divisor: What the number of tokens of a rank has to be a multiple of.
-        layout: Of the current batch; None while sequences are whole.
-        positions: [1, t], place of every token of this rank in its sequence; padding repeats the
+        heads: Ranks that exchange heads (Ulysses); None: none do.
+        channel: Channel to the other members of the ring; None: there are none.
+        divisor: The number of tokens of a rank is padded to a multiple of it.
+        layout: Which tokens every rank holds; None while sequences are whole.
+        positions: [1, t], position of every token of this rank in its sequence; padding repeats the
             last one.
-        calls: How many attentions were divided.
-        fills: How often positions were given to a module, or brought by its caller.
-        checks: Called with every batch before it is divided; raise to refuse it.
+        calls: Number of attention calls that ran over the axis.
+        fills: Number of times that positions were given to a module, or brought by its caller.
+        checks: Called with every batch before it is sharded; raise to refuse it.
     """
 
     options: ContextOptions
@@ -64,15 +64,16 @@ class SequenceShard:
 
     @property
     def ulysses(self) -> int:
-        """Ranks that exchange heads."""
+        """Number of ranks that exchange heads."""
         return 1 if self.heads is None else self.heads.size()
 
-    def shard_batch(self, batch: Any, plan: BatchLayout) -> Any:
-        """Return this rank's tokens of a batch, and remember which they are.
+    def shard_batch(self, batch: Any, batch_layout: BatchLayout) -> Any:
+        """Return this rank's tokens of a batch, and set the token layout and the positions.
 
         Args:
-            batch: Whole; the same on every rank of the axis.
-            plan: Which entries have a sequence dim. Padding is 0, in the labels `ignore_index`.
+            batch: The whole batch; the same on every rank of the axis.
+            batch_layout: Names the entries with a sequence dim. They are padded with 0, labels with
+                `ignore_index`.
 
         Raises:
             PlanError: The batch has no such entry or dim.
@@ -80,22 +81,23 @@ class SequenceShard:
         """
         for check in self.checks:
             check(batch)
-        if plan.label_shift and plan.shifted is not None:
-            batch = shift_labels(batch, plan)
-        dims = sequence_entries(batch, plan)
+        if batch_layout.label_shift and batch_layout.shifted is not None:
+            batch = shift_labels(batch, batch_layout)
+        dims = sequence_entries(batch, batch_layout)
         found = {path: (batch_entry(batch, path), dim) for path, dim in dims.items()}
         layout = self.set_length(_common_length(found))
-        cuts = {}
+        labels = batch_layout.labels, batch_layout.shifted
+        shards = {}
         for path, (entry, dim) in found.items():
-            padding = plan.ignore_index if path in (plan.labels, plan.shifted) else 0
-            cuts[path] = self.shard_tensor(entry, dim, padding)
+            padding = batch_layout.ignore_index if path in labels else 0
+            shards[path] = self.shard_tensor(entry, dim, padding)
         device = next(iter(found.values()))[0].device
         places = torch.arange(layout.length, device=device)[None]
         self.positions = self.shard_tensor(places, 1, layout.length - 1)
-        return with_entries(batch, cuts)
+        return with_entries(batch, shards)
 
     def set_length(self, length: int) -> TokenLayout:
-        """Say how long the sequences are that attention will see; returns who holds what.
+        """Set the sequence length; return the token layout.
 
         Args:
             length: T.
@@ -112,7 +114,7 @@ class SequenceShard:
         return self.layout
 
     def clear(self) -> None:
-        """Say that sequences are whole from now on."""
+        """Forget the batch: attention sees whole sequences from now on."""
         self.layout = self.positions = None
         self._masks.clear()
 
@@ -120,22 +122,22 @@ class SequenceShard:
         """Return this rank's tokens of a tensor that every rank has.
 
         Args:
-            whole: Has T entries in `dim`.
-            dim: Where the tokens are.
-            padding: Stands behind the last token.
+            whole: T entries in `dim`.
+            dim: The sequence dim.
+            padding: Value of the entries after the last token.
         """
         assert self.layout is not None
-        parts = []
+        chunks = []
         for a, b in self.layout.of_rank(self.group.rank()):
             stop = min(b, self.layout.length)
             start = min(a, stop)
-            parts.append(whole.narrow(dim, start, stop - start))
+            chunks.append(whole.narrow(dim, start, stop - start))
             missing = b - max(a, stop)
             if missing:
                 shape = list(whole.shape)
                 shape[dim] = missing
-                parts.append(whole.new_full(shape, padding))
-        return torch.cat(parts, dim)
+                chunks.append(whole.new_full(shape, padding))
+        return torch.cat(chunks, dim)
 
     def attend(
         self,
@@ -229,7 +231,8 @@ class SequenceShard:
             )
 
     def _gather_mask(self, visible: Tensor) -> KeyMask:
-        """Return the mask of all ranks; gathered once, as long as the same tensor comes again."""
+        """Return the mask of all ranks, gathered once for all layers that pass the same tensor."""
+        # By memory and version, as every layer may reshape the mask into a new tensor object.
         version = None if visible.is_inference() else visible._version
         at = visible.untyped_storage().data_ptr(), visible.storage_offset(), version
         known = (*at, visible.shape, visible.stride())
@@ -263,7 +266,7 @@ _NEITHER = 2
 
 
 def _codes(visible: Tensor) -> Tensor:
-    """Return 1 for a visible key, 0 for a hidden one, 2 for what is neither; bytes."""
+    """Return bytes: 1 for a visible key, 0 for a hidden one, 2 for a weight that is neither."""
     if visible.dtype is torch.bool:
         return visible.to(torch.uint8)
     hidden = visible <= torch.finfo(visible.dtype).min / 2
@@ -272,7 +275,11 @@ def _codes(visible: Tensor) -> Tensor:
 
 
 def _common_length(found: dict[str, tuple[Any, int]]) -> int:
-    """Return T of the entries of a batch."""
+    """Return T, the common length of the entries of a batch.
+
+    Args:
+        found: Path -> entry and its sequence dim.
+    """
     lengths = {}
     for path, (entry, dim) in found.items():
         shape = tuple(getattr(entry, "shape", ()))

@@ -1,6 +1,6 @@
 """Norm and clipping of the gradient of the whole model, whatever its sharding."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def total_norm(
     parameters: Sequence[nn.Parameter],
     *,
     device: torch.device,
-    counts: Callable[[nn.Parameter], bool] = lambda _: True,
+    elsewhere: Collection[int] = (),
     loss: Tensor | None = None,
     departed: Sequence[tuple[Tensor, float]] = (),
 ) -> Float[Tensor, ""]:
@@ -45,16 +45,17 @@ def total_norm(
     the loss.
 
     Args:
-        parameters: Those of this rank; every rank of the world has to call.
-        device: Of the result.
-        counts: False for a copy that another pipeline stage counts.
-        loss: Of this rank; it only matters if it is not finite.
-        departed: Norms of gradients that are elsewhere, each with 1, or 0 for a copy.
+        parameters: The local parameters; every rank of the world has to call.
+        device: Where the result is to be.
+        elsewhere: Ids of parameters that another rank counts.
+        loss: The loss of this rank; it only matters if it is not finite.
+        departed: Norms of gradients that were offloaded to the host, each with weight 1, or 0 for a
+            copy.
 
     **Communicates**: one all-reduce of one number over all ranks.
     """
-    with_grad = [p for p in parameters if p.grad is not None]
-    grads = local_gradients(with_grad)
+    held = [(p, p.grad) for p in parameters if p.grad is not None]
+    grads = [local_part(grad) for _, grad in held]
     poison = None if loss is None else loss * 0  # NaN if the loss is not finite
     if dist.get_world_size() == 1 and not departed:
         norm = torch.nn.utils.get_total_norm(grads)
@@ -65,8 +66,7 @@ def total_norm(
     square = torch.zeros((), dtype=torch.float64, device=device)
     if grads:
         # A copy weighs 0, which is NaN if the copy is not finite.
-        pairs = ((p, p.grad) for p in with_grad)
-        weights = [float(counts(p) and g is not None and is_counted_here(g)) for p, g in pairs]
+        weights = [float(id(p) not in elsewhere and is_counted_here(g)) for p, g in held]
         squares = torch.stack([n.to(device) for n in norms]).double().square()
         square += (squares * squares.new_tensor(weights)).sum()
     for known, weight in departed:

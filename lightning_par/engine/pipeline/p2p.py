@@ -27,11 +27,11 @@ __all__ = ["Channel", "PendingMessage"]
 
 @dataclass(eq=False)
 class PendingMessage:
-    """A receive that was posted.
+    """A receive that was posted and may not be complete.
 
     Attributes:
         buffers: Where the tensors arrive, in order.
-        works: What to wait for.
+        works: Handles to wait for.
         header: The tree around the tensors; None for bare tensors.
     """
 
@@ -63,10 +63,10 @@ class PendingMessage:
 
 
 class Channel:
-    """One direction of traffic between this rank and another.
+    """One direction of messages between this rank and another.
 
     Args:
-        group: Used for nothing but this direction.
+        group: Process group that is used for nothing but this direction.
         source: Global rank that this rank receives from, None if it only sends.
         target: Global rank that this rank sends to, None if it only receives.
         device: Where tensors arrive.
@@ -87,7 +87,7 @@ class Channel:
         self._seen: dict[Hashable, PackedTree] = {}
 
     def knows(self, signature: Hashable) -> bool:
-        """Whether the header of this signature arrived, so that a receive can be posted."""
+        """Return whether the header of this signature is known, so that a receive can be posted."""
         return signature in self._seen
 
     def send_message(self, message: Any, signature: Hashable) -> list[Tensor]:
@@ -95,7 +95,7 @@ class Channel:
 
         Args:
             message: Any picklable tree; tensors may appear more than once.
-            signature: Known to both ends; one header is sent for each.
+            signature: The same value at both ends; one header is sent for each.
 
         Returns:
             The distinct tensors in the order in which their gradients will come back.
@@ -119,6 +119,7 @@ class Channel:
 
     def send_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Send bare tensors to the target, without waiting."""
+        # What was sent has to stay in memory until it has left.
         self._sending = [s for s in self._sending if s[0] is not None and not s[0].is_completed()]
         for tensor in tensors:
             self._isend(tensor.contiguous())

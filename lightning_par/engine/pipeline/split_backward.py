@@ -1,10 +1,10 @@
-"""Weights' gradients that wait: the backward of a linear map in halves.
+"""The split of a backward into input (I) and weight (W), as zero-bubble schedules need it.
 
 y = x W^T has the gradients dx = dy W, which the previous stage waits for, and dW = dy^T x, which
-nobody does. While a `WeightGradients` collects, a backward computes dx only and keeps (dy, x) for
-later. What is not a linear map of a parameter computes all its gradients at once.
+no other stage needs. While a `WeightGradients` collects, a backward computes dx only and keeps
+(dy, x) for later. What is not a linear map of a parameter computes all its gradients at once.
 
-Blocks are wrapped, not the model: a recomputation of a block enters the wrapper again.
+Blocks are wrapped, not the model, so that a recomputation of a block enters the wrapper again.
 
 **Source**: Qi et al. 2401.10241, section 4 (the split of the backward); ours catches
 `F.linear`, so that no layer has to be written for it.
@@ -33,9 +33,9 @@ class Deferred:
     """The gradient of one weight, not computed yet.
 
     Attributes:
-        weight: [out, in].
-        x: What the weight was applied to, [..., in].
-        grad: Of the output, [..., out].
+        weight: [out, in], a parameter or a cast of one.
+        x: [..., in], input of the linear map.
+        grad: [..., out], gradient of its output.
     """
 
     weight: Tensor
@@ -49,14 +49,19 @@ class Deferred:
         torch.autograd.backward([self.weight], [grad])
 
     def zeroed(self) -> "Deferred":
-        """Return one that accumulates 0, for a loss that weighs nothing."""
+        """Return one that accumulates 0, for a loss with weight 0."""
         return Deferred(self.weight, self.x, torch.zeros_like(self.grad))
 
 
 class WeightGradients:
-    """Where backwards put the weights' gradients that they leave for later."""
+    """Where backwards put the weights' gradients that they leave for later.
+
+    Attributes:
+        is_used: Whether any module was told to leave its weights' gradients here.
+    """
 
     def __init__(self) -> None:
+        self.is_used = False
         self._waiting: list[Deferred] | None = None
 
     @contextmanager
@@ -77,12 +82,13 @@ class WeightGradients:
 
 
 def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> None:
-    """Let the linear maps in a module's forward compute their weights' gradients when told to.
+    """Make the linear maps in a module's forward leave their weights' gradients for later.
 
     Args:
         module: Its forward is wrapped.
-        gradients: Where they wait.
+        gradients: Where the backward leaves them.
     """
+    gradients.is_used = True
 
     def around(inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -36,18 +36,18 @@ class StageExit(BaseException):
 
 @dataclass(frozen=True)
 class _Elided:
-    """Stands for hidden states that nobody needs any more in an output tree that is carried on."""
+    """Placeholder of hidden states that no later stage needs, in an output tree handed on."""
 
 
 @dataclass(eq=False)
 class MicroBatchState:
-    """What one stage knows about one micro-batch in flight.
+    """State of one micro-batch in flight on one stage.
 
     Attributes:
-        received: What came from the previous stage; empty on the first.
-        recorded: What the local blocks produced.
-        called: Blocks whose forward ran.
-        left: Whether the step was unwound at the end of the stage.
+        received: Message of the previous stage; empty on the first.
+        recorded: Outputs of the local blocks that later stages need.
+        called: Numbers of the blocks whose forward ran.
+        left: Whether the user's step was unwound at the end of the stage.
     """
 
     received: Message = field(default_factory=dict)
@@ -57,18 +57,19 @@ class MicroBatchState:
 
 
 class StageStub(nn.Module):
-    """Base of the modules that stand for what another stage holds; it has no parameters."""
+    """Base class of stubs, the modules in the place of what another stage holds; no parameters."""
 
 
 class Stage:
-    """One pipeline stage of a model that `cut_stages` has cut.
+    """One pipeline stage of a model, made by `cut_stages`.
 
     Attributes:
-        index: Which stage, 0 .. count - 1.
+        index: Index of the stage, 0 .. count - 1.
         count: Number of stages, on all ranks.
         bounds: First and one-past-last block of every stage.
+        carried: Attributes of a block that are sent to later stages, besides its output.
         slots: Module, name of a child, and the child that this stage sees there. Empty where a rank
-            holds one stage: then the model shows nothing else.
+            holds one stage: then the model never shows anything else.
         current: The micro-batch in hand, None outside of a step.
         in_backward: True while gradients are computed; then blocks only run to recompute.
     """
@@ -95,8 +96,9 @@ class Stage:
 
     @contextmanager
     def hold(self, state: MicroBatchState, *, in_backward: bool = False) -> Iterator[None]:
-        """Let the model show this stage, and its stubs answer for `state`."""
+        """Put the children of this stage into the model, and let its stubs answer for `state`."""
         previous = self.current, self.in_backward
+        # Straight into _modules: setattr would run the checks of nn.Module for every micro-batch.
         resting = [(owner, name, owner._modules[name]) for owner, name, _ in self.slots]
         self.current, self.in_backward = state, in_backward
         for owner, name, module in self.slots:
@@ -138,17 +140,23 @@ class Stage:
         return result
 
     def outgoing(self, state: MicroBatchState) -> Message:
-        """Return what the next stage needs: everything carried so far and the last block's
-        output.
-        """
+        """Return the message for the next stage: what was received and what was recorded."""
         message = dict(state.received)
         if not self.is_first:
+            # The hidden states that came in have been used; only side values are handed on.
             key = str(self.first_block - 1)
             message[key] = _elide_hidden(message[key])
         return {**message, **state.recorded}
 
-    def record(self, block: int, module: nn.Module, output: Any) -> None:
-        """Keep what later stages need of a local block's output."""
+    def record(self, block: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Keep what later stages need of a local block; its forward hook.
+
+        Args:
+            block: Number of the block, of which a hook knows nothing.
+            module: The block.
+            inputs: Not used.
+            output: Of its forward.
+        """
         state = self.current
         if state is None or self.in_backward:
             return
@@ -169,7 +177,7 @@ class Stage:
 
 
 def _elide_hidden(tree: Any) -> Any:
-    """Drop the hidden states, the first tensor, from a block's output tree; side values stay."""
+    """Return a block's output tree without its hidden states, which are its first tensor."""
     leaves, spec = pytree.tree_flatten(tree)
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):

@@ -30,8 +30,9 @@ def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 class _EarlierBlock(StageStub):
-    """Answers for a block of an earlier stage; mixed with the block's class, which models may look
-    for.
+    """Stub of a block of an earlier stage; returns what was received in the place of its output.
+
+    Its class also derives from that of the block, which a model may look for with `isinstance`.
     """
 
     _stage: Stage
@@ -64,14 +65,15 @@ def _stub_class(block: Hashable) -> type[_EarlierBlock]:
 def earlier_block(
     block: nn.Module, stage: Stage, number: int, captured: Mapping[str, int]
 ) -> nn.Module:
-    """Make the stub of a block that runs before `stage`.
+    """Return the stub of a block that runs before `stage`.
 
     Args:
-        block: What it stands for.
-        stage: Whose received message it answers with.
-        number: Of the block.
+        block: The block that it replaces.
+        stage: Gives the received message.
+        number: Index of the block.
         captured: As in the plan.
     """
+    # Not the block's own __init__, which would make parameters.
     kind = _stub_class(cast(Hashable, type(block)))
     stub = kind.__new__(kind)
     nn.Module.__init__(stub)
@@ -81,7 +83,7 @@ def earlier_block(
 
 
 class LaterBlock(StageStub):
-    """Stands for a block of a later stage: reaching it ends this stage's part of the step."""
+    """Stub of a block of a later stage: calling it ends this stage's share of the step."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -94,14 +96,14 @@ class LaterBlock(StageStub):
 
 
 class AbsentModule(StageStub):
-    """Stands for a module that only the last stage holds."""
+    """Stub of a module that only the last stage holds; it may not be called."""
 
     def __init__(self, fqn: str) -> None:
         super().__init__()
         self.fqn = fqn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse."""
+        """Raise `PipelineError`."""
         raise PipelineError(
             f"{self.fqn} belongs to the last pipeline stage but was called before the blocks; name "
             "it in "
@@ -114,7 +116,7 @@ def _shape_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
 
 
 class GhostModule(StageStub):
-    """Stands for a module of the first stage: runs on meta for its shapes and answers with poison.
+    """Stub of a module of the first stage: runs on meta for its shapes, and returns NaNs.
 
     It shares no parameter with the model, so that ties stay between real parameters.
     """
@@ -127,7 +129,7 @@ class GhostModule(StageStub):
         self.__dict__["_answers"] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Answer with plain attributes of the module it stands for; its tensors are not here."""
+        """Return plain attributes of the module that it replaces; its tensors are not here."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -143,7 +145,7 @@ class GhostModule(StageStub):
         return value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GhostModule":
-        """Follow changes of dtype, never of device."""
+        """Follow changes of dtype, never of device: shapes are computed on meta."""
         shape_only = self.__dict__["_shape_only"]
         for dtype in {p.dtype for p in shape_only.parameters() if p.is_floating_point()}:
             wanted = fn(torch.empty(0, dtype=dtype)).dtype
@@ -154,7 +156,7 @@ class GhostModule(StageStub):
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer with poison of the right shapes."""
+        """Return NaNs of the right shapes."""
         given, spec = pytree.tree_flatten((args, kwargs))
         device = next((t.device for t in given if isinstance(t, Tensor)), torch.device("cpu"))
         # Shapes in, shapes out: known after the first micro-batch unless other values take part.
