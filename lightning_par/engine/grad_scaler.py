@@ -1,8 +1,8 @@
-"""Loss scaling for float16 on a mesh: one overflow anywhere leaves the step out everywhere.
+"""Loss scaling for float16 on a mesh: an overflow on any rank skips the step on all.
 
 A gradient below 6e-8 is zero in float16. The loss is therefore multiplied by a scale before its
 backward, and the gradients are divided by it afterwards. Where a gradient is then not finite, the
-step is left out and the scale is halved; after many good steps it is doubled.
+step is skipped and the scale is halved; after many good steps it is doubled.
 
 **Source**: Micikevicius et al. 1710.03740, section 3.2 (dynamic scaling); `torch.amp.GradScaler`,
 which decides for the gradients of one process.
@@ -28,7 +28,7 @@ class MeshGradScaler(torch.amp.GradScaler):
     Where gradients are DTensors, each rank looks at its own part.
 
     Attributes:
-        departed: Gradients that are on the host, which are divided when they are used.
+        departed: Gradients that were offloaded to the host, which are unscaled when they are used.
     """
 
     departed: OffloadedGradients | None = None
@@ -39,7 +39,7 @@ class MeshGradScaler(torch.amp.GradScaler):
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler) -> "MeshGradScaler":
-        """Return one with the settings of `scaler`."""
+        """Return a scaler with the settings of `scaler`."""
         state = scaler.state_dict()
         made = cls(
             scaler._device,
@@ -53,7 +53,7 @@ class MeshGradScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps have been left out; asking a device for it waits."""
+        """Number of skipped steps; reading it synchronizes with the device."""
         return 0 if self._skipped is None else int(self._skipped)
 
     def current(self, device: torch.device) -> Tensor:
@@ -69,7 +69,7 @@ class MeshGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Divide the gradients by the scale; say whether one on any rank is not finite.
+        """Unscale the gradients; return whether one on any rank is not finite.
 
         **Communicates**: one all-reduce of one number over all ranks.
         """

@@ -16,12 +16,12 @@ __all__ = ["clip_by_norm", "clip_by_value", "is_counted_here", "local_gradients"
 
 @torch.no_grad()
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients as this rank's plain tensors, which share their memory."""
+    """Return the gradients as local plain tensors, which share their memory."""
     return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def is_counted_here(grad: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of the gradient."""
+    """Return whether this rank is the first of those that hold the same shard of a gradient."""
     if not isinstance(grad, DTensor):
         return True
     place = grad.device_mesh.get_coordinate()
@@ -85,9 +85,9 @@ def clip_by_norm(
     `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
-        parameters: Those of this rank.
-        norm: From `total_norm`.
-        max_norm: Of the whole model.
+        parameters: The local parameters.
+        norm: Norm of the gradient of the whole model, from `total_norm`.
+        max_norm: Upper bound of that norm.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in local_gradients(parameters):

@@ -20,10 +20,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedGradients:
-    """Parameters of which several ranks hold a copy and each computes a part of the gradient.
+    """Parameters that several ranks hold, each with a partial gradient; the gradients are summed.
 
     Attributes:
-        parameters: In the same order on every rank of the group.
+        parameters: The parameters, in the same order on every rank of the group.
         group: The ranks that hold the copies.
     """
 
@@ -49,10 +49,11 @@ class SharedGradients:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicatedGradients:
-    """Parameters that several ranks hold whole, and use on other tokens of the same samples.
+    """Parameters that several ranks hold, each with the gradient of other tokens of the same
+    samples; the gradients are averaged.
 
     Attributes:
-        parameters: In the same order on every rank of the group.
+        parameters: The parameters, in the same order on every rank of the group.
         group: The ranks that hold the copies.
     """
 
@@ -63,8 +64,8 @@ class ReplicatedGradients:
     def reduce(self) -> None:
         """Average the gradients over the group.
 
-        One that no rank has stays away, so that the optimizer leaves its parameter alone; one that
-        only some ranks have counts as 0 on the others.
+        A gradient that no rank has stays None, so that the optimizer leaves its parameter alone;
+        one that only some ranks have counts as 0 on the others.
 
         **Communicates**: one all-reduce of a number for each parameter, then the gradients in
         messages of about 32 MiB.
@@ -94,15 +95,15 @@ def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Te
         return []
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+    sums = flat.split([tensor.numel() for tensor in tensors])
+    return [total.view_as(tensor) for total, tensor in zip(sums, tensors, strict=True)]
 
 
 _BUCKET = 2**25  # bytes
 
 
 def fill_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Divide parameters into lists of one dtype, each of 32 MiB on this rank or little more."""
+    """Group parameters into buckets of one dtype, each of 32 MiB on this rank or little more."""
     full: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

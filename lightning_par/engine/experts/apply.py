@@ -46,11 +46,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertParallel:
-    """Where the experts of one model are.
+    """Expert parallelism of one model: its mesh, and what is sharded over it.
 
     Attributes:
-        mesh: Axes as in `mesh.EXPERT_AXES`.
-        modules: FQN -> the modules that hold experts, those on this rank.
+        mesh: Mesh with the axes of `mesh.EXPERT_AXES`.
+        modules: FQN -> module that holds experts, for those on this rank.
         parameters: FQNs of their parameters; dim 0 is sharded over ``ep``.
     """
 
@@ -59,29 +59,29 @@ class ExpertParallel:
     parameters: frozenset[str]
 
     def held(self) -> Iterator[nn.Parameter]:
-        """Give the parameters of the experts on this rank."""
+        """Yield the parameters of the experts on this rank."""
         for module in self.modules.values():
             yield from module.parameters()
 
     def placed(self, tensor: Placement | None) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Return the mesh of an expert parameter and how it is placed there.
+        """Return the mesh of an expert parameter and its placements there.
 
         Args:
-            tensor: On the ``tp`` axis, or None if there is none.
+            tensor: Placement on the ``tp`` axis, or None if there is no such axis.
         """
         if tensor is None:
             return self.mesh["ep"], (Shard(0),)
         return self.mesh["ep", "tp"], (Shard(0), tensor)
 
     def shard(self, prefix: str, *, reshard_after_forward: bool) -> set[nn.Parameter]:
-        """Shard the experts below a module over the ranks that hold the same ones.
+        """Apply FSDP2 to the experts below a module, over the ranks that hold the same experts.
 
         Args:
             prefix: FQN of the module; empty for the whole model.
             reshard_after_forward: As in `fully_shard`.
 
         Returns:
-            The parameters that no other rank holds, and that nobody may shard.
+            The parameters that no other rank holds, which FSDP2 has to ignore.
         """
         inside = [m for n, m in self.modules.items() if not prefix or n.startswith(prefix + ".")]
         copies, shards = self.mesh["expert_replicate"].size(), self.mesh["expert_shard"].size()
@@ -99,9 +99,7 @@ class ExpertParallel:
 
 
 def _shard_of(parameter: nn.Parameter, shards: int) -> Shard:
-    """Return a dim that no other axis shards and that divides; else the first one, which need
-    not.
-    """
+    """Return the FSDP2 shard dim of an expert parameter; see `expert_shard_dim`."""
     assert isinstance(parameter, DTensor)
     taken = {p.dim for p in parameter.placements if isinstance(p, Shard)}
     return Shard(expert_shard_dim(parameter.shape, taken, shards))
@@ -111,9 +109,12 @@ def expert_shard_dim(shape: Sequence[int], taken: Collection[int], shards: int) 
     """Return the dim along which the ranks that hold the same experts shard a parameter of them.
 
     Args:
-        shape: Of the whole parameter.
+        shape: Shape of the whole parameter.
         taken: Dims that other axes shard.
         shards: Number of ranks.
+
+    Returns:
+        The last free dim that divides evenly; if none does, dim 0.
     """
     free = [d for d, size in enumerate(shape) if d not in taken and not size % shards]
     return free[-1] if free else 0
@@ -128,15 +129,15 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
 
 
 def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes) -> None:
-    """Refuse a model whose experts cannot be divided among the ``ep`` ranks.
+    """Raise if the experts of a model cannot be sharded over the ``ep`` axis.
 
     Args:
         model: Its parameters may be on meta; nothing is changed.
         resolved: The resolved plan.
-        sizes: Of the mesh.
+        sizes: Sizes of the mesh axes.
 
     Raises:
-        PlanError: With every problem.
+        PlanError: They cannot; the message names every problem.
     """
     if sizes.expert == 1:
         return
@@ -170,13 +171,13 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
 def apply_expert_parallel(
     model: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh
 ) -> ExpertParallel | None:
-    """Make every module with experts send rows to where their experts are; parameters are sharded
-    later, as `ExpertParallel.placed` says.
+    """Make every module with experts send rows to the ranks of their experts; the parameters are
+    sharded later, as `ExpertParallel.placed` says.
 
     Args:
         model: Parameters may be on meta. Modules of other pipeline stages may be missing.
         resolved: The resolved plan.
-        mesh: With an ``ep`` axis, or without: then nothing changes.
+        mesh: The mesh; without an ``ep`` axis nothing changes.
     """
     if mesh.expert_mesh is None:
         return None
@@ -192,12 +193,12 @@ def apply_expert_parallel(
 
 
 def apply_replica_sums(model: nn.Module, resolved: ResolvedPlan, group: dist.ProcessGroup) -> None:
-    """Let what `ParallelPlan.replica_sums` names give the sum over the replicas in training.
+    """Sum the outputs of the modules of `ParallelPlan.replica_sums` over the replicas in training.
 
     Args:
-        model: Its modules are changed.
+        model: The forwards of these modules are wrapped.
         resolved: The resolved plan.
-        group: The replicas.
+        group: Process group of the replicas.
 
     **Communicates**: one all-reduce of each output.
     """

@@ -30,7 +30,11 @@ _Beside = Callable[[], Tensor] | None
 
 
 def dispatch_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let `module.compute` see the rows of all ranks for the experts that are here.
+    """Wrap `module.compute`, so that it gets the rows of all ranks for the local experts.
+
+    Args:
+        module: Changed in place; it has ``compute(rows, counts, beside)``.
+        group: The ``ep`` axis.
 
     **Communicates**: E numbers, then A D values out and back over ``ep``, less those that stay;
     the values once more in the backward.
@@ -38,6 +42,7 @@ def dispatch_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
     inner: Callable[..., tuple[Tensor, Any]] = module.compute  # type: ignore[assignment]
 
     def compute(x: Tensor, counts: Tensor, beside: _Beside = None) -> tuple[Tensor, Any]:
+        # See Note [Overlapped exchange].
         routes = _find_routes(counts, group)
         pending = routes.start(x)
         other = None if beside is None else beside()
@@ -54,13 +59,13 @@ def dispatch_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Routes:
-    """How many rows go where.
+    """The routes of the rows of one forward.
 
     Attributes:
-        sent: [n], rows for every rank, in the order of the ranks.
-        received: [n], rows from every rank.
-        counts: [E/n], rows of every expert here.
-        order: [M], int64: the places of the rows that arrived, expert by expert.
+        sent: [n], number of rows for every rank, in the order of the ranks.
+        received: [n], number of rows from every rank.
+        counts: [E/n], number of rows of every local expert.
+        order: [M], int64: permutation that sorts the rows that arrived by expert.
         back: [M], int64: its inverse.
         group: The ``ep`` axis.
     """
@@ -73,7 +78,7 @@ class _Routes:
     group: dist.ProcessGroup
 
     def reverse(self) -> "_Routes":
-        """Return the way of the answers."""
+        """Return the routes of the answers."""
         return _Routes(
             sent=self.received,
             received=self.sent,
@@ -84,7 +89,7 @@ class _Routes:
         )
 
     def start(self, x: Tensor) -> Tensor:
-        """Start an all-to-all of the rows of `x`; the result is to be waited for."""
+        """Start an all-to-all of the rows of `x`; `_Exchange` waits for the result."""
         return _all_to_all(x.detach(), self.received, self.sent, self.group)
 
 
@@ -97,7 +102,7 @@ def _all_to_all(
 
 @torch.no_grad()
 def _find_routes(counts: Tensor, group: dist.ProcessGroup) -> _Routes:
-    """Exchange how many rows every expert gets; [E] on each rank."""
+    """Exchange the counts [E] of rows for every expert, and return the routes."""
     ranks = group.size()
     here = len(counts) // ranks
     equal = [here] * ranks
@@ -107,6 +112,7 @@ def _find_routes(counts: Tensor, group: dist.ProcessGroup) -> _Routes:
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     by_rank = torch.stack([counts.view(ranks, here), arriving.view(ranks, here)]).sum(-1)
+    # One copy to the host, which waits for the device: all-to-all needs its sizes there.
     sent, received = by_rank.tolist()
     return _Routes(
         sent=sent,
@@ -119,7 +125,7 @@ def _find_routes(counts: Tensor, group: dist.ProcessGroup) -> _Routes:
 
 
 class _Exchange(torch.autograd.Function):
-    """Ends an all-to-all that has started; its gradient travels back, times a factor."""
+    """Waits for an all-to-all that was started; its gradient is sent back, times a factor."""
 
     @staticmethod
     def forward(
@@ -136,7 +142,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order; the gradient is put back by the inverse, without any addition."""
+    """Permutes rows; the backward gathers by the inverse, where autograd's would add up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Initialization that does not depend on the layout: same seed, same weights, on any mesh.
+"""Deferred initialization that does not depend on the mesh: same seed, same weights.
 
 A model is built with parameters on the meta device (`record_construction`), which costs no memory,
 while how each parameter is initialized goes onto a tape. Then a rank makes the real values of those
@@ -32,7 +32,7 @@ __all__ = ["ConstructionRecord", "record_construction"]
 
 
 class ConstructionRecord:
-    """How the parameters of a model are initialized; made by `record_construction`."""
+    """Record of how the parameters of a model are initialized; made by `record_construction`."""
 
     def __init__(self) -> None:
         self._tape = ConstructionTape()
@@ -40,7 +40,7 @@ class ConstructionRecord:
         self._views = WeakIdKeyDictionary()
 
     def knows(self, parameter: Tensor) -> bool:
-        """Tell whether `initialize` can be asked for this parameter."""
+        """Return whether the initialization of this parameter was recorded."""
         return parameter in self._views or self._tape.knows(parameter)
 
     def remember(self, module: nn.Module) -> None:
@@ -98,7 +98,7 @@ class ConstructionRecord:
             return value if whole else value.clone()
 
     def _meta_twin(self, parameter: nn.Parameter, label: str) -> nn.Parameter:
-        """Return the meta parameter that stands for `parameter`, the same one each time."""
+        """Return the meta parameter in the place of `parameter`, the same one each time."""
         if parameter not in self._twins:
             twin, meta = parameter, self._tape.adopt(parameter.data, label)
             if not parameter.is_meta:
@@ -146,8 +146,9 @@ class ConstructionRecord:
         for place, entry in enumerate(entries):
             if entry.random:
                 shared = self._tape.shared.get(id(entry))
-                part = (name, draws) if shared is None else ("shared", shared)
-                seed_generators(seed_of(seed, *part), device)
+                # See Note [Seeds of draws].
+                label = (name, draws) if shared is None else ("shared", shared)
+                seed_generators(seed_of(seed, *label), device)
                 draws += shared is None
             _run(entry, made, device, name)
             for b in entry.reads | entry.writes:

@@ -139,14 +139,14 @@ class Schedule:
         return any(a.kind is ActionKind.BACKWARD_WEIGHT for row in self.actions for a in row)
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        """Gives the stages that `rank` holds, in ascending order."""
+        """Return the stages that `rank` holds, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, actions)) for actions in self.actions)
 
     def first(self, num_microbatches: int) -> "Schedule":
-        """Gives the same schedule with only the first micro-batches.
+        """Return the same schedule with only the first micro-batches.
 
         An order that can run can run without some of its micro-batches too, since what is left
         waits for nothing that is gone.
@@ -161,7 +161,7 @@ class Schedule:
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """Gives the actions written in `text`, separated by white space.
+    """Return the actions written in `text`, separated by white space.
 
     >>> [action.kind.name for action in parse_actions("0F0 0B0")]
     ['FORWARD', 'BACKWARD']
@@ -180,7 +180,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
 
 def count_problems(name: str, **counts: int) -> list[str]:
-    """Says which counts of a schedule are less than 1.
+    """Yield a problem for counts of a schedule are less than 1.
 
     Args:
         name: Of the schedule.
