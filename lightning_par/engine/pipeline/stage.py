@@ -3,7 +3,7 @@
 `module_split.py` makes them, with stubs (`stubs.py`) for what other stages hold; neither the model
 nor the step that calls it is changed.
 
-Note [Leave at the boundary]: every stage runs the user's own step on the whole micro-batch. Blocks
+Note [Stage exit]: every stage runs the user's own step on the whole micro-batch. Blocks
 of earlier stages are stubs; the one just before the local blocks answers with what was received.
 The stub after the last local block raises `StageExit`, which unwinds the step. So user code between
 two blocks runs where its result is needed, the loss is computed on the last stage, and nothing runs
@@ -23,7 +23,7 @@ from lightning_par.errors import PipelineError
 __all__ = ["Message", "MicroBatchState", "Stage", "StageExit", "StageStub", "fill_hidden"]
 
 Message = dict[str, Any]
-"""What crosses a boundary: ``"3"`` -> output tree of block 3, ``"3.name"`` -> attribute it
+"""Message between stages: ``"3"`` -> output tree of block 3, ``"3.name"`` -> attribute it
 stored.
 """
 

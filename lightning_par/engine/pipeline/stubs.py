@@ -1,6 +1,6 @@
 """Stubs: modules that stand in the model for what another pipeline stage holds.
 
-`module_split.py` puts them in place; see Note [Leave at the boundary] in `stage.py`.
+`module_split.py` puts them in place; see Note [Stage exit] in `stage.py`.
 
 Note [Poison]: what belongs to another stage answers with NaN, never with zeros, so that a step
 which uses it shows a NaN loss instead of a plausible number.
