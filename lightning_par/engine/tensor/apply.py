@@ -28,8 +28,8 @@ from lightning_par.engine.collectives import (
     slice_to_shard,
     split_sizes,
 )
-from lightning_par.engine.init.deferred_init import seed_generators
 from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.rng import fork_torch_rng, seed_generators
 from lightning_par.engine.tensor.huggingface_layers import (
     enter_region,
     expert_shards,
@@ -40,6 +40,7 @@ from lightning_par.engine.tensor.huggingface_layers import (
 )
 from lightning_par.engine.tensor.sequence_parallel import Region, Regions, SEQUENCE_DIM
 from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
+from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import PlanError
 from lightning_par.resolved_plan import ResolvedPlan
 
@@ -79,7 +80,7 @@ def _shard_between_blocks(
     """Cut the input of the first block along T, and make the output of the last one whole."""
     for fqn, style in ((block_names[0], enter_region), (block_names[-1], leave_region)):
         if fqn in modules:
-            _wrap_forward(modules[fqn], style, region)
+            _apply_style(modules[fqn], style, region)
 
 
 def apply_tensor_parallel(
@@ -108,7 +109,7 @@ def apply_tensor_parallel(
         if fqn not in modules:
             continue
         module, region = modules[fqn], regions.of(fqn)
-        _wrap_forward(module, _STYLES[style], region)
+        _apply_style(module, _STYLES[style], region)
         shards_tokens = region.sequence_parallel
         if style in _PARTIAL_ALWAYS or (shards_tokens and style in _PARTIAL_WITH_SEQUENCE):
             partial_names |= {f"{fqn}.{n}" for n, _ in module.named_parameters(recurse=False)}
@@ -202,36 +203,37 @@ def _swap(module: nn.Module, name: str, value: Any) -> None:
     module._parameters[name] = value
 
 
-_Forward = Callable[..., Any]
-_Style = Callable[[nn.Module, _Forward, Region, tuple[Any, ...], dict[str, Any]], Any]
+_Style = Callable[[nn.Module, Forward, Region, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _wrap_forward(module: nn.Module, style: _Style, context: Region) -> None:
-    original = module.forward
+def _apply_style(module: nn.Module, style: _Style, context: Region) -> None:
     direct = next(module.parameters(recurse=False), None) is not None
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not direct:
-            return style(module, original, context, args, kwargs)
-        with local_parameters(module):
-            return style(module, original, context, args, kwargs)
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not direct:
+                return style(module, inner, context, args, kwargs)
+            with local_parameters(module):
+                return style(module, inner, context, args, kwargs)
 
-    module.forward = forward
+        return forward
+
+    wrap_forward(module, around, "tensor_parallel")
 
 
-def _plain(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+def _plain(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
 def _colwise_gather_output(
-    module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any
+    module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any
 ) -> Any:
     args, kwargs = _on_first_tensor(ctx.enter, args, kwargs)
     size = int(module.out_features)  # type: ignore[arg-type]
     return gather_from_shards(call(*args, **kwargs), -1, ctx.group, size)
 
 
-def _rowwise(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+def _rowwise(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     bias = module._parameters.get("bias")
     _swap(module, "bias", None)
     try:
@@ -242,7 +244,7 @@ def _rowwise(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: 
     return out if bias is None else out + bias
 
 
-def _vocab_embedding(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+def _vocab_embedding(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     if getattr(module, "max_norm", None):
         raise PlanError("vocab_embedding: an embedding with max_norm stays 'replicated'.")
     (ids,) = args or tuple(kwargs.values())
@@ -263,36 +265,36 @@ def _vocab_embedding(module: nn.Module, call: _Forward, ctx: Region, args: Any, 
     return ctx.leave(torch.where(inside.unsqueeze(-1), out, 0))
 
 
-def _vocab_head(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+def _vocab_head(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     args, kwargs = _on_first_tensor(ctx.enter, args, kwargs)
     size = int(module.out_features)  # type: ignore[arg-type]
     return VocabShardedLogits.wrap(call(*args, **kwargs), size, ctx.group)
 
 
-def _gather_sequence(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+def _gather_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     args, kwargs = _on_first_tensor(ctx.enter, args, kwargs)
     return call(*args, **kwargs)
 
 
-def _split_sequence(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+def _split_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     out = call(*args, **kwargs)
     return slice_to_shard(out, SEQUENCE_DIM, ctx.group) if ctx.sequence_parallel else out
 
 
-def _whole_sequence(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+def _whole_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     if ctx.sequence_parallel:
         args, kwargs = _on_first_tensor(ctx.gather, args, kwargs)
     return call(*args, **kwargs)
 
 
 def _sequence_gather_output(
-    module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any
+    module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any
 ) -> Any:
     out = call(*args, **kwargs)
     return ctx.gather(out) if ctx.sequence_parallel else out
 
 
-def _experts(module: nn.Module, call: _Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+def _experts(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Every rank gives a part of each answer; so the gradient of an answer's weight is partial."""
     hidden, weights, *rest = args
     weights = copy_to_group(weights, ctx.group)
@@ -358,16 +360,17 @@ def _separate_random_numbers(block: nn.Module, tp_rank: int) -> None:
     The seed comes from the state that all ranks share, which moves on alike, and is restored
     afterwards.
     """
-    original = block.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not block.training:
-            return original(*args, **kwargs)
-        seed = int(torch.randint(2**62, ())) + tp_rank
-        device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
-        devices = [device] if device.type != "cpu" else []
-        with torch.random.fork_rng(devices, device_type="cuda"):
-            seed_generators(seed, device)
-            return original(*args, **kwargs)
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not block.training:
+                return inner(*args, **kwargs)
+            seed = int(torch.randint(2**62, ())) + tp_rank
+            device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+            with fork_torch_rng(device):
+                seed_generators(seed, device)
+                return inner(*args, **kwargs)
 
-    block.forward = forward
+        return forward
+
+    wrap_forward(block, around, "separate_random_numbers")
