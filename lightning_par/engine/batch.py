@@ -41,6 +41,7 @@ def map_tensors(batch: Any, function: Any) -> Any:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, MutableMapping):
+        # A copy keeps what a mapping holds besides its items, as tokenizers' BatchEncoding does.
         mapped = copy.copy(batch)
         mapped.update({k: map_tensors(v, function) for k, v in batch.items()})
         return mapped

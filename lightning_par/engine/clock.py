@@ -119,6 +119,7 @@ def measure_offset(
     name = _host_name() if host is None else host
     hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, name, group=group)
+    # One rank for each host other than that of the first rank.
     leaders = {hosts.index(other): other for other in dict.fromkeys(hosts) if other != hosts[0]}
     found = ClockOffset(seconds=0.0, error=0.0)
     rank = group.rank()

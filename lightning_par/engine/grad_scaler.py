@@ -35,6 +35,7 @@ class MeshGradScaler(torch.amp.GradScaler):
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)
+        # On the device, so that counting does not synchronize.
         self._skipped: Tensor | None = None
 
     @classmethod

@@ -114,6 +114,7 @@ def choose_modes(in_flight: Sequence[float], blocks: Sequence[int], mode: Mode) 
     >>> choose_modes([4, 3, 2, 1], [1, 1, 1, 1], "selective")
     ['selective', 'selective', 'none', 'none']
     """
+    # Memory is proportional to micro-batches in flight times blocks.
     loads = [held * count for held, count in zip(in_flight, blocks, strict=True)]
     budget = max(loads) * _KEPT_UNITS[mode]
     order: tuple[Mode, ...] = ("none", "selective", "full")

@@ -44,6 +44,7 @@ class HostCopy:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             self._host.copy_(source, non_blocking=True)
+        # The allocator must not reuse the memory before the copy has read it.
         source.record_stream(self.stream)
 
     def back(self) -> Tensor:
@@ -68,6 +69,7 @@ def _leave(tensor: Any, stays: frozenset[int] = frozenset()) -> Any:
     """
     if not isinstance(tensor, Tensor) or tensor.device.type != "cuda":
         return tensor.detach() if isinstance(tensor, Tensor) else tensor
+    # Subclasses (DTensor, nested tensors) would lose what they hold besides their memory.
     small = type(tensor) not in (Tensor, nn.Parameter) or tensor.nbytes < _SMALLEST
     if small or _memory(tensor) in stays:
         return tensor.detach()

@@ -149,6 +149,7 @@ def apply_context_parallel(model: nn.Module, resolved: ResolvedPlan, axis: Seque
 
 def _give_positions(module: nn.Module, keyword: str, axis: SequenceShard) -> None:
     """Pass the positions [1, t] to a module whenever its caller leaves them out."""
+    # Taken once: it costs more than a small forward.
     signature = inspect.signature(module.forward)
 
     def fill(_: nn.Module, args: Any, kwargs: Any) -> Any:

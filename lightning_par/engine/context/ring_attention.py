@@ -285,6 +285,7 @@ def _add_step(
         total: Filled with those of the keys and values.
         earlier: What other members found for the same owner; counts in.
     """
+    # One block that covers all of `total` can be stored; others are added to zeros.
     whole = len(step.blocks) == 1 and (step.blocks[0].keys,) == total.intervals and not earlier
     if not whole:
         total.flat.zero_()

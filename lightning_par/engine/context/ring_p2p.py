@@ -152,6 +152,7 @@ class RingChannel:
         sent = received = None
         operations = []
         if send is not None:
+            # Contiguous, as a send wants it; a copy, unless all places are sent.
             sent = source.at(send.intervals)
             peer = self._ranks[send.peer]
             operations.append(dist.P2POp(dist.isend, sent.flat, peer, self._group))

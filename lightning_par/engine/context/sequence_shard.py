@@ -199,6 +199,7 @@ class SequenceShard:
 
     def _spread_heads(self, x: Tensor) -> Tensor:
         """Repeat key/value heads until every rank that exchanges heads gets one."""
+        # The fewest copies with which the number of heads divides by u.
         times = self.ulysses // math.gcd(x.shape[1], self.ulysses)
         return x if times == 1 else x.repeat_interleave(times, 1)
 

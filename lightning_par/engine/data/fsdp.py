@@ -115,6 +115,7 @@ class Sharding:
                 kept unsharded until `finish`, at every ZeRO stage.
         """
         if isinstance(self._root, FSDPModule):
+            # Stages 0 and 1 accumulate gradients unsharded; the last backward reduces them.
             reduces = self._synchronize and is_whole and (is_last or self._stage >= 2)
             self._root.set_is_last_backward(is_last)
             for unit in self._units:
@@ -139,6 +140,7 @@ class Sharding:
         if not isinstance(self._root, FSDPModule):
             return
         with torch.inference_mode(False):
+            # FSDP finds its root lazily, in the first forward; unshard needs it now.
             self._root._get_fsdp_state()._lazy_init()
             for unit in self._units:
                 unit.unshard()
@@ -208,6 +210,7 @@ def shard_model(
     if not shards:
         return Sharding(_StepRoot(model) if mesh.sizes.data > 1 else None, zero_stage)
     root = _StepRoot(model)
+    # The root holds what is used before and after the blocks: gathered once for the whole step.
     fully_shard(root, reshard_after_forward=False, **fully)
     if mesh.device_type == "cpu":
         every = [(0, len(resolved.block_names))]

@@ -37,6 +37,7 @@ class SharedGradients:
         **Communicates**: one all-reduce of all these gradients for each dtype.
         """
         for parameter in self.parameters:
+            # All ranks have to send the same bytes, also for a parameter that a rank did not use.
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -73,6 +74,7 @@ class ReplicatedGradients:
         wanted = [p for p in self.parameters if p.requires_grad]
         if not wanted:
             return
+        # Which gradients exist may differ by rank, so that all ranks agree before the buckets.
         device = local_part(wanted[0]).device
         held = torch.tensor([float(p.grad is not None) for p in wanted], device=device)
         dist.all_reduce(held, group=self.group)

@@ -85,6 +85,7 @@ class ExpertParallel:
         """
         inside = [m for n, m in self.modules.items() if not prefix or n.startswith(prefix + ".")]
         copies, shards = self.mesh["expert_replicate"].size(), self.mesh["expert_shard"].size()
+        # Nothing to reduce or gather: every expert is on one rank only.
         if copies * shards == 1:
             return {p for module in inside for p in module.parameters()}
         axes = ("expert_replicate", "expert_shard") if copies > 1 else ("expert_shard",)

@@ -137,6 +137,7 @@ class ConstructionRecord:
         self, entries: list[TapeEntry], buffer: int, name: str, seed: int, device: torch.device
     ) -> torch.UntypedStorage:
         made: dict[int, torch.UntypedStorage] = {}
+        # Every buffer is freed after its last use, so that one parameter at a time fits.
         last = {b: place for place, e in enumerate(entries) for b in e.reads | e.writes}
         for b in {buffer, *last}:
             constant = self._tape.constant(b)
@@ -181,6 +182,7 @@ def _run(
     for view, result in zip(entry.outputs, results, strict=True):
         if view is None:
             continue
+        # torch.empty gives what the memory held before; zeros are the same on every rank.
         if entry.allocates:
             result.zero_()
         if result.stride() != view.stride or result.storage_offset() != view.offset:

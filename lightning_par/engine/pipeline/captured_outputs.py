@@ -67,6 +67,7 @@ def add_stand_ins(
         kind = _fake_class(cast(Hashable, type(modules[path])), cast(Hashable, base))
         fake = kind.__new__(kind)
         nn.Module.__init__(fake)
+        # The model's own hooks, which are to see the output.
         fake._forward_hooks.update(modules[path]._forward_hooks)
         fake.__dict__["_answer"] = _answerer(stub, path, index)
         owner._modules[name] = fake

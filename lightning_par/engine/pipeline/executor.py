@@ -180,6 +180,7 @@ class _Walk:
 
     def go(self, actions: Sequence[Action]) -> None:
         """Run the actions in order; a receive is posted before the action ahead of it computes."""
+        # If weights' gradients come later, FSDP may reduce none before `finish`.
         splits = any(a.kind is ActionKind.BACKWARD_WEIGHT for a in actions)
         last = [a for a in actions if a.kind is ActionKind.BACKWARD][-1:]
         posted: PendingMessage | None = None
@@ -233,6 +234,7 @@ class _Walk:
             known = before is not None and before.activations.knows(signature)
             return self._post(action) if known else None
         behind = self.links.get(action.stage)
+        # The queue of a local link holds nothing before this rank has sent it.
         if behind is None or behind.gradients.is_local:
             return None
         return self._post(action) if (action.stage, action.microbatch) in self.flying else None

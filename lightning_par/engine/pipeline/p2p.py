@@ -58,6 +58,7 @@ class PendingMessage:
         assert self.header is not None
         tensors = self.wait()
         for tensor, spec in zip(tensors, self.header.specs, strict=True):
+            # A leaf: the backward stops here, and the sender gets its gradient.
             tensor.requires_grad_(with_grad and spec.requires_grad)
         return unpack(self.header, tensors), tensors
 
@@ -109,6 +110,7 @@ class Channel:
         known = self._sent.get(signature)
         if known is None:
             text = pickle.dumps(header)
+            # The receiver has to know the size of a message before it can post its receive.
             self._isend(torch.tensor([len(text)]))
             self._isend(torch.frombuffer(bytearray(text), dtype=torch.uint8))
             self._sent[signature] = header

@@ -290,6 +290,7 @@ def _alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> list[Action]:
     """Order a warm-up of forwards, then a forward and a backward in turn, then what is left."""
+    # Fewer micro-batches than the warm-up wants: all forwards, then all backwards.
     warm_up = min(warm_up, len(forwards))
     steady = len(forwards) - warm_up
     pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)

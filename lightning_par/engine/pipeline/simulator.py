@@ -175,6 +175,7 @@ def validate_schedule(schedule: Schedule, *, training: bool = True) -> None:
     ] or list(crossed_messages(schedule))
     if not problems:
         costs = dict.fromkeys(ActionKind, [1.0] * schedule.num_stages)
+        # Times do not matter here: a schedule deadlocks with any or with none.
         problems = _Walk(schedule, costs, 0.0).run()
     raise_problems(ScheduleError, problems)
 
@@ -238,6 +239,7 @@ class _Walk:
         while progress:
             progress = False
             for rank, actions in enumerate(self._schedule.actions):
+                # As far as this rank can go; others may then continue.
                 while len(self.events[rank]) < len(actions) and self._step(rank):
                     progress = True
         blocked = [

@@ -132,6 +132,7 @@ class _CatchLinear(TorchFunctionMode):
 def _leads_to_a_parameter(weight: Tensor) -> bool:
     """Whether a later backward from `weight` meets nothing that this one uses or frees."""
     node: Any = weight.grad_fn
+    # A weight computed from other weights shares their graph, which this backward frees.
     while node is not None and node.name() in _CASTS:
         node = node.next_functions[0][0]
     at_parameter = node is None or node.name() == "torch::autograd::AccumulateGrad"

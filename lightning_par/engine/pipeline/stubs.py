@@ -51,6 +51,7 @@ class _EarlierBlock(StageStub):
         answer = state.received[str(self._number)]
         if self._number == self._stage.first_block - 1:
             return answer
+        # An output carried on has no hidden states; those that come in stand in for them.
         leaves = pytree.tree_leaves((args, kwargs))
         return fill_hidden(answer, next(t for t in leaves if isinstance(t, Tensor)))
 
@@ -123,6 +124,7 @@ class GhostModule(StageStub):
 
     def __init__(self, module: nn.Module, fqn: str) -> None:
         super().__init__()
+        # Given to deepcopy as copied already, so that the values are never duplicated.
         memo = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in module.parameters()}
         self.__dict__["_shape_only"] = copy.deepcopy(module, memo).to("meta")
         self.__dict__["_fqn"] = fqn

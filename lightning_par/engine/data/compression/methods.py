@@ -199,6 +199,7 @@ class _LowRank(_ErrorFeedback):
         whole: list[tuple[Tensor, Tensor]] = []
         for part, arrives, gradient in zip(*split, bucket.gradients(), strict=True):
             matrix, target = (each.view(len(gradient), -1) for each in (part, arrives))
+            # Otherwise the two factors would not save half of the bytes.
             narrow = 2 * self._rank * sum(matrix.shape) < matrix.numel()
             (narrowed if narrow else whole).append((matrix, target))
         bases = self._bases.get(bucket.number)
@@ -221,6 +222,7 @@ class _LowRank(_ErrorFeedback):
 
     def _start(self, matrix: Tensor, place: int) -> Tensor:
         """Return a first basis, the same on every rank."""
+        # Its own generator, on the CPU: the same on every rank, and the user's draws stay.
         generator = torch.Generator().manual_seed(place)
         shape = matrix.shape[1], self._rank
         drawn = torch.randn(shape, generator=generator, dtype=matrix.dtype)
@@ -305,6 +307,7 @@ def _to_eight_bits(rows: Tensor) -> Tensor:
     """Return [r, n] entries as [r, n + 4 n/256] bytes: whole numbers, then their scales."""
     blocks = rows.view(-1, _BLOCK)
     scales = (blocks.abs().amax(1, keepdim=True) / _LARGEST).float()
+    # A block of zeros would be divided by a scale of 0.
     scales.clamp_(min=torch.finfo(torch.float32).tiny)
     numbers = (blocks / scales).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
     parts = [part.view(torch.uint8).view(len(rows), -1) for part in (numbers, scales)]
