@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_par.engine.context.ring_attention import ring_attention
-from lightning_par.engine.context.ring_p2p import KeyValues, Mail, Mailbox
-from lightning_par.engine.context.ring_schedule import RingSchedule, SequenceLayout
+from lightning_par.engine.context.ring_p2p import KeyValues, PendingExchange, RingChannel
+from lightning_par.engine.context.ring_schedule import RingSchedule, TokenLayout
 
 HEADS, DIM = 16, 128
 
 
-class Local(Mailbox):
+class Local(RingChannel):
     """Hands out what the other members hold, also in place of the gradients that they would send:
     only sizes matter here.
     """
@@ -30,18 +30,20 @@ class Local(Mailbox):
     def __init__(self, held: list[KeyValues]) -> None:
         self._held = held
 
-    def post(self, send: Any, receive: Any, source: KeyValues, dtype: Any = None) -> Mail:
+    def post(
+        self, send: Any, receive: Any, source: KeyValues, dtype: Any = None
+    ) -> PendingExchange:
         """Copy what would be sent, and what would arrive."""
         if send is not None:
             source.at(send.intervals)
         received = None
         if receive is not None:
             received = self._held[receive.owner].at(receive.intervals)
-        return Mail(received, None, [])
+        return PendingExchange(received, None, [])
 
-    def wait(self, mail: Mail) -> KeyValues | None:
+    def wait(self, pending: PendingExchange) -> KeyValues | None:
         """Return at once."""
-        return mail.received
+        return pending.received
 
 
 def seconds(run: Callable[[], None], repeats: int) -> float:
@@ -64,7 +66,7 @@ def main() -> None:
         print("no CUDA device")
         sys.exit(0)
     length = options.tokens * options.members
-    layout = SequenceLayout(length=length, ring=options.members)
+    layout = TokenLayout(length=length, ring=options.members)
     schedule = RingSchedule(layout=layout, causal=True)
 
     def draw(tokens: int) -> list[Tensor]:
@@ -80,7 +82,7 @@ def main() -> None:
 
     def ring() -> None:
         for member, part in enumerate(parts):
-            out = ring_attention(*part[:3], schedule=schedule, member=member, mailbox=Local(held))
+            out = ring_attention(*part[:3], schedule=schedule, member=member, channel=Local(held))
             out.backward(part[3])
 
     for run in (plain, ring):

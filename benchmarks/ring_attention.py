@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_par.engine.context.apply import build_axis
-from lightning_par.engine.context.ring_p2p import Mail, Mailbox
-from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceShard
+from lightning_par.engine.context.options import ContextOptions
+from lightning_par.engine.context.ring_p2p import PendingExchange, RingChannel
+from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.mesh import build_mesh
 from lightning_par.sizes import ParallelSizes
 
@@ -48,7 +49,7 @@ def loop(tokens: int, attend: Attend, arguments: Arguments, turn: Turn) -> None:
 def two_ranks(arguments: Arguments) -> None:
     for length in (2048, 4096):
         axis = make_axis()
-        axis.lay_out(length)
+        axis.set_length(length)
         ours = partial(axis.attend, causal=True)
         whole = partial(F.scaled_dot_product_attention, is_causal=True)
         contenders = {
@@ -62,7 +63,7 @@ def two_ranks(arguments: Arguments) -> None:
 def four_ranks(arguments: Arguments) -> None:
     length = 2048
     axis = make_axis()
-    axis.lay_out(length)
+    axis.set_length(length)
     contenders: dict[str, Any] = {}
     for rotate in ("allgather", "alltoall"):
         template = prepare(rotate, balanced=True)
@@ -80,28 +81,28 @@ def four_ranks(arguments: Arguments) -> None:
     exposed(axis, arguments)
 
 
-class TimedMailbox(Mailbox):
+class TimedChannel(RingChannel):
     """Adds up the time for which a rank waits; may wait at once, so that nothing overlaps."""
 
     def __init__(self, group: Any, *, at_once: bool) -> None:
         super().__init__(group)
         self.seconds, self._at_once = 0.0, at_once
 
-    def post(self, *args: Any, **options: Any) -> Mail:
+    def post(self, *args: Any, **options: Any) -> PendingExchange:
         """Post, and wait if it is to be at once."""
-        mail = super().post(*args, **options)
+        pending = super().post(*args, **options)
         if self._at_once:
             start = time.perf_counter()
-            for work in mail.works:
+            for work in pending.works:
                 work.wait()
-            mail.works = []
+            pending.works = []
             self.seconds += time.perf_counter() - start
-        return mail
+        return pending
 
-    def wait(self, mail: Mail) -> Any:
+    def wait(self, pending: PendingExchange) -> Any:
         """Wait, and count how long."""
         start = time.perf_counter()
-        received = super().wait(mail)
+        received = super().wait(pending)
         self.seconds += time.perf_counter() - start
         return received
 
@@ -113,11 +114,11 @@ def exposed(axis: SequenceShard, arguments: Arguments) -> None:
     for _ in range(arguments.pairs):
         pair = []
         for at_once in (True, False):
-            axis.mailbox = mailbox = TimedMailbox(axis.group, at_once=at_once)
+            axis.channel = channel = TimedChannel(axis.group, at_once=at_once)
             dist.barrier()
             for _ in range(arguments.steps):
                 axis.attend(*leaves, causal=True).sum().backward()
-            mean = torch.tensor(mailbox.seconds / arguments.steps)
+            mean = torch.tensor(channel.seconds / arguments.steps)
             dist.all_reduce(mean)
             pair.append(1000 * float(mean) / dist.get_world_size())
         waits.append(pair)

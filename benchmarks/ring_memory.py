@@ -16,7 +16,7 @@ from _torch_ring import prepare, torch_ring
 from torch import Tensor
 
 from lightning_par.engine.context.apply import build_axis
-from lightning_par.engine.context.sequence_shard import ContextOptions
+from lightning_par.engine.context.options import ContextOptions
 from lightning_par.mesh import build_mesh
 from lightning_par.profiling.comm_volume import CommVolume
 from lightning_par.sizes import ParallelSizes
@@ -48,7 +48,7 @@ def body(arguments: Arguments) -> None:
         for causal in (True, False):
             for route in ("direct", "ring"):
                 axis = build_axis(mesh, ContextOptions(route=route))
-                axis.lay_out(tokens * world)
+                axis.set_length(tokens * world)
                 rows.append((f"ours, {route}", causal, tokens, partial(axis.attend, causal=causal)))
         for rotate in ("allgather", "alltoall"):
             template = prepare(rotate, balanced=True)

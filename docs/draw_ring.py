@@ -9,14 +9,14 @@ from lightning_par.engine.context.ring_schedule import (
     ring_steps,
     RingSchedule,
     RingStep,
-    SequenceLayout,
+    TokenLayout,
     Transfer,
 )
 
 RANKS, CHUNK = 4, 2  # tokens of a chunk, so that the diagonal shows
 COLORS = (BLUE, ORANGE, GREEN, GREY)
 CORNERS = ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0))
-LAYOUT = SequenceLayout(length=2 * RANKS * CHUNK, ring=RANKS)
+LAYOUT = TokenLayout(length=2 * RANKS * CHUNK, ring=RANKS)
 CELL = 0.115
 
 

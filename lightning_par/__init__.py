@@ -31,7 +31,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lightning_par.engine.context.attention import attention
-    from lightning_par.engine.context.sequence_shard import ContextOptions
+    from lightning_par.engine.context.options import ContextOptions
     from lightning_par.engine.data.compression.options import GradientCompression
     from lightning_par.errors import LightningParError
     from lightning_par.plan import BatchLayout, ParallelPlan

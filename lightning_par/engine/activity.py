@@ -1,8 +1,8 @@
-"""What this rank is doing, for messages about a rank that died, stopped or raised.
+"""Activity record: what this rank is doing, for messages about a rank that died, hung or raised.
 
-Note [Record in shared memory]: a rank that is killed cannot say what it was doing. So the record is
-a few bytes of memory that another process of the node may map; writing it costs less than a
-microsecond, and what was written last is still there when the writer is gone.
+Note [Record in shared memory]: a rank that is killed cannot report anything. So the record is a few
+bytes of memory that another process of the node may map; writing it costs less than a microsecond,
+and the last record is still there when its writer is gone.
 """
 
 import struct
@@ -21,11 +21,11 @@ class ActivityRecord:
     """What a rank was doing at one moment.
 
     Attributes:
-        since: When it began, in seconds of `time.monotonic`.
+        since: Start of the action, in seconds of `time.monotonic`.
         stage: Pipeline stage, or -1 outside of a schedule.
         step: Number of optimizer steps made before, or -1 outside of training.
-        micro_batch: Of the action, or -1.
-        action: Such as ``"backward"``.
+        micro_batch: Index of the micro-batch, or -1.
+        action: Name such as ``"backward"``.
     """
 
     since: float
@@ -36,7 +36,7 @@ class ActivityRecord:
 
     @classmethod
     def read(cls, record: bytes) -> "ActivityRecord":
-        """Return what `Activity` wrote into `record`, of `RECORD_SIZE` bytes."""
+        """Decode what `Activity` wrote into `record`, of `RECORD_SIZE` bytes."""
         since, stage, step, micro_batch, action = _LAYOUT.unpack(record)
         text = action.rstrip(b"\0").decode(errors="replace")
         return cls(since=since, stage=stage, step=step, micro_batch=micro_batch, action=text)
@@ -52,7 +52,7 @@ class ActivityRecord:
 
 
 class Activity:
-    """Writes down what this rank is doing; see Note [Record in shared memory].
+    """Writer of this rank's activity record; see Note [Record in shared memory].
 
     Attributes:
         step: Optimizer steps made so far, -1 outside of training.
@@ -63,26 +63,26 @@ class Activity:
         self._memory: bytearray | memoryview = bytearray(RECORD_SIZE)
 
     def __reduce__(self) -> tuple[type["Activity"], tuple[()]]:
-        """A copy has a record of its own."""
+        """Copy and pickle as a new, empty record: the memory belongs to this process."""
         return Activity, ()
 
     def share(self, memory: bytearray | memoryview) -> None:
-        """Keep the record in `memory`, of `RECORD_SIZE` bytes, from now on."""
+        """Move the record to `memory`, of `RECORD_SIZE` bytes."""
         memory[:] = bytes(self._memory)
         self._memory = memory
 
     def begin(self, action: str, micro_batch: int = -1, stage: int = -1) -> None:
-        """Say what begins now.
+        """Record the action that begins now.
 
         Args:
-            action: Such as ``"backward"``; at most 40 bytes.
-            micro_batch: Of the action, if it is about one.
-            stage: Of the pipeline, if the action is one of its schedule.
+            action: Name such as ``"backward"``; at most 40 bytes.
+            micro_batch: Index of the micro-batch, if the action has one.
+            stage: Pipeline stage, if the action is one of a schedule.
         """
         _LAYOUT.pack_into(
             self._memory, 0, time.monotonic(), stage, self.step, micro_batch, action.encode()
         )
 
     def now(self) -> ActivityRecord:
-        """Return what was written last."""
+        """Return the current record."""
         return ActivityRecord.read(bytes(self._memory))

@@ -1,7 +1,7 @@
-"""Shapes in annotations, such as ``Float[Tensor, "B T D"]``.
+"""Annotations of shapes and dtypes, such as ``Float[Tensor, "B T D"]``.
 
-They are jaxtyping's where it is installed, and the test run checks them; without it they say
-nothing and cost nothing.
+They are jaxtyping's where it is installed, and the test run checks them; without it they mean the
+tensor type and cost nothing.
 """
 
 from typing import Any, TYPE_CHECKING
@@ -16,7 +16,7 @@ else:
     except ImportError:
 
         class _Unchecked:
-            """Answers every ``[Tensor, shape]`` with the tensor type."""
+            """Makes ``[Tensor, shape]`` the tensor type."""
 
             def __class_getitem__(cls, item: Any) -> Any:
                 return item[0]

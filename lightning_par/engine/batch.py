@@ -1,4 +1,4 @@
-"""Splitting a batch into micro-batches and counting what the loss averages over.
+"""Batches: split into micro-batches, entries by path, and the count that the loss averages over.
 
 A batch is any nest of mappings, tuples and lists of tensors and other values. B is the number of
 samples.
@@ -41,6 +41,7 @@ def map_tensors(batch: Any, function: Any) -> Any:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, MutableMapping):
+        # A copy keeps what a mapping holds besides its items, as tokenizers' BatchEncoding does.
         mapped = copy.copy(batch)
         mapped.update({k: map_tensors(v, function) for k, v in batch.items()})
         return mapped
@@ -54,7 +55,7 @@ def map_tensors(batch: Any, function: Any) -> Any:
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Give every tensor of a batch in a fixed order."""
+    """Yield every tensor of a batch in a fixed order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -81,25 +82,25 @@ def batch_size(batch: Any) -> int:
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
-    """Cut a batch along dim 0 into micro-batches of nearly equal size; the first ones are larger.
+    """Split a batch along dim 0 into micro-batches of nearly equal size; the first ones are larger.
 
     Tensors whose dim 0 is not B, and values that are not tensors, go to every micro-batch.
 
     Args:
         batch: B samples.
-        num_microbatches: At most so many; fewer if B is smaller.
+        num_microbatches: Number of micro-batches; fewer if B is smaller.
     """
     size = batch_size(batch)
     count = min(num_microbatches, size)
     sizes = [size // count + (i < size % count) for i in range(count)]
     starts = [sum(sizes[:i]) for i in range(count)]
 
-    def part(tensor: Tensor, start: int, length: int) -> Tensor:
-        split = tensor.ndim > 0 and tensor.shape[0] == size
-        return tensor.narrow(0, start, length) if split else tensor
+    def rows(tensor: Tensor, start: int, length: int) -> Tensor:
+        has_batch_dim = tensor.ndim > 0 and tensor.shape[0] == size
+        return tensor.narrow(0, start, length) if has_batch_dim else tensor
 
     return [
-        map_tensors(batch, lambda t, s=start, n=length: part(t, s, n))
+        map_tensors(batch, lambda t, s=start, n=length: rows(t, s, n))
         for start, length in zip(starts, sizes, strict=True)
     ]
 
@@ -129,11 +130,11 @@ def batch_entry(batch: Any, path: str) -> Any:
 
 
 def sequence_entries(batch: Any, layout: BatchLayout) -> dict[str, int]:
-    """Return the entries of `layout.sequence_dims` without the optional ones that are not there.
+    """Return the entries of `layout.sequence_dims`, without optional ones that the batch lacks.
 
     Args:
         batch: A batch or a micro-batch.
-        layout: Of all batches.
+        layout: The plan's description of batches.
     """
     return {
         path: dim
@@ -156,7 +157,7 @@ def has_entry(batch: Any, path: str) -> bool:
 
 
 def shift_labels(batch: Any, layout: BatchLayout) -> Any:
-    """Return a batch whose labels stand at the tokens that have to predict them.
+    """Return a batch whose labels are shifted to the tokens that have to predict them.
 
     Args:
         batch: A mapping.
@@ -231,5 +232,5 @@ def count_valid(batch: Any, layout: BatchLayout) -> Float[Tensor, ""]:
 
 
 def signature(batch: Any, *extra: Hashable) -> Hashable:
-    """Return a value that two ranks with the same batch agree on and that tells its shapes."""
+    """Return the shapes and dtypes of a batch, and `extra`, as a key that ranks agree on."""
     return (tuple((tuple(t.shape), t.dtype) for t in tensors_of(batch)), *extra)

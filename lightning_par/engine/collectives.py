@@ -1,18 +1,18 @@
 """Collectives with a gradient, in conjugate pairs over one process group.
 
-Shapes: B batch, T tokens, D model dim; n is the size of the group, "shard" is the part of this
-rank.
+Shapes: B batch, T tokens, D model dim; n is the size of the group, "shard" is the slice of
+this rank.
 
-=====================  ====================  =====================
-forward                backward              used where
-=====================  ====================  =====================
-copy (identity)        all-reduce            whole input of sharded weights
-all-reduce             identity              partial output, made whole
-all-gather             reduce-scatter        shard -> whole, used by sharded weights
-reduce-scatter         all-gather            partial output -> shard
-slice                  own part, 0 elsewhere whole -> shard, computed alike on every rank
-all-gather             slice                 shard -> whole, used alike on every rank
-=====================  ====================  =====================
+===============  ======================  ===============================================
+forward          backward                used where
+===============  ======================  ===============================================
+copy (identity)  all-reduce              whole input of sharded weights
+all-reduce       identity                partial output -> whole
+all-gather       reduce-scatter          shard -> whole, used by sharded weights
+reduce-scatter   all-gather              partial output -> shard
+slice            own slice, 0 elsewhere  whole -> shard, computed alike on every rank
+all-gather       slice                   shard -> whole, used alike on every rank
+===============  ======================  ===============================================
 
 **Source**: Shoeybi et al. 1909.08053, section 3 (f and g); Korthikanti et al. 2205.05198, section
 4.2.2.
@@ -75,6 +75,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
     **Communicates**: one all-gather whose result has `size` (or n * shard) entries in `dim`.
     """
     ranks, dim = group.size(), dim % x.ndim
+    # The collective wants equal shards: later, smaller ones are padded, and the end is cut off.
     step = x.shape[dim] if size is None else -(-size // ranks)
     if x.shape[dim] < step:
         missing = step - x.shape[dim]
@@ -91,7 +92,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
     Args:
         x: The size of `dim` divides by the size of the group.
-        dim: Where to cut.
+        dim: Where to shard.
         group: The ranks, in order.
 
     **Communicates**: one reduce-scatter of `x`.
@@ -199,8 +200,8 @@ def reduce_to_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def slice_to_shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's shard of the whole `x`; the gradient holds this rank's part only, 0
-    elsewhere.
+    """Return this rank's shard of the whole `x`; the gradient is 0 outside of this rank's
+    slice.
 
     Parameters that made `x` therefore have partial gradients, to be summed over the group.
     """
@@ -220,6 +221,6 @@ def gather_from_shards(x: Tensor, dim: int, group: dist.ProcessGroup, size: int)
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """Call a function with a gradient whose result is one tensor; type checkers know no `apply`."""
+    """Call `function.apply`, typed: torch does not annotate it, and all of ours return a tensor."""
     out: Tensor = function.apply(*args)
     return out

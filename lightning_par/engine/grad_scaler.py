@@ -1,8 +1,8 @@
-"""Loss scaling for float16 on a mesh: one overflow anywhere leaves the step out everywhere.
+"""Loss scaling for float16 on a mesh: an overflow on any rank skips the step on all.
 
 A gradient below 6e-8 is zero in float16. The loss is therefore multiplied by a scale before its
 backward, and the gradients are divided by it afterwards. Where a gradient is then not finite, the
-step is left out and the scale is halved; after many good steps it is doubled.
+step is skipped and the scale is halved; after many good steps it is doubled.
 
 **Source**: Micikevicius et al. 1710.03740, section 3.2 (dynamic scaling); `torch.amp.GradScaler`,
 which decides for the gradients of one process.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
-from lightning_par.engine.data.gradient_reduction import is_counted_here, local_gradients
+from lightning_par.engine.data.gradient_norm import is_counted_here, local_gradients
 from lightning_par.engine.offload.offloaded_gradients import OffloadedGradients
 
 __all__ = ["MeshGradScaler", "underflow_share"]
@@ -28,18 +28,19 @@ class MeshGradScaler(torch.amp.GradScaler):
     Where gradients are DTensors, each rank looks at its own part.
 
     Attributes:
-        offloaded_gradients: Gradients on the host, which the update divides; None: there are none.
+        offloaded_gradients: Those on the host, unscaled when they are used; None: there are none.
     """
 
     offloaded_gradients: OffloadedGradients | None = None
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)
+        # On the device, so that counting does not synchronize.
         self._skipped: Tensor | None = None
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler) -> "MeshGradScaler":
-        """Return one with the settings of `scaler`."""
+        """Return a scaler with the settings of `scaler`."""
         state = scaler.state_dict()
         made = cls(
             scaler._device,
@@ -53,7 +54,7 @@ class MeshGradScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps have been left out; asking a device for it waits."""
+        """Number of skipped steps; reading it synchronizes with the device."""
         return 0 if self._skipped is None else int(self._skipped)
 
     def current(self, device: torch.device) -> Tensor:
@@ -69,7 +70,7 @@ class MeshGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Divide the gradients by the scale; say whether one on any rank is not finite.
+        """Unscale the gradients; return whether one on any rank is not finite.
 
         **Communicates**: one all-reduce of one number over all ranks.
         """

@@ -27,9 +27,9 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def masters_in_place(optimizer: Optimizer) -> Iterator[None]:
-    """Let the optimizer see masters, and gradients in float32, instead of parameters of 16 bits.
+    """Replace 16-bit parameters in the optimizer by float32 masters, with float32 gradients.
 
-    Afterwards the parameters are the rounded masters.
+    At the end the parameters get the rounded masters.
     """
     swapped = []
     for group in optimizer.param_groups:
@@ -65,8 +65,8 @@ def _put_master(optimizer: Optimizer, parameter: Tensor, master: nn.Parameter) -
 
 
 def keep_dtypes(optimizer: Optimizer) -> None:
-    """Let the optimizer load states in the dtypes that they were saved in, as masters have to be;
-    torch would give them the dtype of their parameter.
+    """Make the optimizer load states in the dtypes that they were saved in, as masters need it;
+    torch would cast them to the dtype of their parameter.
     """
     loading: list[dict[str, Any]] = []
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.engine.activations.checkpointing import Recomputation
-from lightning_par.engine.context.sequence_shard import ContextOptions
+from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression, read_compression
 from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
 from lightning_par.engine.offload.options import OffloadOptions, read_offload_options

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from lightning_par.engine.context.sequence_shard import ContextOptions
+from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.errors import ConfigurationError
 from lightning_par.sizes import AutoRule

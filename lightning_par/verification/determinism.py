@@ -1,7 +1,5 @@
-"""Float64 that stays float64 in code that computes parts in float32.
-
-Many models compute norms, softmaxes or the loss in float32 whatever their dtype is. Two layouts
-that add in another order then differ by the rounding of float32, 1e-7, which hides small mistakes.
+"""Modes in which runs on different layouts can be compared number by number: float64 throughout,
+and no dropout.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["DoublePrecision"]
+__all__ = ["DoublePrecision", "WithoutDropout"]
 
 
 class DoublePrecision(TorchFunctionMode):
     """Inside, a float64 tensor that is asked to become float32 stays float64.
+
+    Many models compute norms, softmaxes or the loss in float32 whatever their dtype is. Two layouts
+    that add in another order then differ by the rounding of float32, 1e-7, which hides small
+    mistakes.
 
     Only for comparing layouts: the same on both sides, it changes what is computed by the rounding
     of float32.
@@ -43,3 +46,48 @@ class DoublePrecision(TorchFunctionMode):
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
+
+
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Inside, the functions of dropout return their input.
+
+    Attributes:
+        calls: How many would have changed something.
+
+    Example:
+        >>> with WithoutDropout() as mode:
+        ...     F.dropout(torch.ones(2), 0.5).tolist()
+        [1.0, 1.0]
+        >>> mode.calls
+        1
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the function without dropout."""
+        options = dict(kwargs or {})
+        if func in _DROPOUTS:
+            options = {"x" if name == "input" else name: v for name, v in options.items()}
+            return self._keep_all(*args, **options)
+        if func is F.scaled_dot_product_attention and options.get("dropout_p", 0) > 0:
+            self.calls += 1
+            options["dropout_p"] = 0.0
+        return func(*args, **options)
+
+    def _keep_all(
+        self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        self.calls += bool(training and p > 0)
+        return x

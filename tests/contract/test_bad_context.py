@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 
 from lightning_par import Hybrid3DStrategy, SequenceRingStrategy
-from lightning_par.engine.context.sequence_shard import ContextOptions
+from lightning_par.engine.context.options import ContextOptions
 from lightning_par.errors import ConfigurationError, MeshError, PlanError
 from lightning_par.plan import BatchLayout, ParallelPlan
 from tests.support.faults.user_mistakes import Case, fit, planned
@@ -234,7 +234,7 @@ def exchange(rank: int, world: int) -> None:
     from tests.support.attention_reference import make_axis
 
     axis = make_axis(world, method="ulysses")
-    axis.lay_out(16)
+    axis.set_length(16)
     x = torch.zeros(1, 6, 4, 8)
     says = r"6 query and 6 key/value heads cannot be exchanged among 4 ranks.*ulysses_size=2"
     with pytest.raises(ConfigurationError, match=says):

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from lightning_par.engine.context.kernels.aten import AttentionKernel, BlockOptions
 from lightning_par.engine.context.kernels.select import KERNELS
 from lightning_par.engine.context.ring_attention import KeyMask, ring_attention
-from lightning_par.engine.context.ring_p2p import KeyValues, Mail, Mailbox
-from lightning_par.engine.context.ring_schedule import RingSchedule, SequenceLayout, Transfer
+from lightning_par.engine.context.ring_p2p import KeyValues, PendingExchange, RingChannel
+from lightning_par.engine.context.ring_schedule import RingSchedule, TokenLayout, Transfer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 CUDA = torch.device("cuda")
 
 
-class ThreadMailbox(Mailbox):
+class ThreadChannel(RingChannel):
     """Messages between members that are threads of one process."""
 
     def __init__(self, member: int, boxes: dict[tuple[int, int], queue.Queue[Any]]) -> None:
@@ -39,16 +39,16 @@ class ThreadMailbox(Mailbox):
         receive: Transfer | None,
         source: KeyValues,
         dtype: torch.dtype | None = None,
-    ) -> Mail:
+    ) -> PendingExchange:
         if send is not None:
             self._boxes[self._member, send.peer].put(source.at(send.intervals))
         works: Any = [] if receive is None else [receive]
-        return Mail(None, None, works)
+        return PendingExchange(None, None, works)
 
-    def wait(self, mail: Mail) -> KeyValues | None:
-        if not mail.works:
+    def wait(self, pending: PendingExchange) -> KeyValues | None:
+        if not pending.works:
             return None
-        receive: Any = mail.works.pop()
+        receive: Any = pending.works.pop()
         got: KeyValues = self._boxes[receive.peer, self._member].get(timeout=60)
         return got
 
@@ -110,7 +110,7 @@ def test_ring_of_threads_is_at_most_twice_as_far_as_torchs_own(
     causal: bool, masked: bool, members: int
 ) -> None:
     length, dtype, scale = 512, torch.bfloat16, 0.125
-    layout = SequenceLayout(length=length, ring=members)
+    layout = TokenLayout(length=length, ring=members)
     schedule = RingSchedule(layout=layout, causal=causal)
     *inputs, grad = draw(*[(2, n, length, 64) for n in (8, 2, 2, 8)], dtype=dtype)
     seen = torch.ones(2, length, dtype=torch.bool, device=CUDA)
@@ -132,7 +132,7 @@ def test_ring_of_threads_is_at_most_twice_as_far_as_torchs_own(
             *leaves,
             schedule=schedule,
             member=member,
-            mailbox=ThreadMailbox(member, boxes),
+            channel=ThreadChannel(member, boxes),
             scale=scale,
             mask=mask,
         )

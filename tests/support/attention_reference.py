@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_par.engine.context.apply import build_axis
-from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceShard
+from lightning_par.engine.context.options import ContextOptions
+from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.mesh import build_mesh, ParallelSizes
 
 
@@ -75,8 +76,8 @@ def make_axis(world: int, **options: Any) -> SequenceShard:
 
 def attend_divided(case: Case, axis: SequenceShard) -> list[Tensor]:
     """Output and gradients of this rank's tokens."""
-    axis.lay_out(case.tokens)
-    *inputs, grad = (axis.part(x, 2) for x in case.draw())
+    axis.set_length(case.tokens)
+    *inputs, grad = (axis.shard_tensor(x, 2) for x in case.draw())
     query, key, value = (x.requires_grad_() for x in inputs)
     visible = case.visible
     out = axis.attend(
@@ -85,7 +86,7 @@ def attend_divided(case: Case, axis: SequenceShard) -> list[Tensor]:
         value,
         causal=case.causal,
         documents=case.documents,
-        visible=None if visible is None else axis.part(visible, 1),
+        visible=None if visible is None else axis.shard_tensor(visible, 1),
         scale=case.scale,
     )
     out.backward(grad)
@@ -103,7 +104,7 @@ def worst_error(case: Case, axis: SequenceShard) -> float:
     wanted = replace(case).attend_whole(torch.float64)
     found = attend_divided(case, axis)
     scales = [w.abs().max() for w in wanted]
-    parts = [axis.part(w, 2) for w in wanted]
+    parts = [axis.shard_tensor(w, 2) for w in wanted]
     assert [f.shape for f in found] == [p.shape for p in parts]
     assert all(f.dtype is case.dtype for f in found)
     differences = zip(found, parts, scales, strict=True)

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_par.engine.activations.cpu_offload import hold_on_host, kept_on_host
+from lightning_par.engine.wrapping import Forward, wrap_forward
 
 __all__ = [
     "MODES",
@@ -60,7 +61,7 @@ attention kernel; as the test of GPT-3's shape counts them."""
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """What the blocks of a model recompute in the backward.
+    """Options of activation checkpointing.
 
     Attributes:
         mode: ``"full"`` keeps the inputs only, ``"selective"`` also the outputs of `operations`,
@@ -69,8 +70,8 @@ class Recomputation:
         parts: Under ``"selective"``: names or patterns of modules inside a block that keep their
             inputs only, while the rest of the block keeps everything; ``"plan"``: those that the
             plan calls checkpointable; None: choose by operation.
-        every: Of every so many blocks one is concerned: 0, every, 2 every, ...
-        on_host: Whether what is kept waits in the memory of the host.
+        every: Checkpoint every `every`-th block: 0, every, 2 every, ...
+        on_host: Whether what is kept is offloaded to the host's memory.
         stage_modes: Modes of the pipeline stages instead of `mode`; ``"auto"``: see
             `choose_modes`.
     """
@@ -102,17 +103,18 @@ def resolve_operations(names: Sequence[str]) -> tuple[frozenset[str], list[str]]
 
 
 def choose_modes(in_flight: Sequence[float], blocks: Sequence[int], mode: Mode) -> list[Mode]:
-    """Give every pipeline rank the least recomputation that needs no more memory than the fullest
-    rank does in `mode`.
+    """Choose for every pipeline rank the least recomputation that needs no more memory than the
+    fullest rank does in `mode`.
 
     Args:
-        in_flight: Micro-batches whose activations a block of each rank holds at the peak.
+        in_flight: For each rank, the most micro-batches whose activations a block holds at once.
         blocks: Number of blocks of every rank.
-        mode: The most that a rank recomputes.
+        mode: Upper bound of the recomputation.
 
     >>> choose_modes([4, 3, 2, 1], [1, 1, 1, 1], "selective")
     ['selective', 'selective', 'none', 'none']
     """
+    # Memory is proportional to micro-batches in flight times blocks.
     loads = [held * count for held, count in zip(in_flight, blocks, strict=True)]
     budget = max(loads) * _KEPT_UNITS[mode]
     order: tuple[Mode, ...] = ("none", "selective", "full")
@@ -127,30 +129,32 @@ def recompute(
     operations: frozenset[str] | None = None,
     on_host: bool = False,
 ) -> None:
-    """Let `module` recompute its forward in the backward.
+    """Make `module` recompute its forward in the backward.
 
-    Its random numbers are those of the first time. Hooks of the module are not called again, since
-    they stand around its forward.
+    It draws the same random numbers again. Hooks of the module are not called again, since they are
+    outside of its forward.
 
     Args:
         module: Its `forward` is wrapped; what wraps it later is not recomputed.
         mode: See `Recomputation`; "none" changes nothing.
         operations: See `Recomputation`.
-        on_host: Whether the outputs that are kept wait on the host; `wait_on_host` moves the rest.
+        on_host: Whether the outputs that are kept are offloaded; `wait_on_host` offloads the rest.
     """
     if mode == "none":
         return
-    inner = module.forward
     contexts = _contexts(operations, on_host) if mode == "selective" else {}
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        # By position, so that checkpoint sees every tensor and the devices of them all.
-        call = partial(_call, inner, tuple(kwargs))
-        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, **contexts)
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            # By position, so that checkpoint sees every tensor and the devices of them all.
+            call = partial(_call, inner, tuple(kwargs))
+            return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, **contexts)
 
-    module.forward = forward
+        return forward
+
+    wrap_forward(module, around, f"recompute_{mode}")
 
 
 def _call(inner: Callable[..., Any], names: Sequence[str], *values: Any) -> Any:
@@ -159,20 +163,22 @@ def _call(inner: Callable[..., Any], names: Sequence[str], *values: Any) -> Any:
 
 
 def wait_on_host(module: nn.Module) -> None:
-    """Let what autograd saves in the forward of `module`, parameters apart, wait on the host.
+    """Offload what autograd saves in the forward of `module`, except parameters, to the host.
 
     Args:
         module: Its `forward` is wrapped.
     """
-    inner = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        with kept_on_host(module.parameters()):
-            return inner(*args, **kwargs)
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            with kept_on_host(module.parameters()):
+                return inner(*args, **kwargs)
 
-    module.forward = forward
+        return forward
+
+    wrap_forward(module, around, "saved_on_host")
 
 
 def _contexts(operations: frozenset[str] | None, on_host: bool) -> dict[str, Any]:
@@ -195,7 +201,7 @@ def _policy(
 
 
 def _keeps(names: frozenset[str] | None, operation: OpOverload, args: Sequence[Any]) -> bool:
-    """Say whether the output of an operation is kept."""
+    """Return whether the output of an operation is kept; see Note [What to keep]."""
     full, packet = str(operation), str(operation.overloadpacket)
     if names is not None:
         return full in names or packet in names
@@ -205,7 +211,7 @@ def _keeps(names: frozenset[str] | None, operation: OpOverload, args: Sequence[A
 
 
 def _grows(factors: Sequence[Tensor]) -> bool:
-    """Whether a batched product has more entries than both its factors, as scores have."""
+    """Return whether a batched product has more entries than both factors, as scores have."""
     left, right = factors
     product = prod(left.shape[:-1]) * right.shape[-1]
     return product > left.numel() + right.numel()

@@ -1,7 +1,8 @@
-"""What a forward keeps for the backward, held in the memory of the host.
+"""Activation offloading: what a forward saves for the backward is kept in the host's memory.
 
-On CUDA every copy runs on a stream of its own, from and to pinned memory, beside the computation.
-On the CPU, and on meta, tensors stay where they are.
+On CUDA copies run on a side stream, from and to pinned memory, beside the computation; torch's
+`save_on_cpu` copies on the stream that computes. On the CPU, and on meta, tensors stay where they
+are.
 """
 
 from collections import defaultdict
@@ -26,11 +27,11 @@ _SMALLEST = 1 << 20  # bytes; below, a copy costs more than the memory is worth
 
 @dataclass(eq=False)
 class HostCopy:
-    """A tensor of a CUDA device that waits on the host.
+    """A CUDA tensor that was copied to the host.
 
     Args:
-        tensor: Whose memory may be given up afterwards.
-        stream: On which copies run.
+        tensor: The tensor, whose memory may be freed afterwards.
+        stream: Stream on which copies run.
     """
 
     tensor: Any
@@ -44,6 +45,7 @@ class HostCopy:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             self._host.copy_(source, non_blocking=True)
+        # The allocator must not reuse the memory before the copy has read it.
         source.record_stream(self.stream)
 
     def back(self) -> Tensor:
@@ -60,14 +62,15 @@ _streams: dict[torch.device, Any] = {}
 
 
 def _leave(tensor: Any, stays: frozenset[int] = frozenset()) -> Any:
-    """Start the way to the host of a large tensor on CUDA; give back anything else.
+    """Start copying a large CUDA tensor to the host; return anything else detached.
 
     Args:
-        tensor: What is to be kept.
-        stays: Memory that is held anyway, see `_memory`.
+        tensor: The value that is saved.
+        stays: Memory that is not freed anyway, see `_memory`.
     """
     if not isinstance(tensor, Tensor) or tensor.device.type != "cuda":
         return tensor.detach() if isinstance(tensor, Tensor) else tensor
+    # Subclasses (DTensor, nested tensors) would lose what they hold besides their memory.
     small = type(tensor) not in (Tensor, nn.Parameter) or tensor.nbytes < _SMALLEST
     if small or _memory(tensor) in stays:
         return tensor.detach()
@@ -86,16 +89,18 @@ def _memory(tensor: Tensor) -> int:
 
 
 def kept_on_host(held: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-    """Return a context in which tensors that autograd saves wait on the host.
+    """Return a context in which tensors that autograd saves are offloaded to the host.
 
     Args:
-        held: Tensors whose memory is not given up anyway, as that of parameters.
+        held: Tensors whose memory is not freed anyway, as that of parameters.
     """
     stays = frozenset(_memory(tensor.detach()) for tensor in held)
     return torch.autograd.graph.saved_tensors_hooks(partial(_leave, stays=stays), _return)
 
 
 class _Keep(TorchDispatchMode):
+    """Runs a forward, and keeps the outputs of chosen operations."""
+
     def __init__(
         self,
         keeps: Callable[[OpOverload, Sequence[Any]], bool],
@@ -114,6 +119,8 @@ class _Keep(TorchDispatchMode):
 
 
 class _Give(TorchDispatchMode):
+    """Runs the recomputation, and returns the outputs that were kept, in the same order."""
+
     def __init__(
         self,
         keeps: Callable[[OpOverload, Sequence[Any]], bool],
@@ -145,7 +152,7 @@ def hold_on_host(
     `torch.utils.checkpoint.create_selective_checkpoint_contexts` does the same on the device.
 
     Args:
-        keeps: Says of an operation and its arguments whether the output is kept.
+        keeps: Tells, from an operation and its arguments, whether to keep the output.
     """
     kept: dict[OpOverload, list[Any]] = defaultdict(list)
     return _Keep(keeps, kept), _Give(keeps, kept)

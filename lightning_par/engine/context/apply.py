@@ -1,4 +1,4 @@
-"""Context parallelism applied to a model: attention taken over, positions given.
+"""Context parallelism of a model: intercept the attention of its blocks, pass positions.
 
 Shapes: t tokens of one rank.
 """
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_par.engine.context.attention import take_over
-from lightning_par.engine.context.ring_p2p import Mailbox
-from lightning_par.engine.context.sequence_shard import ContextOptions, SequenceShard
+from lightning_par.engine.context.attention import intercept_attention
+from lightning_par.engine.context.options import ContextOptions
+from lightning_par.engine.context.ring_p2p import RingChannel
+from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import nearest, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
@@ -24,15 +25,15 @@ __all__ = ["apply_context_parallel", "build_axis", "check_context"]
 
 
 def check_context(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
-    """Refuse a model that would compute something else if its sequences were divided.
+    """Raise if context parallelism would change the result.
 
     Args:
-        model: Its parameters may be on the meta device.
-        plan: FQNs as seen from `model`.
-        degree: Of the context axis.
+        model: The user's model; its parameters may be on the meta device.
+        plan: The plan of the model; FQNs as seen from `model`.
+        degree: Size of the context axis.
 
     Raises:
-        PlanError: With everything that the plan lacks.
+        PlanError: The plan lacks something; the message names everything that it lacks.
     """
     if degree == 1:
         return
@@ -71,7 +72,7 @@ def check_context(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
 
 
 def _positions_of(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
-    """Return the FQN of every module that takes positions, and its keyword."""
+    """Return FQN -> keyword for every module that takes positions."""
     modules, found, problems = dict(model.named_modules()), dict[str, str](), list[str]()
     for pattern, keyword in patterns.items():
         hits = [name for name in modules if name == pattern or match_pattern(pattern, name)]
@@ -91,12 +92,12 @@ def _positions_of(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, st
 
 
 def build_axis(mesh: ParallelMesh, options: ContextOptions, *, divisor: int = 1) -> SequenceShard:
-    """Make the groups of the context axis; every rank must call this.
+    """Make the process groups of the context axis; every rank must call this.
 
     Args:
-        mesh: Its ``cp`` axis is divided.
-        options: How.
-        divisor: What the number of tokens of a rank has to be a multiple of.
+        mesh: The mesh, with its ``cp`` axis.
+        options: Options of context parallelism.
+        divisor: The number of tokens of a rank is padded to a multiple of it.
 
     Raises:
         ConfigurationError: The options do not fit the degree of the axis.
@@ -118,7 +119,7 @@ def build_axis(mesh: ParallelMesh, options: ContextOptions, *, divisor: int = 1)
         options=options,
         group=mesh.group("cp"),
         heads=heads if ulysses > 1 else None,
-        mailbox=Mailbox(ring) if rings > 1 else None,
+        channel=RingChannel(ring) if rings > 1 else None,
         divisor=divisor,
     )
 
@@ -131,21 +132,22 @@ def _own_group(mesh: ParallelMesh, places: list[range]) -> dist.ProcessGroup:
 
 
 def apply_context_parallel(model: nn.Module, resolved: ResolvedPlan, axis: SequenceShard) -> None:
-    """Divide the attention of the plan's blocks, and give the model the positions of its tokens.
+    """Send the attention of the plan's blocks over the axis, and pass the model its positions.
 
     Args:
         model: Changed in place.
         resolved: The resolved plan.
-        axis: Of this rank.
+        axis: This rank's shard of the sequences.
     """
     blocks = [model.get_submodule(name) for name in resolved.block_names]
-    take_over([block for block in blocks if not isinstance(block, StageStub)], axis)
+    intercept_attention([block for block in blocks if not isinstance(block, StageStub)], axis)
     for name, keyword in _positions_of(model, resolved.plan.positions or {}).items():
         _give_positions(model.get_submodule(name), keyword, axis)
 
 
 def _give_positions(module: nn.Module, keyword: str, axis: SequenceShard) -> None:
-    """Fill in the positions [1, t] wherever the caller leaves them out."""
+    """Pass the positions [1, t] to a module whenever its caller leaves them out."""
+    # Taken once: it costs more than a small forward.
     signature = inspect.signature(module.forward)
 
     def fill(_: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -1,15 +1,15 @@
-"""Attention that is divided over the context axis where a model calls it.
+"""Attention calls of a model, sent over the context axis.
 
 Shapes: B batch, N query heads, K key/value heads, T tokens, H head dim.
 
-Note [Taking over]: while a block of the model runs, a `TorchFunctionMode` of the running thread
-sees its calls of `F.scaled_dot_product_attention` and of `attention`. Nothing is patched: another
-thread, another model, and what this model does outside of its blocks see torch's own. A part of a
-block that is computed again in the backward enters the mode by itself.
+Note [Interception]: while a block of the model runs, a `TorchFunctionMode` of the running thread
+intercepts its calls of `F.scaled_dot_product_attention` and of `attention`. Nothing is patched:
+another thread, another model, and code outside of the blocks see torch's own. A module of a block
+that is recomputed in the backward enters the mode by itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch.overrides import handle_torch_function, has_torch_function, TorchFunc
 
 from lightning_par.engine.annotations import Bool, Float
 from lightning_par.engine.context.sequence_shard import SequenceShard
+from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError
 
-__all__ = ["attention", "take_over"]
+__all__ = ["attention", "intercept_attention"]
 
 
 def attention(
@@ -59,6 +60,7 @@ def attention(
         >>> attention(x, x, x, causal=True, cu_seqlens=[0, 4, 6]).shape
         torch.Size([1, 2, 6, 4])
     """
+    # Gives the mode, and tensor subclasses, this call before it falls apart into torch's own.
     if has_torch_function((query, key, value)):
         taken: Tensor = handle_torch_function(
             attention,
@@ -99,8 +101,8 @@ def _bounds(cu_seqlens: Tensor | Sequence[int] | None) -> list[int]:
     return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
 
 
-class _TakeOver(TorchFunctionMode):
-    """Sends the attention of the running thread through the context axis."""
+class _Interception(TorchFunctionMode):
+    """Sends attention calls of this thread over the context axis; see Note [Interception]."""
 
     def __init__(self, axis: SequenceShard) -> None:
         super().__init__()
@@ -178,36 +180,35 @@ class _TakeOver(TorchFunctionMode):
         return self._axis.attend(*tensors, **options)
 
 
-def _wrap(forward: Callable[..., Any], mode: _TakeOver) -> Callable[..., Any]:
-    @wraps(forward)
-    def inside(*args: Any, **kwargs: Any) -> Any:
+def _inside(mode: _Interception, inner: Forward) -> Forward:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if mode.is_active:
-            return forward(*args, **kwargs)
+            return inner(*args, **kwargs)
         mode.is_active = True
         try:
             with mode:
-                return forward(*args, **kwargs)
+                return inner(*args, **kwargs)
         finally:
             mode.is_active = False
 
-    return inside
+    return forward
 
 
-def _own_parts(block: nn.Module) -> Iterator[nn.Module]:
-    """Give the block and what is in it that torch did not write."""
+def _wrapped_modules(block: nn.Module) -> Iterator[nn.Module]:
+    """Yield the block and the modules in it that are not torch's own, which call no attention."""
     for module in block.modules():
         if module is block or not type(module).__module__.startswith("torch."):
             yield module
 
 
-def take_over(blocks: Iterable[nn.Module], axis: SequenceShard) -> None:
-    """Let the attention in these blocks see the tokens of all ranks; see Note [Taking over].
+def intercept_attention(blocks: Iterable[nn.Module], axis: SequenceShard) -> None:
+    """Let the attention in these blocks see the tokens of all ranks; see Note [Interception].
 
     Args:
-        blocks: Their `forward`, and that of their parts, is replaced.
-        axis: Says how.
+        blocks: Their forwards, and those of their modules, are wrapped.
+        axis: This rank's shard of the sequences.
     """
-    mode = _TakeOver(axis)
+    mode = _Interception(axis)
     for block in blocks:
-        for part in _own_parts(block):
-            part.forward = _wrap(part.forward, mode)
+        for module in _wrapped_modules(block):
+            wrap_forward(module, partial(_inside, mode), "context_attention")

@@ -1,11 +1,11 @@
-"""Exact attention over a sequence that is divided among the members of a ring.
+"""Ring attention: exact attention over a sequence that is sharded over the members of a ring.
 
 Shapes: B batch, N query heads, K key/value heads, T/cp tokens of this rank, H head dim.
 
-What travels, and when, is said by `ring_schedule`; this module carries it out with tensors. A
-member attends to its own tokens while the first keys and values are on their way, then to one
-owner's after the other, and merges the parts by their logarithms. The backward computes every part
-from the logarithm of the whole, so nothing is kept but what plain attention keeps.
+`ring_schedule` decides what is sent when; this module carries it out with tensors. A member attends
+to its own tokens while the first keys and values are being sent, then to one owner's after the
+other, and merges the partial outputs by their log-sum-exp. The backward computes every block from
+the log-sum-exp of the whole, so that nothing is saved but what plain attention saves.
 
 **Source**: Liu et al. 2310.01889 (Ring Attention), Li et al. 2105.13120 (Ring Self-Attention). We
 differ in what is sent (see Note [Direct schedule]), and add the gradients at their owner in the
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from lightning_par.engine.annotations import Bool, Float
 from lightning_par.engine.context.kernels.aten import AttentionKernel, BlockOptions, wide
 from lightning_par.engine.context.kernels.select import choose_kernel
-from lightning_par.engine.context.ring_p2p import KeyValues, Mail, Mailbox
+from lightning_par.engine.context.ring_p2p import KeyValues, PendingExchange, RingChannel
 from lightning_par.engine.context.ring_schedule import (
     AttentionBlock,
     ring_steps,
@@ -65,11 +65,11 @@ class KeyMask:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What does not change between forward and backward."""
+    """The arguments of one attention, which forward and backward share."""
 
     schedule: RingSchedule
     member: int
-    mailbox: Mailbox | None
+    channel: RingChannel | None
     kernel: AttentionKernel
     scale: float
     mask: KeyMask | None
@@ -79,29 +79,29 @@ class _Call:
         return ring_steps(self.schedule, self.member)
 
     def options(self, step: RingStep, block: AttentionBlock, dtype: torch.dtype) -> BlockOptions:
-        """Return what the kernel has to know of a block."""
+        """Return the kernel's options for a block."""
         bias = None if self.mask is None else self.mask.bias(step.owner, block, dtype)
         return BlockOptions(causal=block.causal, scale=self.scale, bias=bias)
 
-    def post(self, index: int, own: KeyValues, held: KeyValues) -> Mail | None:
+    def post(self, index: int, own: KeyValues, held: KeyValues) -> PendingExchange | None:
         """Post the keys and values of a step, if there is such a step."""
-        if index >= len(self.steps) or self.mailbox is None:
+        if index >= len(self.steps) or self.channel is None:
             return None
         step = self.steps[index]
         source = own if self.schedule.route == "direct" else held
-        return self.mailbox.post(step.send, step.receive, source)
+        return self.channel.post(step.send, step.receive, source)
 
-    def wait(self, mail: Mail | None) -> KeyValues | None:
-        """Wait for what was posted."""
-        if mail is None or self.mailbox is None:
+    def wait(self, pending: PendingExchange | None) -> KeyValues | None:
+        """Wait for an exchange; return what arrived."""
+        if pending is None or self.channel is None:
             return None
-        return self.mailbox.wait(mail)
+        return self.channel.wait(pending)
 
-    def collect(self, mail: Mail | None, home: KeyValues) -> None:
-        """Wait for gradients, add them and let go of them."""
-        arrived = self.wait(mail)
-        if mail is not None:
-            mail.received = None
+    def collect(self, pending: PendingExchange | None, home: KeyValues) -> None:
+        """Wait for gradients, add them to `home` and free them."""
+        arrived = self.wait(pending)
+        if pending is not None:
+            pending.received = None
         if arrived is not None:
             home.add(arrived)
 
@@ -113,7 +113,7 @@ def ring_attention(
     *,
     schedule: RingSchedule,
     member: int,
-    mailbox: Mailbox | None,
+    channel: RingChannel | None,
     scale: float | None = None,
     mask: KeyMask | None = None,
     backend: str = "auto",
@@ -125,11 +125,11 @@ def ring_attention(
         key: [B, K, T/ring, H]; N is a multiple of K.
         value: [B, K, T/ring, H].
         schedule: Layout, mask and route; the same on every member.
-        member: Which one this is.
-        mailbox: Of the ring; None if this is its only member.
+        member: Index of this member.
+        channel: Channel of the ring; None if this is its only member.
         scale: Multiplies the products; None: 1 / sqrt(H).
         mask: Which keys are visible; None: all.
-        backend: A name of `attention_backends.KERNELS`, or ``"auto"``.
+        backend: A name of `kernels.select.KERNELS`, or ``"auto"``.
 
     Returns:
         [B, N, T/ring, H] in the dtype of `query`; 0 for a token that sees none.
@@ -145,7 +145,7 @@ def ring_attention(
     call = _Call(
         schedule=schedule,
         member=member,
-        mailbox=mailbox,
+        channel=channel,
         kernel=choose_kernel(backend, query, masked=masked),
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         mask=mask if masked else None,
@@ -183,11 +183,11 @@ def _rows(x: Tensor) -> Tensor:
 def _forward(call: _Call, query: Tensor, own: KeyValues) -> tuple[Tensor, Tensor]:
     """Return the output, in float32 or wider, and the logarithm; -inf where nothing is seen."""
     found: tuple[Tensor, Tensor] | None = None
-    mail, held = call.post(1, own, own), own
+    pending, held = call.post(1, own, own), own
     for index, step in enumerate(call.steps):
         if index:
-            held = call.wait(mail) or held
-            mail = call.post(index + 1, own, held)
+            held = call.wait(pending) or held
+            pending = call.post(index + 1, own, held)
         for block in step.blocks:
             a, b = block.queries
             key, value = held.slice(block.keys)
@@ -243,13 +243,13 @@ def _backward(call: _Call, saved: _Saved, own: KeyValues) -> tuple[Tensor, KeyVa
     """
     kind = wide(saved.query.dtype)
     of_query = torch.zeros(saved.query.shape, dtype=kind, device=saved.query.device)
-    mail, held = call.post(1, own, own), own
+    pending, held = call.post(1, own, own), own
     home = KeyValues.empty(own.intervals, own, kind)
     _add_step(call, call.steps[0], saved, own, of_query, home)
-    returning: Mail | None = None
+    returning: PendingExchange | None = None
     for index, step in enumerate(call.steps[1:], 1):
-        held = call.wait(mail) or held
-        mail = call.post(index + 1, own, held)
+        held = call.wait(pending) or held
+        pending = call.post(index + 1, own, held)
         places = () if step.send_gradients is None else step.send_gradients.intervals
         part = KeyValues.empty(places, own, kind)
         if call.schedule.route == "direct":
@@ -258,9 +258,9 @@ def _backward(call: _Call, saved: _Saved, own: KeyValues) -> tuple[Tensor, KeyVa
             call.collect(returning, home)
         else:
             _add_step(call, step, saved, held, of_query, part, call.wait(returning))
-        if call.mailbox is not None:
+        if call.channel is not None:
             ways = step.send_gradients, step.receive_gradients
-            returning = call.mailbox.post(*ways, part)
+            returning = call.channel.post(*ways, part)
     call.collect(returning, home)
     return of_query.to(saved.query.dtype), home
 
@@ -285,6 +285,7 @@ def _add_step(
         total: Filled with those of the keys and values.
         earlier: What other members found for the same owner; counts in.
     """
+    # One block that covers all of `total` can be stored; others are added to zeros.
     whole = len(step.blocks) == 1 and (step.blocks[0].keys,) == total.intervals and not earlier
     if not whole:
         total.flat.zero_()

@@ -1,4 +1,4 @@
-"""Keys and values, and their gradients, on their way round a ring.
+"""Point-to-point messages of ring attention: keys and values, and their gradients.
 
 A message is one flat tensor: the keys of some tokens, then their values. K key/value heads, H head
 dim, B batch.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_par.engine.context.ring_schedule import Interval, places_in, Transfer
 
-__all__ = ["KeyValues", "Mail", "Mailbox"]
+__all__ = ["KeyValues", "PendingExchange", "RingChannel"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +22,8 @@ class KeyValues:
     """Keys and values, or their gradients, of some tokens of one member of the ring.
 
     Attributes:
-        flat: Both, contiguous.
-        intervals: Which places of the owner, in rising order.
+        flat: Keys, then values, contiguous.
+        intervals: Places of the owner that they belong to, in rising order.
         key: [B, K, t, H], a view of `flat`.
         value: [B, K, t, H], a view of `flat`.
     """
@@ -103,13 +103,13 @@ class KeyValues:
 
 
 @dataclass(eq=False)
-class Mail:
+class PendingExchange:
     """A send and a receive that were posted together.
 
     Attributes:
-        received: What will have arrived, or None.
-        sent: Kept until it has left.
-        works: What to wait for.
+        received: Where the message arrives, or None.
+        sent: The message that leaves; referenced until it has left.
+        works: Handles to wait for.
     """
 
     received: KeyValues | None
@@ -117,8 +117,8 @@ class Mail:
     works: list[dist.Work]
 
 
-class Mailbox:
-    """Posts messages between the members of a ring.
+class RingChannel:
+    """Sends and receives between the members of a ring.
 
     Note [One send, one receive]: every step has at most one of each, posted as one batch, and all
     members pass through the steps in the same order; NCCL runs the batches of a group in the order
@@ -138,20 +138,21 @@ class Mailbox:
         receive: Transfer | None,
         source: KeyValues,
         dtype: torch.dtype | None = None,
-    ) -> Mail:
+    ) -> PendingExchange:
         """Start a send and a receive.
 
         Args:
-            send: What leaves, or None.
-            receive: What comes, or None.
-            source: Holds what leaves.
-            dtype: Of what comes; None: that of `source`.
+            send: Which keys and values to send, or None.
+            receive: Which to receive, or None.
+            source: Holds what is sent.
+            dtype: Dtype of what is received; None: that of `source`.
 
         **Communicates**: the bytes of `send` to its peer.
         """
         sent = received = None
         operations = []
         if send is not None:
+            # Contiguous, as a send wants it; a copy, unless all places are sent.
             sent = source.at(send.intervals)
             peer = self._ranks[send.peer]
             operations.append(dist.P2POp(dist.isend, sent.flat, peer, self._group))
@@ -160,11 +161,11 @@ class Mailbox:
             peer = self._ranks[receive.peer]
             operations.append(dist.P2POp(dist.irecv, received.flat, peer, self._group))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return Mail(received, sent, works)
+        return PendingExchange(received, sent, works)
 
-    def wait(self, mail: Mail) -> KeyValues | None:
+    def wait(self, pending: PendingExchange) -> KeyValues | None:
         """Wait until a send has left and a receive has arrived; return the latter."""
-        for work in mail.works:
+        for work in pending.works:
             work.wait()
-        mail.works, mail.sent = [], None
-        return mail.received
+        pending.works, pending.sent = [], None
+        return pending.received

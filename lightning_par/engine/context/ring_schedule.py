@@ -1,8 +1,8 @@
-"""Who needs which keys and values of whom: context-parallel attention as data, before any tensor.
+"""Ring schedules: context-parallel attention as data, which keys and values are sent to whom.
 
-T tokens are padded to T' and dealt to the ranks of a ring. A *place* is the index of a token among
-those that a rank holds; an interval (a, b) means a .. b - 1. Nothing here touches a tensor, so that
-the same values run the attention, count its bytes and draw its picture.
+T tokens are padded to T' and distributed over the ranks of a ring. A *place* is the index of a
+token among those that a rank holds; an interval (a, b) means a .. b - 1. Nothing here touches a
+tensor, so that the same values run the attention, count its bytes and draw its picture.
 
 Note [Zigzag]: under a causal mask the last tokens attend to everything and the first to nothing, so
 contiguous shares are unequal work. Cut into 2N chunks of which rank r holds numbers r and
@@ -33,7 +33,7 @@ __all__ = [
     "Interval",
     "RingSchedule",
     "RingStep",
-    "SequenceLayout",
+    "TokenLayout",
     "Transfer",
     "blocks_of",
     "join_intervals",
@@ -45,18 +45,19 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceLayout:
-    """Which tokens every rank holds.
+class TokenLayout:
+    """Layout of a sequence over the ranks: which tokens every rank holds.
 
-    A ring of `ring` members shares the sequence; each member is `ulysses` ranks, which cut the
-    member's tokens evenly and come together inside attention. Rank = member * ulysses + place.
+    The sequence is sharded over `ring` members; each member is `ulysses` ranks, which shard the
+    member's tokens evenly and exchange them for heads inside attention.
+    Rank = member * ulysses + place.
 
     Attributes:
         length: T, before padding.
         ring: Members of the ring.
         ulysses: Ranks of a member.
         zigzag: Give every member two chunks; see Note [Zigzag].
-        divisor: What the number of tokens of every rank has to be a multiple of.
+        divisor: The number of tokens of every rank is padded to a multiple of it.
     """
 
     length: int
@@ -109,7 +110,7 @@ class SequenceLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBlock:
-    """Queries that attend to keys in one call of a kernel.
+    """One call of a kernel: queries that attend to keys.
 
     Attributes:
         queries: Places among the tokens of the member that computes.
@@ -129,7 +130,7 @@ class Transfer:
     Attributes:
         peer: Member at the other end.
         owner: Member whose keys and values (or their gradients) travel.
-        intervals: Which places of the owner, in rising order.
+        intervals: Places of the owner that are sent, in rising order.
     """
 
     peer: int
@@ -144,7 +145,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class RingStep:
-    """What one member does in one step.
+    """One step of one member.
 
     Attributes:
         owner: Whose keys and values it attends to.
@@ -170,7 +171,7 @@ class RingSchedule:
     """A whole context-parallel attention: layout, mask and route.
 
     Attributes:
-        layout: Who holds what.
+        layout: Which tokens every rank holds.
         causal: Whether a token attends only to itself and those before it.
         documents: Boundaries 0, ..., T of packed documents, as in ``cu_seqlens``; a token attends
             only within its own. Tokens from the last boundary on are padding: they attend to
@@ -178,7 +179,7 @@ class RingSchedule:
         route: ``"direct"`` or ``"ring"``; see Note [Direct schedule].
     """
 
-    layout: SequenceLayout
+    layout: TokenLayout
     causal: bool
     documents: tuple[int, ...] = ()
     route: Literal["direct", "ring"] = "direct"
@@ -319,11 +320,11 @@ def _transfer(peer: int, owner: int, intervals: tuple[Interval, ...]) -> Transfe
 
 @lru_cache(maxsize=1024)
 def ring_steps(schedule: RingSchedule, member: int) -> tuple[RingStep, ...]:
-    """Return what a member does, step by step.
+    """Return the steps of a member.
 
     Args:
         schedule: Layout, mask and route.
-        member: Of the ring.
+        member: Index of the member.
     """
     size = schedule.layout.ring
     own = RingStep(
@@ -351,7 +352,9 @@ def _direct_step(schedule: RingSchedule, member: int, step: int) -> RingStep:
 
 
 def _neighbor_step(schedule: RingSchedule, member: int, step: int) -> RingStep:
-    """Hand on what a later member still needs; collect gradients of what earlier members read."""
+    """Return a step of the neighbor ring: keys and values that later members still need move on,
+    and the gradients of those that earlier members read are summed on their way.
+    """
     size = schedule.layout.ring
     owner, before, after = (member - step) % size, (member - 1) % size, (member + 1) % size
 

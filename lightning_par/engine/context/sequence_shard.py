@@ -1,4 +1,4 @@
-"""The context axis of one rank: which tokens it holds, and how it attends to those of the others.
+"""The shard of the sequences that one rank of the context axis holds, and attention across shards.
 
 Shapes: B batch, N query heads, K key/value heads, T tokens of the whole sequence, t = T'/cp of one
 rank (T' is T with padding), H head dim.
@@ -7,7 +7,7 @@ rank (T' is T with padding), H head dim.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,120 +21,41 @@ from lightning_par.engine.batch import (
     with_entries,
 )
 from lightning_par.engine.collectives import all_gather
-from lightning_par.engine.context.kernels.select import check_backend
+from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.context.ring_attention import KeyMask, ring_attention
-from lightning_par.engine.context.ring_p2p import Mailbox
-from lightning_par.engine.context.ring_schedule import RingSchedule, SequenceLayout
+from lightning_par.engine.context.ring_p2p import RingChannel
+from lightning_par.engine.context.ring_schedule import RingSchedule, TokenLayout
 from lightning_par.engine.context.ulysses import gather_tokens, scatter_tokens
-from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
+from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan import BatchLayout
 
-__all__ = ["ContextOptions", "SequenceShard"]
-
-Method = Literal["ring", "ulysses", "hybrid"]
-_CHOICES = {
-    "method": get_args(Method),
-    "layout": ("zigzag", "contiguous"),
-    "route": ("direct", "ring"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContextOptions:
-    """How sequences are divided over the ranks of the context axis.
-
-    Attributes:
-        method: ``"ring"`` sends keys and values; ``"ulysses"`` exchanges tokens for heads before
-            and after attention; ``"hybrid"`` does the latter in groups of `ulysses_size`
-            neighboring ranks, and a ring joins the groups.
-        ulysses_size: Ranks of a group under ``"hybrid"``.
-        layout: ``"zigzag"`` gives all members of a ring the same work under a causal mask;
-            ``"contiguous"`` gives each a run of tokens.
-        route: ``"direct"`` sends to whom it concerns, ``"ring"`` to the neighbor, for machines
-            whose devices share one network card.
-        backend: Attention kernel; see ``lightning-par backends``.
-    """
-
-    method: Method = "ring"
-    ulysses_size: int | None = None
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
-    route: Literal["direct", "ring"] = "direct"
-    backend: str = "auto"
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name}={getattr(self, name)!r} must be {either([repr(v) for v in valid])}."
-            for name, valid in _CHOICES.items()
-            if getattr(self, name) not in valid
-        ]
-        size = self.ulysses_size
-        if self.method == "hybrid":
-            if not isinstance(size, int) or isinstance(size, bool) or size < 2:
-                problems.append(
-                    f"ulysses_size={size!r} must be a whole number of 2 or more with "
-                    "method='hybrid'."
-                )
-        elif size is not None:
-            problems.append(
-                f"ulysses_size={size!r} needs method='hybrid'; method={self.method!r} says by "
-                "itself how many ranks exchange heads."
-            )
-        raise_problems(ConfigurationError, problems)
-
-    def ulysses(self, degree: int) -> int:
-        """Return how many neighboring ranks exchange heads.
-
-        Args:
-            degree: Of the context axis.
-
-        Raises:
-            ConfigurationError: `ulysses_size` does not divide it.
-        """
-        if self.method != "hybrid":
-            return degree if self.method == "ulysses" else 1
-        assert self.ulysses_size is not None
-        if degree % self.ulysses_size:
-            fits = [n for n in range(2, degree + 1) if degree % n == 0]
-            hint = f"Use {either(fits)}." if fits else "Use method='ring'."
-            raise ConfigurationError(
-                f"ulysses_size={self.ulysses_size} does not divide context_parallel_size={degree}. "
-                + hint
-            )
-        return self.ulysses_size
-
-    def check(self) -> None:
-        """Refuse an attention backend that this machine does not have.
-
-        Raises:
-            ConfigurationError: With the backends that work here.
-        """
-        check_backend(self.backend)
+__all__ = ["SequenceShard"]
 
 
 @dataclass(kw_only=True, eq=False)
 class SequenceShard:
-    """The place of this rank on the context axis, and the batch that is divided over it.
+    """This rank's shard of the sequences of the current batch, on the context axis.
 
     Attributes:
-        options: How.
+        options: Options of context parallelism.
         group: All ranks of the axis, in order.
-        heads: Ranks that exchange heads; None: nobody does.
-        mailbox: To the other members of the ring; None: there are none.
-        divisor: What the number of tokens of a rank has to be a multiple of.
-        layout: Of the current batch; None while sequences are whole.
-        positions: [1, t], place of every token of this rank in its sequence; padding repeats the
+        heads: Ranks that exchange heads (Ulysses); None: none do.
+        channel: Channel to the other members of the ring; None: there are none.
+        divisor: The number of tokens of a rank is padded to a multiple of it.
+        layout: Which tokens every rank holds; None while sequences are whole.
+        positions: [1, t], position of every token of this rank in its sequence; padding repeats the
             last one.
-        calls: How many attentions were divided.
-        fills: How often positions were given to a module, or brought by its caller.
-        checks: Called with every batch before it is divided; raise to refuse it.
+        calls: Number of attention calls that ran over the axis.
+        fills: Number of times that positions were given to a module, or brought by its caller.
+        checks: Called with every batch before it is sharded; raise to refuse it.
     """
 
     options: ContextOptions
     group: dist.ProcessGroup
     heads: dist.ProcessGroup | None = None
-    mailbox: Mailbox | None = None
+    channel: RingChannel | None = None
     divisor: int = 1
-    layout: SequenceLayout | None = None
+    layout: TokenLayout | None = None
     positions: Tensor | None = None
     calls: int = 0
     fills: int = 0
@@ -143,15 +64,16 @@ class SequenceShard:
 
     @property
     def ulysses(self) -> int:
-        """Ranks that exchange heads."""
+        """Number of ranks that exchange heads."""
         return 1 if self.heads is None else self.heads.size()
 
-    def cut(self, batch: Any, plan: BatchLayout) -> Any:
-        """Return this rank's tokens of a batch, and remember which they are.
+    def shard_batch(self, batch: Any, batch_layout: BatchLayout) -> Any:
+        """Return this rank's tokens of a batch, and set the token layout and the positions.
 
         Args:
-            batch: Whole; the same on every rank of the axis.
-            plan: Which entries have a sequence dim. Padding is 0, in the labels `ignore_index`.
+            batch: The whole batch; the same on every rank of the axis.
+            batch_layout: Names the entries with a sequence dim. They are padded with 0, labels with
+                `ignore_index`.
 
         Raises:
             PlanError: The batch has no such entry or dim.
@@ -159,29 +81,30 @@ class SequenceShard:
         """
         for check in self.checks:
             check(batch)
-        if plan.label_shift and plan.shifted is not None:
-            batch = shift_labels(batch, plan)
-        dims = sequence_entries(batch, plan)
+        if batch_layout.label_shift and batch_layout.shifted is not None:
+            batch = shift_labels(batch, batch_layout)
+        dims = sequence_entries(batch, batch_layout)
         found = {path: (batch_entry(batch, path), dim) for path, dim in dims.items()}
-        layout = self.lay_out(_common_length(found))
-        cuts = {}
+        layout = self.set_length(_common_length(found))
+        labels = batch_layout.labels, batch_layout.shifted
+        shards = {}
         for path, (entry, dim) in found.items():
-            padding = plan.ignore_index if path in (plan.labels, plan.shifted) else 0
-            cuts[path] = self.part(entry, dim, padding)
+            padding = batch_layout.ignore_index if path in labels else 0
+            shards[path] = self.shard_tensor(entry, dim, padding)
         device = next(iter(found.values()))[0].device
         places = torch.arange(layout.length, device=device)[None]
-        self.positions = self.part(places, 1, layout.length - 1)
-        return with_entries(batch, cuts)
+        self.positions = self.shard_tensor(places, 1, layout.length - 1)
+        return with_entries(batch, shards)
 
-    def lay_out(self, length: int) -> SequenceLayout:
-        """Say how long the sequences are that attention will see; returns who holds what.
+    def set_length(self, length: int) -> TokenLayout:
+        """Set the sequence length; return the token layout.
 
         Args:
             length: T.
         """
         ring = self.group.size() // self.ulysses
         self._masks.clear()
-        self.layout = SequenceLayout(
+        self.layout = TokenLayout(
             length=length,
             ring=ring,
             ulysses=self.ulysses,
@@ -190,31 +113,31 @@ class SequenceShard:
         )
         return self.layout
 
-    def join(self) -> None:
-        """Say that sequences are whole from now on."""
+    def clear(self) -> None:
+        """Forget the batch: attention sees whole sequences from now on."""
         self.layout = self.positions = None
         self._masks.clear()
 
-    def part(self, whole: Tensor, dim: int, padding: float = 0) -> Tensor:
+    def shard_tensor(self, whole: Tensor, dim: int, padding: float = 0) -> Tensor:
         """Return this rank's tokens of a tensor that every rank has.
 
         Args:
-            whole: Has T entries in `dim`.
-            dim: Where the tokens are.
-            padding: Stands behind the last token.
+            whole: T entries in `dim`.
+            dim: The sequence dim.
+            padding: Value of the entries after the last token.
         """
         assert self.layout is not None
-        parts = []
+        chunks = []
         for a, b in self.layout.of_rank(self.group.rank()):
             stop = min(b, self.layout.length)
             start = min(a, stop)
-            parts.append(whole.narrow(dim, start, stop - start))
+            chunks.append(whole.narrow(dim, start, stop - start))
             missing = b - max(a, stop)
             if missing:
                 shape = list(whole.shape)
                 shape[dim] = missing
-                parts.append(whole.new_full(shape, padding))
-        return torch.cat(parts, dim)
+                chunks.append(whole.new_full(shape, padding))
+        return torch.cat(chunks, dim)
 
     def attend(
         self,
@@ -267,7 +190,7 @@ class SequenceShard:
             value,
             schedule=schedule,
             member=self.group.rank() // self.ulysses,
-            mailbox=self.mailbox,
+            channel=self.channel,
             scale=scale,
             mask=mask,
             backend=self.options.backend,
@@ -276,6 +199,7 @@ class SequenceShard:
 
     def _spread_heads(self, x: Tensor) -> Tensor:
         """Repeat key/value heads until every rank that exchanges heads gets one."""
+        # The fewest copies with which the number of heads divides by u.
         times = self.ulysses // math.gcd(x.shape[1], self.ulysses)
         return x if times == 1 else x.repeat_interleave(times, 1)
 
@@ -308,7 +232,8 @@ class SequenceShard:
             )
 
     def _gather_mask(self, visible: Tensor) -> KeyMask:
-        """Return the mask of all ranks; gathered once, as long as the same tensor comes again."""
+        """Return the mask of all ranks, gathered once for all layers that pass the same tensor."""
+        # By memory and version, as every layer may reshape the mask into a new tensor object.
         version = None if visible.is_inference() else visible._version
         at = visible.untyped_storage().data_ptr(), visible.storage_offset(), version
         known = (*at, visible.shape, visible.stride())
@@ -342,7 +267,7 @@ _NEITHER = 2
 
 
 def _codes(visible: Tensor) -> Tensor:
-    """Return 1 for a visible key, 0 for a hidden one, 2 for what is neither; bytes."""
+    """Return bytes: 1 for a visible key, 0 for a hidden one, 2 for a weight that is neither."""
     if visible.dtype is torch.bool:
         return visible.to(torch.uint8)
     hidden = visible <= torch.finfo(visible.dtype).min / 2
@@ -351,7 +276,11 @@ def _codes(visible: Tensor) -> Tensor:
 
 
 def _common_length(found: dict[str, tuple[Any, int]]) -> int:
-    """Return T of the entries of a batch."""
+    """Return T, the common length of the entries of a batch.
+
+    Args:
+        found: Path -> entry and its sequence dim.
+    """
     lengths = {}
     for path, (entry, dim) in found.items():
         shape = tuple(getattr(entry, "shape", ()))

@@ -42,7 +42,7 @@ __all__ = ["Sharding", "shard_model"]
 
 
 class _StepRoot(nn.Module):
-    """Root of the FSDP units: its forward is one call of the user's step, which may call any part
+    """Root of the FSDP units: its forward is one call of the user's step, which may call any module
     of the model.
     """
 
@@ -55,27 +55,27 @@ class _StepRoot(nn.Module):
 
 
 class Sharding:
-    """Steps of a model whose parameters are sharded over the data axes.
+    """Forwards and backwards of a model whose parameters are sharded over the data axes.
 
     Args:
-        root: The FSDP root, or that of a model which is whole; None if there is one replica, and
+        root: The FSDP root, or the root of an unsharded model; None if there is one replica, and
             then every method does nothing.
         zero_stage: 0 to 3.
-        divided: Modules with experts that are divided among the replicas.
+        experts: Modules with experts that are sharded over the replicas.
 
     Attributes:
-        silence: For losses that weigh nothing.
+        zero_weight: Hooks for losses with weight 0.
     """
 
     def __init__(
-        self, root: nn.Module | None, zero_stage: int, divided: Sequence[nn.Module] = ()
+        self, root: nn.Module | None, zero_stage: int, experts: Sequence[nn.Module] = ()
     ) -> None:
         self._root, self._stage = root, zero_stage
         modules = () if root is None else root.modules()
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
         self._synchronize, self._holds = True, False
         plain = [] if root is None else [root]
-        self.silence = ZeroWeightBackward(self._units or plain, divided)
+        self.zero_weight = ZeroWeightBackward(self._units or plain, experts)
 
     @property
     def synchronizes(self) -> bool:
@@ -107,14 +107,15 @@ class Sharding:
         return self._root(step)
 
     def before_backward(self, *, is_last: bool = True, is_whole: bool = True) -> None:
-        """Say what the backward that follows computes.
+        """Set up FSDP for the backward that follows.
 
         Args:
-            is_last: Gradients are then complete and parameters may be given up.
+            is_last: Gradients are then complete and parameters may be resharded.
             is_whole: It computes the gradients of all weights. Otherwise some come later, and are
-                kept whole until `finish`, at every ZeRO stage.
+                kept unsharded until `finish`, at every ZeRO stage.
         """
         if isinstance(self._root, FSDPModule):
+            # Stages 0 and 1 accumulate gradients unsharded; the last backward reduces them.
             reduces = self._synchronize and is_whole and (is_last or self._stage >= 2)
             self._root.set_is_last_backward(is_last)
             for unit in self._units:
@@ -122,7 +123,7 @@ class Sharding:
                 unit.set_reshard_after_backward(is_last or self._stage == 3, recurse=False)
 
     def finish(self) -> None:
-        """Reduce the gradients that came after the backwards, unless they are accumulated.
+        """Reduce the gradients that were computed after the backwards, unless they accumulate.
 
         FSDP2 does this at the end of a backward, for all parameters that have a gradient by then.
         """
@@ -139,6 +140,7 @@ class Sharding:
         if not isinstance(self._root, FSDPModule):
             return
         with torch.inference_mode(False):
+            # FSDP finds its root lazily, in the first forward; unshard needs it now.
             self._root._get_fsdp_state()._lazy_init()
             for unit in self._units:
                 unit.unshard()
@@ -146,7 +148,7 @@ class Sharding:
         self._holds = True
 
     def release(self) -> None:
-        """Give up gathered parameters, so that the model holds its shards again."""
+        """Reshard gathered parameters."""
         for unit in self._units:
             unit.reshard()
             if self._holds and unit is not self._root:
@@ -173,16 +175,17 @@ def shard_model(
     """Materialize and shard the model unit by unit: every block, then the rest.
 
     Args:
-        model: Parameters on meta, or whole; changed in place.
+        model: Parameters on meta, or unsharded; changed in place.
         resolved: The resolved plan.
-        mesh: Its data axes are sharded over.
+        mesh: The mesh, whose data axes are sharded over.
         zero_stage: 0 to 3.
-        materialize: Gives the parameters below a module (named by its FQN) their values.
+        materialize: Initializes the parameters below a module, given with its FQN.
         bounds: First and one-past-last block of every pipeline stage, if there are several.
-        experts: Those that are divided among the replicas, which only some of them share.
-        reduce_dtype: In which gradients are summed; None: in that of the parameters.
-        offload: Where shards are kept. Not those of divided experts.
-        reduces: Over the replicas. Otherwise they stay whole, and somebody else does.
+        experts: Experts that are sharded over the replicas, each held by some of them only.
+        reduce_dtype: Dtype in which gradients are summed; None: that of the parameters.
+        offload: Where shards are kept, except those of sharded experts.
+        reduces: Whether FSDP reduces gradients over the replicas. Otherwise parameters stay
+            unsharded, and the caller reduces them.
     """
     whole: set[nn.Parameter] = set()
     units = [n for n in resolved.block_names if not isinstance(model.get_submodule(n), StageStub)]
@@ -207,6 +210,7 @@ def shard_model(
     if not shards:
         return Sharding(_StepRoot(model) if mesh.sizes.data > 1 else None, zero_stage)
     root = _StepRoot(model)
+    # The root holds what is used before and after the blocks: gathered once for the whole step.
     fully_shard(root, reshard_after_forward=False, **fully)
     if mesh.device_type == "cpu":
         every = [(0, len(resolved.block_names))]

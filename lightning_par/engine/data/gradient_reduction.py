@@ -1,38 +1,29 @@
-"""Gradients over the mesh: sums of what several ranks hold, one norm for the whole model,
-clipping.
-"""
+"""Reduction of gradients of parameters that several ranks hold: sums and means over a group."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_par.dtensor import local_part
-from lightning_par.engine.annotations import Float
+from lightning_par.engine.data.gradient_norm import local_gradients
 
 __all__ = [
     "ReplicatedGradients",
     "SharedGradients",
-    "clip_by_norm",
-    "clip_by_value",
     "fill_buckets",
-    "is_counted_here",
-    "local_gradients",
     "sum_together",
-    "total_norm",
 ]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedGradients:
-    """Parameters of which several ranks hold a copy and each computes a part of the gradient.
+    """Parameters that several ranks hold, each with a partial gradient; the gradients are summed.
 
     Attributes:
-        parameters: In the same order on every rank of the group.
+        parameters: The parameters, in the same order on every rank of the group.
         group: The ranks that hold the copies.
     """
 
@@ -46,6 +37,7 @@ class SharedGradients:
         **Communicates**: one all-reduce of all these gradients for each dtype.
         """
         for parameter in self.parameters:
+            # All ranks have to send the same bytes, also for a parameter that a rank did not use.
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -58,10 +50,11 @@ class SharedGradients:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicatedGradients:
-    """Parameters that several ranks hold whole, and use on other tokens of the same samples.
+    """Parameters that several ranks hold, each with the gradient of other tokens of the same
+    samples; the gradients are averaged.
 
     Attributes:
-        parameters: In the same order on every rank of the group.
+        parameters: The parameters, in the same order on every rank of the group.
         group: The ranks that hold the copies.
     """
 
@@ -72,8 +65,8 @@ class ReplicatedGradients:
     def reduce(self) -> None:
         """Average the gradients over the group.
 
-        One that no rank has stays away, so that the optimizer leaves its parameter alone; one that
-        only some ranks have counts as 0 on the others.
+        A gradient that no rank has stays None, so that the optimizer leaves its parameter alone;
+        one that only some ranks have counts as 0 on the others.
 
         **Communicates**: one all-reduce of a number for each parameter, then the gradients in
         messages of about 32 MiB.
@@ -81,6 +74,7 @@ class ReplicatedGradients:
         wanted = [p for p in self.parameters if p.requires_grad]
         if not wanted:
             return
+        # Which gradients exist may differ by rank, so that all ranks agree before the buckets.
         device = local_part(wanted[0]).device
         held = torch.tensor([float(p.grad is not None) for p in wanted], device=device)
         dist.all_reduce(held, group=self.group)
@@ -103,15 +97,15 @@ def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Te
         return []
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+    sums = flat.split([tensor.numel() for tensor in tensors])
+    return [total.view_as(tensor) for total, tensor in zip(sums, tensors, strict=True)]
 
 
 _BUCKET = 2**25  # bytes
 
 
 def fill_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Divide parameters into lists of one dtype, each of 32 MiB on this rank or little more."""
+    """Group parameters into buckets of one dtype, each of 32 MiB on this rank or little more."""
     full: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
@@ -123,90 +117,3 @@ def fill_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]
         else:
             filling[parameter.dtype] = bucket, size
     return full + [bucket for bucket, _ in filling.values()]
-
-
-@torch.no_grad()
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients as this rank's plain tensors, which share their memory."""
-    return [local_part(p.grad) for p in parameters if p.grad is not None]
-
-
-def is_counted_here(grad: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of the gradient."""
-    if not isinstance(grad, DTensor):
-        return True
-    place = grad.device_mesh.get_coordinate()
-    assert place is not None
-    pairs = zip(grad.placements, place, strict=True)
-    return all(at == 0 for placement, at in pairs if isinstance(placement, Replicate))
-
-
-@torch.no_grad()
-def total_norm(
-    parameters: Sequence[nn.Parameter],
-    *,
-    device: torch.device,
-    counts: Callable[[nn.Parameter], bool] = lambda _: True,
-    loss: Tensor | None = None,
-    offloaded_norms: Sequence[tuple[Tensor, float]] = (),
-) -> Float[Tensor, ""]:
-    """Return the 2-norm of the gradient of the whole model, the same on every rank.
-
-    It is NaN or infinite if anything is on any rank: a gradient, a copy that is not counted, or
-    the loss.
-
-    Args:
-        parameters: Those of this rank; every rank of the world has to call.
-        device: Of the result.
-        counts: False for a copy that another pipeline stage counts.
-        loss: Of this rank; it only matters if it is not finite.
-        offloaded_norms: Norms of gradients on the host, each with 1, or 0 for a copy.
-
-    **Communicates**: one all-reduce of one number over all ranks.
-    """
-    with_grad = [p for p in parameters if p.grad is not None]
-    grads = local_gradients(with_grad)
-    poison = None if loss is None else loss * 0  # NaN if the loss is not finite
-    if dist.get_world_size() == 1 and not offloaded_norms:
-        norm = torch.nn.utils.get_total_norm(grads)
-        return norm if poison is None else norm + poison.to(norm)
-    double = any(g.dtype is torch.float64 for g in grads)
-    dtype = torch.float64 if double else torch.float32
-    norms: Any = torch._foreach_norm(grads, 2, dtype=dtype) if grads else []
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    if grads:
-        # A copy weighs 0, which is NaN if the copy is not finite.
-        pairs = ((p, p.grad) for p in with_grad)
-        weights = [float(counts(p) and g is not None and is_counted_here(g)) for p, g in pairs]
-        squares = torch.stack([n.to(device) for n in norms]).double().square()
-        square += (squares * squares.new_tensor(weights)).sum()
-    for known, weight in offloaded_norms:
-        square += known.to(square).square() * weight
-    if poison is not None:
-        square += poison.to(square)
-    dist.all_reduce(square)
-    return square.sqrt()
-
-
-@torch.no_grad()
-def clip_by_norm(
-    parameters: Sequence[nn.Parameter], norm: Float[Tensor, ""], max_norm: float
-) -> None:
-    """Scale the gradients so that their norm is at most `max_norm`, as
-    `torch.nn.utils.clip_grad_norm_` does.
-
-    Args:
-        parameters: Those of this rank.
-        norm: From `total_norm`.
-        max_norm: Of the whole model.
-    """
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in local_gradients(parameters):
-        grad.mul_(factor.to(grad.device, grad.dtype))
-
-
-@torch.no_grad()
-def clip_by_value(parameters: Iterable[nn.Parameter], value: float) -> None:
-    """Clamp every entry of the gradients to [-value, value]."""
-    for grad in local_gradients(parameters):
-        grad.clamp_(-value, value)

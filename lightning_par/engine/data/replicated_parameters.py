@@ -1,4 +1,4 @@
-"""Parameters of which several ranks hold a copy, and what happens to their gradients."""
+"""Replicated parameters: those that several ranks hold, and how their gradients are reduced."""
 
 from collections.abc import Sequence
 
@@ -22,21 +22,21 @@ def find_copies(
     tensor: TensorParallel | None,
     experts: ExpertParallel | None = None,
 ) -> tuple[tuple[SharedGradients | ReplicatedGradients, ...], frozenset[int]]:
-    """Find the parameters that several pipeline ranks hold, those that tensor parallelism computes
-    in parts, and those that other context ranks use on other tokens; every rank must call this.
+    """Find the parameters that several pipeline ranks hold, those with partial gradients on the
+    ``tp`` axis, and those that the ``cp`` axis replicates; every rank must call this.
 
     Args:
-        module: It holds this rank's part.
+        module: The module, with the parameters of this rank.
         resolved: The resolved plan.
-        mesh: Where it is.
+        mesh: The mesh.
         bounds: First and one-past-last block of every pipeline stage.
         rank_of_stage: The pipeline rank that holds each stage.
-        tensor: What tensor parallelism did, if anything.
-        experts: Those that are divided, which other context ranks do not hold.
+        tensor: Tensor parallelism of the module, if any.
+        experts: Experts that are sharded, which other context ranks do not hold.
 
     Returns:
-        What is to be reduced after the backward, in order; and the ids of the parameters that
-        another rank counts in the norm.
+        The reductions after the backward, in order; and the ids of the parameters that another
+        rank counts in the norm.
 
     **Communicates**: makes process groups over all ranks.
     """
@@ -65,19 +65,17 @@ def find_copies(
         if mesh.place["cp"]:
             elsewhere |= {id(p) for p in everything}
     if experts is not None and mesh.sizes.data == 1:  # else FSDP reduces them
-        group, divided = experts.mesh.get_group("expert_replicate"), tuple(experts.held())
-        shared.append(ReplicatedGradients(parameters=divided, group=group))
+        group, held_here = experts.mesh.get_group("expert_replicate"), tuple(experts.held())
+        shared.append(ReplicatedGradients(parameters=held_here, group=group))
         if group.rank():
-            elsewhere |= {id(p) for p in divided}
+            elsewhere |= {id(p) for p in held_here}
     return tuple(shared), frozenset(elsewhere)
 
 
 def _by_owners(
     resolved: ResolvedPlan, bounds: Sequence[tuple[int, int]], rank_of_stage: Sequence[int]
 ) -> dict[frozenset[int], list[str]]:
-    """Return the canonical names of parameters that several ranks of the pipeline hold, by the
-    ranks that do.
-    """
+    """Return pipeline ranks -> canonical names of the parameters that exactly they all hold."""
     holders: dict[str, frozenset[int]] = {}
     for name, canonical in resolved.canonical.items():
         before = holders.get(canonical, frozenset())

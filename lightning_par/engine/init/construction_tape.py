@@ -225,6 +225,7 @@ class ConstructionTape(TorchDispatchMode):
             result = (
                 self._on_meta(func, args, kwargs, written) if on_meta else func(*args, **kwargs)
             )
+            # A change of geometry needs no entry: every later use of the tensor tells its view.
             if torch.Tag.inplace_view not in func.tags:
                 random = torch.Tag.nondeterministic_seeded in func.tags
                 self.record(func, args, kwargs, written=written, result=result, random=random)
@@ -232,6 +233,7 @@ class ConstructionTape(TorchDispatchMode):
 
     def _keep_before_write(self, tensor: Tensor) -> None:
         view = self._input(tensor)
+        # The constant shares its memory with this tensor, which is about to be overwritten.
         if view.buffer in self._constants and not tensor.is_meta:
             self._constants[view.buffer] = self._constants[view.buffer].clone()
 
@@ -242,6 +244,7 @@ class ConstructionTape(TorchDispatchMode):
         if real or func is _aten._local_scalar_dense.default:
             self._refuse(tree_leaves((args, kwargs)), str(func))
         returns = func._schema.returns
+        # What an in-place operation returns are the tensors that it wrote: keep their identity.
         aliases = all(r.alias_info is not None and r.alias_info.is_write for r in returns)
         if written and aliases and torch.Tag.inplace_view not in func.tags:
             if not returns:
@@ -276,6 +279,7 @@ class ConstructionTape(TorchDispatchMode):
         while todo:
             needed, before = todo.pop()
             for place in self._writers.get(needed, ()):
+                # A writer behind the reader changes the buffer only after it was read.
                 if place >= before or place in found:
                     continue
                 found.add(place)
@@ -291,6 +295,8 @@ class ConstructionTape(TorchDispatchMode):
 
     def finish(self) -> None:
         """Forget what no parameter needs, and number the draws that several tensors share."""
+        # Backwards over the tape; `sinks` holds, for every buffer, the parameters (or held real
+        # tensors) in which its values end up: a draw that ends in several gets its own seed.
         gone = {b for b, ref in self._real.items() if ref.expired()}
         held = set(self._real) - gone - set(self.labels)
         sinks: dict[int, set[int]] = {b: {b} for b in self.labels}

@@ -1,4 +1,4 @@
-"""Initialization that does not depend on the layout: same seed, same weights, on any mesh.
+"""Deferred initialization that does not depend on the mesh: same seed, same weights.
 
 A model is built with parameters on the meta device (`record_construction`), which costs no memory,
 while how each parameter is initialized goes onto a tape. Then a rank makes the real values of those
@@ -8,7 +8,6 @@ cuts its own shard from them.
 Buffers are real all along: ``torch.device("meta")`` would lose what constructors compute into them.
 """
 
-import hashlib
 import inspect
 import sys
 import threading
@@ -26,27 +25,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_par.engine.init.construction_tape import ConstructionTape, TapeEntry, TensorView
+from lightning_par.engine.rng import fork_torch_rng, seed_generators, seed_of
 from lightning_par.errors import ConfigurationError, PlanError
 
-__all__ = ["ConstructionRecord", "record_construction", "seed_generators", "seed_of"]
-
-
-def seed_of(*parts: object) -> int:
-    """Return a seed of 63 bits that is the same in every process.
-
-    Args:
-        parts: Anything whose `repr` is the same everywhere: numbers, text, tuples of them.
-
-    Example:
-        >>> seed_of(1, "blocks.0.weight") == seed_of(1, "blocks.0.weight")
-        True
-    """
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+__all__ = ["ConstructionRecord", "record_construction"]
 
 
 class ConstructionRecord:
-    """How the parameters of a model are initialized; made by `record_construction`."""
+    """Record of how the parameters of a model are initialized; made by `record_construction`."""
 
     def __init__(self) -> None:
         self._tape = ConstructionTape()
@@ -54,7 +40,7 @@ class ConstructionRecord:
         self._views = WeakIdKeyDictionary()
 
     def knows(self, parameter: Tensor) -> bool:
-        """Tell whether `initialize` can be asked for this parameter."""
+        """Return whether the initialization of this parameter was recorded."""
         return parameter in self._views or self._tape.knows(parameter)
 
     def remember(self, module: nn.Module) -> None:
@@ -105,14 +91,14 @@ class ConstructionRecord:
         entries = self._tape.slice_of(view.buffer)
         self._check(name, parameter, view, entries)
         target = torch.device(device)
-        with torch.no_grad(), _generators_restored(target), _default_dtype_restored():
+        with torch.no_grad(), fork_torch_rng(target), _default_dtype_restored():
             storage = self._replay(entries, view.buffer, name, seed, target)
             value = view.of(storage).to(dtype or parameter.dtype)
             whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
             return value if whole else value.clone()
 
     def _meta_twin(self, parameter: nn.Parameter, label: str) -> nn.Parameter:
-        """Return the meta parameter that stands for `parameter`, the same one each time."""
+        """Return the meta parameter in the place of `parameter`, the same one each time."""
         if parameter not in self._twins:
             twin, meta = parameter, self._tape.adopt(parameter.data, label)
             if not parameter.is_meta:
@@ -151,6 +137,7 @@ class ConstructionRecord:
         self, entries: list[TapeEntry], buffer: int, name: str, seed: int, device: torch.device
     ) -> torch.UntypedStorage:
         made: dict[int, torch.UntypedStorage] = {}
+        # Every buffer is freed after its last use, so that one parameter at a time fits.
         last = {b: place for place, e in enumerate(entries) for b in e.reads | e.writes}
         for b in {buffer, *last}:
             constant = self._tape.constant(b)
@@ -160,8 +147,9 @@ class ConstructionRecord:
         for place, entry in enumerate(entries):
             if entry.random:
                 shared = self._tape.shared.get(id(entry))
-                part = (name, draws) if shared is None else ("shared", shared)
-                seed_generators(seed_of(seed, *part), device)
+                # See Note [Seeds of draws].
+                label = (name, draws) if shared is None else ("shared", shared)
+                seed_generators(seed_of(seed, *label), device)
                 draws += shared is None
             _run(entry, made, device, name)
             for b in entry.reads | entry.writes:
@@ -194,46 +182,13 @@ def _run(
     for view, result in zip(entry.outputs, results, strict=True):
         if view is None:
             continue
+        # torch.empty gives what the memory held before; zeros are the same on every rank.
         if entry.allocates:
             result.zero_()
         if result.stride() != view.stride or result.storage_offset() != view.offset:
             laid = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
             result = laid.copy_(result)
         made[view.buffer] = result.untyped_storage()
-
-
-def _accelerator(device: torch.device) -> Any:
-    return None if device.type == "cpu" else torch.get_device_module(device)
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of one device.
-
-    `torch.manual_seed` would also leave a note, with the caller's formatted stack, for every kind
-    of accelerator that is not in use: up to a millisecond in every micro-batch.
-
-    Args:
-        seed: 63 bits.
-        device: On which random numbers are drawn, besides the CPU.
-    """
-    torch.default_generator.manual_seed(seed)
-    accelerator = _accelerator(device)
-    if accelerator is not None:
-        with accelerator.device(device):
-            accelerator.manual_seed(seed)
-
-
-@contextmanager
-def _generators_restored(device: torch.device) -> Iterator[None]:
-    accelerator = _accelerator(device)
-    state = torch.default_generator.get_state()
-    other = None if accelerator is None else accelerator.get_rng_state(device)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
-        if accelerator is not None:
-            accelerator.set_rng_state(other, device)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Giving the local parameters their values, one at a time, so that no rank ever holds the whole
-model.
+"""Materialization: the local parameters get their values one at a time, so that no rank ever holds
+the whole model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,15 +21,15 @@ __all__ = ["Materializer", "broadcast_values"]
 
 @dataclass(kw_only=True, eq=False)
 class Materializer:
-    """Turns recorded meta parameters, and whole real ones, into this rank's part on its device.
+    """Turns recorded meta parameters, and unsharded real ones, into this rank's shards.
 
     Attributes:
         canonical: FQN of every parameter -> the FQN under which it is seeded; ties share one.
-        record: How parameters that were constructed on meta are initialized; None if none were.
+        record: Record of the initialization of meta parameters; None if there are none.
         seed: The same on every rank.
-        device: Where the parameters go.
-        tensor: Placements over the ``tp`` axis; None leaves parameters whole.
-        experts: Which parameters are divided over the ``ep`` axis; None: none.
+        device: Device of the shards.
+        tensor: Placements over the ``tp`` axis; None leaves parameters unsharded.
+        experts: Experts that are sharded over the ``ep`` axis; None: none.
     """
 
     canonical: Mapping[str, str]
@@ -45,14 +45,14 @@ class Materializer:
         """Replace every parameter below `model`, and move its buffers to the device.
 
         Args:
-            model: Modules that were visited before are passed over; ties are kept.
+            model: Changed in place. Modules that were visited before are skipped; ties are kept.
             prefix: FQN of `model` inside the module that `canonical` speaks of.
         """
         for name, module in model.named_modules():
             if isinstance(module, StageStub) or module in self._visited:
                 continue
             self._visited.add(module)
-            base = ".".join(part for part in (prefix, name) if part)
+            base = ".".join(each for each in (prefix, name) if each)
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     fqn = f"{base}.{key}" if base else key
@@ -99,11 +99,11 @@ class Materializer:
 
 @torch.no_grad()
 def broadcast_values(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Give the real tensors of every rank the values of rank 0.
+    """Broadcast the real tensors of rank 0 to every rank.
 
     Args:
-        tensors: In the same order on every rank; those on meta are passed over.
-        device: One that the process group can send from.
+        tensors: Tensors in the same order on every rank; those on meta are skipped.
+        device: Device that the process group can send from.
 
     **Communicates**: one broadcast per tensor over all ranks.
     """

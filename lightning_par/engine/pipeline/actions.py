@@ -1,8 +1,8 @@
 """Pipeline schedules as data: who runs which micro-batch of which stage, in which order.
 
-A schedule is a value, made by a pure function (`builders.py`, `zero_bubble.py`) or read from a
+A schedule is a value, made by a pure function (`schedules.py`, `zero_bubble.py`) or read from a
 file. It says nothing of tensors or processes, so that one process can validate, simulate, print and
-draw it (`simulate.py`, `draw.py`), and the executor does no more than walk through it.
+draw it (`simulator.py`), and the executor does no more than walk through it.
 
 p is the number of ranks, m the number of micro-batches. Most schedules place one stage on a rank;
 where a rank holds v stages, the model is cut into p * v.
@@ -20,7 +20,12 @@ _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class ActionKind(Enum):
-    """What an action computes; the value is the letter it prints as."""
+    """What an action computes; the value is the letter it prints as.
+
+    Attributes:
+        gives_input_gradient: Whether the previous stage may go on once this action is done.
+        ends_microbatch: Whether the stage may free the micro-batch's activations after it.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -30,15 +35,10 @@ class ActionKind(Enum):
     BACKWARD_WEIGHT = "W"
     """Only the gradients of the stage's weights; comes after `BACKWARD_INPUT`."""
 
-    @property
-    def gives_input_gradient(self) -> bool:
-        """Whether the previous stage may go on once this action is done."""
-        return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-
-    @property
-    def ends_microbatch(self) -> bool:
-        """Whether the stage may free the micro-batch's activations once this action is done."""
-        return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+    def __init__(self, letter: str) -> None:
+        # Plain attributes: the executor reads them for every action.
+        self.gives_input_gradient = letter in "BI"
+        self.ends_microbatch = letter in "BW"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Gives the action that prints as `text`.
+        """Return the action that prints as `text`.
 
         Raises:
             ScheduleError: `text` is not a stage, one of F, B, I, W, and a micro-batch.
@@ -95,14 +95,14 @@ class Schedule:
 
     Args:
         name: What it is called.
-        num_stages: The number of pieces of the model.
-        num_microbatches: m, the number of pieces of the batch.
+        num_stages: Number of stages of the model.
+        num_microbatches: m, the number of micro-batches of a step.
         actions: The actions of each rank, in the order in which it runs them.
         rank_of_stage: The rank that holds each stage; a rank may hold several.
 
     Raises:
         ScheduleError: A count is less than 1, or `rank_of_stage` does not place the stages on the
-            ranks. Whether the actions can run is the matter of `simulate.validate_schedule`.
+            ranks. Whether the actions can run is the matter of `validate_schedule`.
     """
 
     name: str
@@ -139,14 +139,14 @@ class Schedule:
         return any(a.kind is ActionKind.BACKWARD_WEIGHT for row in self.actions for a in row)
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        """Gives the stages that `rank` holds, in ascending order."""
+        """Return the stages that `rank` holds, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, actions)) for actions in self.actions)
 
     def first(self, num_microbatches: int) -> "Schedule":
-        """Gives the same schedule with only the first micro-batches.
+        """Return the same schedule with only the first micro-batches.
 
         An order that can run can run without some of its micro-batches too, since what is left
         waits for nothing that is gone.
@@ -161,7 +161,7 @@ class Schedule:
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """Gives the actions written in `text`, separated by white space.
+    """Return the actions written in `text`, separated by white space.
 
     >>> [action.kind.name for action in parse_actions("0F0 0B0")]
     ['FORWARD', 'BACKWARD']
@@ -180,7 +180,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
 
 def count_problems(name: str, **counts: int) -> list[str]:
-    """Says which counts of a schedule are less than 1.
+    """Yield a problem for counts of a schedule are less than 1.
 
     Args:
         name: Of the schedule.

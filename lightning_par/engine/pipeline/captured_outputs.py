@@ -1,8 +1,8 @@
-"""Outputs of modules inside the blocks that code after the blocks collects through forward hooks.
+"""Captured outputs: outputs inside the blocks that a model reads through forward hooks.
 
-A model may hang a hook on every router and read their logits after the last block. Under a
-pipeline, the routers of earlier stages do not exist; in the stub of their block stands a fake of
-the same class, which answers with what the stage of the block sent, so that the hook runs.
+A model may register a hook on every router and read their logits after the last block. Under a
+pipeline, the routers of earlier stages do not exist; the stub of their block holds a fake of the
+same class, which returns what the stage of the block sent, so that the hook runs.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -26,10 +26,10 @@ def captured_names(captured: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def keep_outputs(block: nn.Module, captured: Mapping[str, int]) -> None:
-    """Let a local block keep the outputs as attributes.
+    """Register hooks that keep the captured outputs as attributes of a local block.
 
     Args:
-        block: Modules that it does not have are passed over: blocks may differ.
+        block: A local block. Modules that it lacks are skipped: blocks may differ.
         captured: Name of a module inside a block -> entry of its output.
     """
     modules = dict(block.named_modules())
@@ -44,10 +44,10 @@ def add_stand_ins(
     """Put fakes of the captured modules into the stub of a block.
 
     Args:
-        stub: Without modules.
-        block: That it stands for; hooks that its modules already have are kept.
+        stub: Changed in place; it has no modules yet.
+        block: The block that it replaces; hooks that its modules already have are kept.
         captured: Name of a module inside a block -> entry of its output.
-        base: Of the stubs.
+        base: Base class of all stubs.
 
     Returns:
         A function that calls the fakes; before it, the stub gets the attributes of
@@ -67,6 +67,7 @@ def add_stand_ins(
         kind = _fake_class(cast(Hashable, type(modules[path])), cast(Hashable, base))
         fake = kind.__new__(kind)
         nn.Module.__init__(fake)
+        # The model's own hooks, which are to see the output.
         fake._forward_hooks.update(modules[path]._forward_hooks)
         fake.__dict__["_answer"] = _answerer(stub, path, index)
         owner._modules[name] = fake

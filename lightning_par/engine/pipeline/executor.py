@@ -1,8 +1,8 @@
-"""The pipeline executor: walks through a schedule and runs the user's step for every micro-batch of
-the stages of a rank.
+"""The pipeline executor: runs the actions of one rank in the order of a schedule.
 
-The schedule says in which order; the executor posts the receives of an action before it computes
-the one before, names the action when something fails, and records when everything ran.
+A forward is one call of the user's step for one micro-batch, up to the end of the stage. The
+executor posts the receives of an action before it computes the action before it, names the action
+in errors, and records when every action ran.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,23 +18,23 @@ from torch import Tensor
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.clock import Clock, HostClock
 from lightning_par.engine.pipeline.actions import Action, ActionKind, Schedule, TimedAction
-from lightning_par.engine.pipeline.p2p import PendingMessage, TensorSpec, unpack
+from lightning_par.engine.pipeline.p2p import PendingMessage
 from lightning_par.engine.pipeline.split_backward import Deferred, WeightGradients
 from lightning_par.engine.pipeline.stage import MicroBatchState, Stage
-from lightning_par.engine.pipeline.stage_links import Boundary
+from lightning_par.engine.pipeline.stage_links import StageLink
 
 __all__ = ["PipelineExecutor", "PipelineHooks", "PipelineRun"]
 
 
 @runtime_checkable
 class PipelineHooks(Protocol):
-    """What the executor asks of its caller."""
+    """Callbacks around forwards and backwards; data parallelism is one (`Sharding`)."""
 
     def call(self, step: Callable[[], Any]) -> Any:
-        """Run one forward; the place for whatever has to surround it."""
+        """Run one forward, `step()`, inside whatever has to surround it."""
 
     def before_backward(self, *, is_last: bool, is_whole: bool) -> None:
-        """Get ready for one backward.
+        """Prepare one backward.
 
         Args:
             is_last: Whether all gradients are complete after it.
@@ -42,18 +42,17 @@ class PipelineHooks(Protocol):
         """
 
     def finish(self) -> None:
-        """Handle the gradients that are complete only now, after the last action."""
+        """Reduce the gradients that are complete only after the last action."""
 
 
 @dataclass(eq=False)
 class PipelineRun:
-    """What one walk through a schedule gave on this rank.
+    """Results and times of one run of a schedule on this rank.
 
     Attributes:
         results: On the last stage, what the step returned for every micro-batch; elsewhere empty.
-        clock: What took the marks.
-        marks: Of every action: when its turn came, when what it needs was there, and when it was
-            done.
+        clock: The clock that took the marks.
+        marks: Action, then three marks: its turn, its inputs have arrived, it is done.
         peak_in_flight: The most micro-batches whose activations each stage held at once.
     """
 
@@ -94,6 +93,8 @@ _NAMES: Mapping[ActionKind, str] = MappingProxyType(
 
 @dataclass(eq=False)
 class _InFlight:
+    """A micro-batch between its forward and its backward on one stage."""
+
     state: MicroBatchState = field(default_factory=MicroBatchState)
     received: list[Tensor] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)
@@ -105,25 +106,25 @@ class PipelineExecutor:
     """Runs the stages of one rank of a pipeline.
 
     Args:
-        stages: From `cut_stages`.
-        boundaries: From `connect`: what is behind stage s, by s.
-        hooks: Calls around forward and backward.
-        gradients: Where weights' gradients wait, if the schedule splits the backward.
-        activity: Where every action is written down before it begins.
+        stages: The stages of this rank, from `cut_stages`.
+        links: s -> the link between stages s and s + 1, from `connect`.
+        hooks: Callbacks around forward and backward.
+        gradients: Holds weights' gradients until their action, if the schedule splits the backward.
+        activity: Record of what this rank is doing, written before every action.
 
     Attributes:
-        clock: Times the actions.
+        clock: Clock that times the actions.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        boundaries: Mapping[int, Boundary],
+        links: Mapping[int, StageLink],
         hooks: PipelineHooks,
         gradients: WeightGradients | None = None,
         activity: Activity | None = None,
     ) -> None:
-        self.stages, self.boundaries, self.hooks = tuple(stages), boundaries, hooks
+        self.stages, self.links, self.hooks = tuple(stages), links, hooks
         self.gradients = gradients or WeightGradients()
         self.activity = activity or Activity()
         self.clock: Clock = HostClock()
@@ -139,27 +140,27 @@ class PipelineExecutor:
         """Run every action of this rank.
 
         Args:
-            schedule: The same on every rank; it places the stages as they were cut.
+            schedule: The same on every rank; it places the stages where they are.
             step: Runs the user's step for a micro-batch; unwound early on all but the last stage.
-            signatures: For every micro-batch, a value that tells the shapes of its messages.
-            loss_of: Gives the scalar to differentiate from a micro-batch's result; None runs
+            signatures: For every micro-batch, a value that determines the shapes of its messages.
+            loss_of: Returns the scalar to differentiate, from a micro-batch's result; None runs
                 forward only.
-            around: Surrounds the backward of a micro-batch's loss, and gives whether its gradients
-                count; the previous stage gets 0 for those that do not.
+            around: Context around the backward of a micro-batch's loss; its value says whether the
+                gradients count, and the previous stage gets 0 for those that do not.
 
         **Communicates**: every activation once to the next stage, every gradient of one once to the
         previous.
         """
         walk = _Walk(self, step, signatures, loss_of, around)
         walk.go(schedule.actions[schedule.rank_of_stage[self.stages[0].index]])
-        for boundary in self.boundaries.values():
+        for boundary in self.links.values():
             boundary.activations.drain()
             boundary.gradients.drain()
         return walk.run
 
 
 class _Walk:
-    """One walk of one rank through a schedule."""
+    """The state of one run of one rank's actions."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class _Walk:
         around: Callable[[int], AbstractContextManager[bool]],
     ) -> None:
         self.stages = {stage.index: stage for stage in executor.stages}
-        self.boundaries, self.hooks = executor.boundaries, executor.hooks
+        self.links, self.hooks = executor.links, executor.hooks
         self.gradients, self.activity = executor.gradients, executor.activity
         self.step, self.signatures, self.loss_of = step, signatures, loss_of
         self.around = around
@@ -179,6 +180,7 @@ class _Walk:
 
     def go(self, actions: Sequence[Action]) -> None:
         """Run the actions in order; a receive is posted before the action ahead of it computes."""
+        # If weights' gradients come later, FSDP may reduce none before `finish`.
         splits = any(a.kind is ActionKind.BACKWARD_WEIGHT for a in actions)
         last = [a for a in actions if a.kind is ActionKind.BACKWARD][-1:]
         posted: PendingMessage | None = None
@@ -223,15 +225,16 @@ class _Walk:
             del self.flying[key]
 
     def _post_early(self, action: Action | None) -> PendingMessage | None:
-        """Post a receive whose shapes are known already; otherwise it is posted when it is due."""
+        """Post the receive of the next action, if its shapes are known already."""
         if action is None:
             return None
         if action.kind is ActionKind.FORWARD:
-            before = self.boundaries.get(action.stage - 1)
+            before = self.links.get(action.stage - 1)
             signature = self.signatures[action.microbatch]
             known = before is not None and before.activations.knows(signature)
             return self._post(action) if known else None
-        behind = self.boundaries.get(action.stage)
+        behind = self.links.get(action.stage)
+        # The queue of a local link holds nothing before this rank has sent it.
         if behind is None or behind.gradients.is_local:
             return None
         return self._post(action) if (action.stage, action.microbatch) in self.flying else None
@@ -239,21 +242,20 @@ class _Walk:
     def _post(self, action: Action) -> PendingMessage | None:
         """Post the receive of an action, if it has one."""
         if action.kind is ActionKind.FORWARD:
-            before = self.boundaries.get(action.stage - 1)
+            before = self.links.get(action.stage - 1)
             if before is None:
                 return None
             return before.activations.post_message(self.signatures[action.microbatch])
-        behind = self.boundaries.get(action.stage)
+        behind = self.links.get(action.stage)
         if behind is None or not action.kind.gives_input_gradient:
             return None
-        sent = self.flying[action.stage, action.microbatch].sent
-        return behind.gradients.post_tensors([TensorSpec.of(t) for t in sent])
+        return behind.gradients.post_tensors(self.flying[action.stage, action.microbatch].sent)
 
     def _forward(self, action: Action, pending: PendingMessage | None) -> None:
         stage, index, flight = self.stages[action.stage], action.microbatch, _InFlight()
         trains = self.loss_of is not None
         if pending is not None:
-            flight.state.received, flight.received = unpack(pending, with_grad=trains)
+            flight.state.received, flight.received = pending.unpack(with_grad=trains)
 
         def forward() -> Any:
             result = stage.run(flight.state, lambda: self.step(index))
@@ -265,9 +267,10 @@ class _Walk:
             if self.loss_of is not None:
                 flight.loss = self.loss_of(index, result)
         else:
-            channel = self.boundaries[stage.index].activations
+            channel = self.links[stage.index].activations
             tensors = channel.send_message(result, self.signatures[index])
             flight.sent = [t for t in tensors if t.requires_grad]
+        # Sent, and kept alive by autograd where the backward needs it.
         flight.state.recorded.clear()
         peaks, held = self.run.peak_in_flight, 1 + sum(s == stage.index for s, _ in self.flying)
         peaks[stage.index] = max(peaks.get(stage.index, 0), held)
@@ -277,7 +280,9 @@ class _Walk:
     def _backward(self, action: Action, flight: _InFlight, pending: PendingMessage | None) -> None:
         """Compute the gradients of what was received, and of the weights that do not wait."""
         stage, counts = self.stages[action.stage], True
-        with stage.hold(flight.state, in_backward=True), self.gradients.collect(flight.waiting):
+        waits = self.gradients.is_used
+        collects = self.gradients.collect(flight.waiting) if waits else nullcontext()
+        with stage.hold(flight.state, in_backward=True), collects:
             if flight.loss is not None:
                 with self.around(action.microbatch) as counts:
                     if flight.loss.requires_grad:
@@ -286,11 +291,12 @@ class _Walk:
                 torch.autograd.backward(flight.sent, pending.buffers)
         if not stage.is_first:
             leaves = [t for t in flight.received if t.requires_grad]
+            # The sender of an activation waits for a gradient of each, so that unused ones get 0.
             grads = [
                 t.grad if counts and t.grad is not None else torch.zeros_like(t) for t in leaves
             ]
-            self.boundaries[stage.index - 1].gradients.send_tensors(grads)
+            self.links[stage.index - 1].gradients.send_tensors(grads)
         if not counts:
-            flight.waiting = [deferred.silenced() for deferred in flight.waiting]
+            flight.waiting = [deferred.zeroed() for deferred in flight.waiting]
         flight.state, flight.received, flight.sent = MicroBatchState(), [], []
         flight.loss = None

@@ -1,24 +1,24 @@
-"""Cutting a model into pipeline stages: what a rank does not hold leaves, and stubs take its place.
+"""Split of a model into pipeline stages: stubs take the place of what a rank does not hold.
 
 Note [Several stages on a rank]: the model then rests with all that the rank holds in place, for
 optimizers, sharding and checkpoints. While a stage is at work, it sees its own blocks only: stubs
 stand for the others, those of the rank's other stages too (`Stage.slots`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from lightning_par.engine.pipeline.captured_outputs import captured_names, keep_outputs
-from lightning_par.engine.pipeline.stage import (
+from lightning_par.engine.pipeline.stage import Stage
+from lightning_par.engine.pipeline.stubs import (
     AbsentModule,
     earlier_block,
     GhostModule,
     LaterBlock,
     poison,
-    Stage,
 )
 from lightning_par.resolved_plan import ResolvedPlan
 
@@ -36,7 +36,7 @@ def cut_stages(
     Args:
         model: Parameters may be on meta; changed in place.
         resolved: The resolved plan.
-        indices: The stages to keep.
+        indices: The stages of this rank.
         bounds: First and one-past-last block of every stage of the pipeline.
 
     Returns:
@@ -50,7 +50,7 @@ def cut_stages(
         owner = next((s for s in stages if s.first_block <= number < s.end_block), None)
         if owner is not None:
             keep_outputs(block, captured)
-            block.register_forward_hook(_recorder(owner, number))
+            block.register_forward_hook(partial(owner.record, number))
         shown = [block if s is owner else _block_stub(block, s, number, captured) for s in stages]
         _place(model, fqn, stages, shown, block if owner else shown[0])
     for fqn in resolved.units:
@@ -96,13 +96,6 @@ def _block_stub(
 ) -> nn.Module:
     before = number < stage.first_block
     return earlier_block(block, stage, number, captured) if before else LaterBlock(number)
-
-
-def _recorder(stage: Stage, block: int) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        stage.record(block, module, output)
-
-    return hook
 
 
 def _poison_parameter(owner: nn.Module, name: str) -> None:

@@ -1,7 +1,7 @@
 """Point-to-point messages between neighboring pipeline stages.
 
 A message is a tree of tensors and other values. Shapes, dtypes and everything that is not a tensor
-travel in a header, once for every signature of the batch that both ends know; after that only
+are sent as a header, once for every signature of the batch, which both ends know; after that only
 tensors are sent, and a receive can be posted before it is needed.
 
 Note [Two groups]: activations and gradients use separate process groups. On NCCL the messages
@@ -19,51 +19,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_par.engine.tensor_tree import pack, PackedTree, TensorSpec, unpack
 from lightning_par.errors import PipelineError
 
-__all__ = ["Channel", "PendingMessage", "TensorSpec", "pack", "unpack"]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape, dtype and differentiability of a tensor that travels."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
-        """Describe `tensor`."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Place of a tensor in a message; a tensor that appears twice is sent once."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class _Header:
-    tree: Any
-    tensors: tuple[TensorSpec, ...]
+__all__ = ["Channel", "PendingMessage"]
 
 
 @dataclass(eq=False)
 class PendingMessage:
-    """A receive that was posted.
+    """A receive that was posted and may not be complete.
 
     Attributes:
         buffers: Where the tensors arrive, in order.
-        works: What to wait for.
-        header: How to put the tensors together; None for bare tensors.
+        works: Handles to wait for.
+        header: The tree around the tensors; None for bare tensors.
     """
 
     buffers: list[Tensor]
     works: list[dist.Work]
-    header: _Header | None = None
+    header: PackedTree | None = None
 
     def wait(self) -> list[Tensor]:
         """Wait for all tensors and return them."""
@@ -72,12 +46,28 @@ class PendingMessage:
         self.works = []
         return self.buffers
 
+    def unpack(self, *, with_grad: bool) -> tuple[Any, list[Tensor]]:
+        """Wait for a message and put its tree together.
+
+        Args:
+            with_grad: Make leaves of what required grad at the sender.
+
+        Returns:
+            The tree, and its distinct tensors in order.
+        """
+        assert self.header is not None
+        tensors = self.wait()
+        for tensor, spec in zip(tensors, self.header.specs, strict=True):
+            # A leaf: the backward stops here, and the sender gets its gradient.
+            tensor.requires_grad_(with_grad and spec.requires_grad)
+        return unpack(self.header, tensors), tensors
+
 
 class Channel:
-    """One direction of traffic between this rank and another.
+    """One direction of messages between this rank and another.
 
     Args:
-        group: Used for nothing but this direction.
+        group: Process group that is used for nothing but this direction.
         source: Global rank that this rank receives from, None if it only sends.
         target: Global rank that this rank sends to, None if it only receives.
         device: Where tensors arrive.
@@ -94,19 +84,19 @@ class Channel:
     ) -> None:
         self._group, self._source, self._target, self._device = group, source, target, device
         self._sending: list[tuple[dist.Work | None, Tensor]] = []
-        self._sent: dict[Hashable, _Header] = {}
-        self._seen: dict[Hashable, _Header] = {}
+        self._sent: dict[Hashable, PackedTree] = {}
+        self._seen: dict[Hashable, PackedTree] = {}
 
     def knows(self, signature: Hashable) -> bool:
-        """Whether the header of this signature arrived, so that a receive can be posted."""
+        """Return whether the header of this signature is known, so that a receive can be posted."""
         return signature in self._seen
 
     def send_message(self, message: Any, signature: Hashable) -> list[Tensor]:
         """Send a tree to the target.
 
         Args:
-            message: Pytree; tensors may appear more than once.
-            signature: Known to both ends; one header is sent for each.
+            message: Any picklable tree; tensors may appear more than once.
+            signature: The same value at both ends; one header is sent for each.
 
         Returns:
             The distinct tensors in the order in which their gradients will come back.
@@ -120,16 +110,18 @@ class Channel:
         known = self._sent.get(signature)
         if known is None:
             text = pickle.dumps(header)
+            # The receiver has to know the size of a message before it can post its receive.
             self._isend(torch.tensor([len(text)]))
             self._isend(torch.frombuffer(bytearray(text), dtype=torch.uint8))
             self._sent[signature] = header
         elif known != header:
-            raise PipelineError(_difference(known, header))
+            _check_alike(known, header)
         self.send_tensors([t.detach() for t in tensors])
         return tensors
 
     def send_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Send bare tensors to the target, without waiting."""
+        # What was sent has to stay in memory until it has left.
         self._sending = [s for s in self._sending if s[0] is not None and not s[0].is_completed()]
         for tensor in tensors:
             self._isend(tensor.contiguous())
@@ -145,14 +137,18 @@ class Channel:
             dist.recv(text, self._source, group=self._group)
             self._seen[signature] = pickle.loads(text.numpy().tobytes())
         header = self._seen[signature]
-        pending = self.post_tensors(header.tensors)
+        pending = self.post_tensors(header.specs)
         pending.header = header
         return pending
 
-    def post_tensors(self, specs: Sequence[TensorSpec]) -> PendingMessage:
-        """Post the receives of bare tensors."""
+    def post_tensors(self, like: Sequence[Tensor | TensorSpec]) -> PendingMessage:
+        """Post the receives of bare tensors.
+
+        Args:
+            like: Of the shapes and dtypes that will arrive.
+        """
         assert self._source is not None
-        buffers = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in specs]
+        buffers = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in like]
         works = [dist.irecv(b, self._source, group=self._group) for b in buffers]
         return PendingMessage(buffers, [w for w in works if w is not None])
 
@@ -168,68 +164,29 @@ class Channel:
         self._sending.append((dist.isend(tensor, self._target, group=self._group), tensor))
 
 
-def _difference(known: _Header, header: _Header) -> str:
-    """Say what changed between two messages that should have been alike."""
+def _check_alike(known: PackedTree, header: PackedTree) -> None:
+    """Raise `PipelineError`, saying what changed, unless two messages are alike."""
     advice = "Hand on what changes as a tensor, of one shape for every batch shape."
-    kinds = [[(spec.shape, spec.dtype) for spec in each.tensors] for each in (known, header)]
-    if known.tensors != header.tensors and kinds[0] == kinds[1]:
-        return (
+    kinds = [[(spec.shape, spec.dtype) for spec in each.specs] for each in (known, header)]
+    if known.specs != header.specs and kinds[0] == kinds[1]:
+        raise PipelineError(
             "whether what a stage hands on needs a gradient changed: parameters were frozen or "
             "unfrozen after the first step. Under a pipeline, do that before the fit."
         )
-    if known.tensors != header.tensors:
-        return (
+    if known.specs != header.specs:
+        raise PipelineError(
             "what a stage hands on changed its shape for a batch of the same shape: "
-            f"{list(known.tensors)} before, {list(header.tensors)} now. {advice}"
+            f"{kinds[0]} before, {kinds[1]} now. {advice}"
         )
-    before, now = known.tree, header.tree
+    # Equal trees may have different pickles, where a value is shared in one of them only.
+    before, now = (unpack(each, range(len(each.specs))) for each in (known, header))
+    if before == now:
+        return
     leaves = pytree.tree_leaves(before), pytree.tree_leaves(now)
     if len(leaves[0]) == len(leaves[1]):
         pairs = zip(*leaves, strict=True)
         before, now = next(((k, h) for k, h in pairs if k != h), (before, now))
-    return (
+    raise PipelineError(
         "what a stage hands on, besides tensors, changed for a batch of the same shape: "
         f"{before!r} before, {now!r} now. {advice}"
     )
-
-
-def unpack(pending: PendingMessage, *, with_grad: bool) -> tuple[Any, list[Tensor]]:
-    """Wait for a message and put its tree together.
-
-    Args:
-        pending: From `Channel.post_message`.
-        with_grad: Make leaves of what required grad at the sender.
-
-    Returns:
-        The tree, and its distinct tensors in order.
-    """
-    header, tensors = pending.header, pending.wait()
-    assert header is not None
-    for tensor, spec in zip(tensors, header.tensors, strict=True):
-        tensor.requires_grad_(with_grad and spec.requires_grad)
-
-    def fill(leaf: Any) -> Any:
-        return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
-
-    return pytree.tree_map(fill, header.tree), tensors
-
-
-def pack(message: Any) -> tuple[_Header, list[Tensor]]:
-    """Describe a tree, with a slot in the place of every tensor, and return its distinct tensors.
-
-    Args:
-        message: Pytree; tensors may appear more than once.
-    """
-    tensors: list[Tensor] = []
-    slots: dict[int, _Slot] = {}
-
-    def place(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in slots:
-            slots[id(leaf)] = _Slot(len(tensors))
-            tensors.append(leaf)
-        return slots[id(leaf)]
-
-    tree = pytree.tree_map(place, message)
-    return _Header(tree, tuple(map(TensorSpec.of, tensors))), tensors

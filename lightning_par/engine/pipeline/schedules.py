@@ -1,4 +1,4 @@
-"""The schedules by name, and how to read one from a file.
+"""Schedules by name (GPipe, 1F1B, interleaved, zero-bubble), and from a file.
 
 >>> print(*one_f_one_b(2, 3).actions[0])
 0F0 0F1 0B0 0F2 0B1 0B2
@@ -37,7 +37,7 @@ _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes the GPipe schedule: all forwards, then all backwards in the same order.
+    """Return the GPipe schedule: all forwards, then all backwards in the same order.
 
     Its bubble is (p - 1) / (m + p - 1), and every stage holds the activations of m micro-batches at
     its peak.
@@ -65,7 +65,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes the 1F1B schedule: after a warm-up, one forward and one backward in turn.
+    """Return the 1F1B schedule: after a warm-up, one forward and one backward in turn.
 
     Its bubble is that of GPipe, (p - 1) / (m + p - 1), but stage s holds min(p - s, m)
     micro-batches at its peak.
@@ -94,7 +94,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Makes the interleaved 1F1B schedule: rank r holds the stages r, r + p, ..., r + (v - 1) p.
+    """Return the interleaved 1F1B schedule: rank r holds the stages r, r + p, ..., r + (v - 1) p.
 
     If p divides m, its bubble is (p - 1) / (v m + p - 1), at v times the messages of 1F1B, and
     rank 0 holds the activations of p (1 + (p - 1) / (p v)) micro-batches of all its stages.
@@ -139,7 +139,7 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
 
 
 def forward_only(rank_of_stage: Sequence[int], num_microbatches: int) -> Schedule:
-    """Makes the schedule of validation and prediction: every micro-batch forward, in order.
+    """Return the schedule of validation and prediction: every micro-batch forward, in order.
 
     Each rank runs its forwards in the order of slots in which a micro-batch advances by a stage per
     slot, so that no rank waits for one that waits for it. Micro-batches enter every v slots, or,
@@ -191,7 +191,7 @@ SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
 def build_schedule(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> Schedule:
-    """Makes the training schedule called `name`, or reads it from the file of that name.
+    """Return the training schedule called `name`, or reads it from the file of that name.
 
     Args:
         name: A key of `SCHEDULES`, or the path of a file (see `read_schedule`).
@@ -224,7 +224,7 @@ def build_schedule(
 def place_stages(
     name: str, num_ranks: int, stages_per_rank: int | None = None, *, num_microbatches: int = 1
 ) -> tuple[int, ...]:
-    """Gives the rank that holds each stage; the arguments are those of `build_schedule`.
+    """Return the rank that holds each stage; the arguments are those of `build_schedule`.
 
     One rank is no pipeline: it holds the whole model as one stage, whatever the schedule.
 
@@ -237,18 +237,18 @@ def place_stages(
 
 
 def splits_backward(name: str, num_ranks: int) -> bool:
-    """Says whether some backward of the schedule called `name` comes in two halves."""
+    """Return whether some backward of the schedule called `name` comes in two halves."""
     return build_schedule(name, num_ranks, 1).splits_backward
 
 
 def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Schedule:
-    """Reads a schedule that was written by hand, and checks that it can run.
+    """Read a schedule that was written by hand, and checks that it can run.
 
     The file has a line per rank with its actions in order, such as ``0F0 0F1 0B0 0B1``; what
     follows a ``#`` is a comment. A rank holds the stages whose actions it runs.
 
     Args:
-        path: Of a text file.
+        path: A text file.
         num_ranks: p, the lines that it must have.
         num_microbatches: m; the file must have as many, and if it has more, the first are run.
 
@@ -290,6 +290,7 @@ def _alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> list[Action]:
     """Order a warm-up of forwards, then a forward and a backward in turn, then what is left."""
+    # Fewer micro-batches than the warm-up wants: all forwards, then all backwards.
     warm_up = min(warm_up, len(forwards))
     steady = len(forwards) - warm_up
     pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)

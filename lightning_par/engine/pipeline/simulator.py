@@ -1,4 +1,4 @@
-"""Runs a schedule on paper: validity, deadlocks, times, bubble, activations in flight, and a grid.
+"""Simulator of schedules: validity, deadlocks, times, bubble, activations in flight, and a grid.
 
 Note [Buffered messages]: an action starts when its rank is free and its inputs are there. Results
 travel without holding up the rank that sends them, as asynchronous sends do, and wait at the
@@ -34,7 +34,7 @@ _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a schedule costs.
+    """Times, bubble and memory of a simulated schedule.
 
     Args:
         events: The actions of each rank with their times, in the order in which it ran them.
@@ -56,7 +56,7 @@ class Simulation:
 
 
 def bubble_fraction(events: Sequence[Sequence[TimedAction]]) -> float:
-    """Gives the idle fraction of a step: 1 - busy / (ranks * makespan).
+    """Return the idle fraction of a step: 1 - busy / (ranks * makespan).
 
     The makespan runs from the first start to the last end over ALL ranks. Idle time inside each
     rank's own span, the other definition in use, is lower by 0.03 to 0.1.
@@ -76,7 +76,7 @@ def bubble_fraction(events: Sequence[Sequence[TimedAction]]) -> float:
 
 
 def span_bubble_fraction(events: Sequence[Sequence[TimedAction]]) -> float:
-    """Gives the idle fraction of the longest span of a rank: 1 - busy / span.
+    """Return the idle fraction of the longest span of a rank: 1 - busy / span.
 
     A span runs from a rank's own first start to its own last end, so that the ranks' starting one
     after the other is no bubble. This is what papers on zero-bubble schedules report; the ranks
@@ -106,7 +106,7 @@ def simulate(
     backward_weight: float | Sequence[float] | None = None,
     p2p: float = 0.0,
 ) -> Simulation:
-    """Runs `schedule` on paper; see Note [Buffered messages].
+    """Simulate `schedule`; see Note [Buffered messages].
 
     >>> from lightning_par.engine.pipeline.schedules import one_f_one_b
     >>> simulation = simulate(one_f_one_b(4, 8))
@@ -114,7 +114,7 @@ def simulate(
     (33.0, 0.2727, (4, 3, 2, 1))
 
     Args:
-        schedule: What to run.
+        schedule: The schedule to simulate.
         forward: Cost of one forward, in any unit of time: one number, or one per stage.
         backward: Cost of one whole backward, both halves.
         backward_weight: Cost of a `BACKWARD_WEIGHT`; `BACKWARD_INPUT` takes the rest. None: half.
@@ -152,7 +152,7 @@ def simulate(
 
 
 def validate_schedule(schedule: Schedule, *, training: bool = True) -> None:
-    """Checks that every rank can run its actions to the end and that nothing is left undone.
+    """Check that every rank can run its actions to the end and that nothing is left undone.
 
     Each micro-batch must pass each stage once: a forward and, if `training`, either a whole
     backward or its two halves, on the rank that holds the stage, each after what it needs there.
@@ -160,7 +160,7 @@ def validate_schedule(schedule: Schedule, *, training: bool = True) -> None:
     Only a schedule that has all this is searched for deadlocks; see Note [Buffered messages].
 
     Args:
-        schedule: What to check.
+        schedule: The schedule to check.
         training: Whether backwards must be there; else they must not be.
 
     Raises:
@@ -175,12 +175,13 @@ def validate_schedule(schedule: Schedule, *, training: bool = True) -> None:
     ] or list(crossed_messages(schedule))
     if not problems:
         costs = dict.fromkeys(ActionKind, [1.0] * schedule.num_stages)
+        # Times do not matter here: a schedule deadlocks with any or with none.
         problems = _Walk(schedule, costs, 0.0).run()
     raise_problems(ScheduleError, problems)
 
 
 def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
-    """Prints the time grid: one row per rank, one column per unit of time.
+    """Return the time grid as text: one row per rank, one column per unit of time.
 
     An action that takes several units is continued by dashes, a dot is an idle unit.
 
@@ -191,7 +192,7 @@ def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2) 
     rank 1 |  .  1F0 1F1 1B0 --- 1B1 ---  .   .
 
     Args:
-        schedule: What to print.
+        schedule: The schedule to print.
         forward: Units that one forward takes, at least 1.
         backward: Units that one whole backward takes, at least 1; even if it comes in halves.
 
@@ -221,7 +222,7 @@ def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2) 
 
 
 class _Walk:
-    """The state of one run: what is done, when, and how far each rank has come."""
+    """The state of one simulation: when each action was done, and how far each rank has come."""
 
     def __init__(
         self, schedule: Schedule, costs: Mapping[ActionKind, Sequence[float]], p2p: float
@@ -233,11 +234,12 @@ class _Walk:
         self.events: list[list[TimedAction]] = [[] for _ in schedule.actions]
 
     def run(self) -> list[str]:
-        """Runs all that can run; gives the problem if that is not everything."""
+        """Run all actions that can run; return the problem if some cannot."""
         progress = True
         while progress:
             progress = False
             for rank, actions in enumerate(self._schedule.actions):
+                # As far as this rank can go; others may then continue.
                 while len(self.events[rank]) < len(actions) and self._step(rank):
                     progress = True
         blocked = [
@@ -254,7 +256,7 @@ class _Walk:
         return [f"{self._schedule.name}: deadlock, {circle}. Put what is waited for earlier."]
 
     def _step(self, rank: int) -> bool:
-        """Runs the next action of `rank`; gives whether it could."""
+        """Run the next action of `rank`, if it has its inputs; return whether it had."""
         action = self._schedule.actions[rank][len(self.events[rank])]
         start = self.events[rank][-1].end if self.events[rank] else 0.0
         for choices in inputs_of(action, self._schedule.num_stages):

@@ -1,10 +1,10 @@
-"""Weights' gradients that wait: the backward of a linear map in halves.
+"""The split of a backward into input (I) and weight (W), as zero-bubble schedules need it.
 
 y = x W^T has the gradients dx = dy W, which the previous stage waits for, and dW = dy^T x, which
-nobody does. While a `WeightGradients` collects, a backward computes dx only and keeps (dy, x) for
-later. What is not a linear map of a parameter computes all its gradients at once.
+no other stage needs. While a `WeightGradients` collects, a backward computes dx only and keeps
+(dy, x) for later. What is not a linear map of a parameter computes all its gradients at once.
 
-Blocks are wrapped, not the model: a recomputation of a block enters the wrapper again.
+Blocks are wrapped, not the model, so that a recomputation of a block enters the wrapper again.
 
 **Source**: Qi et al. 2401.10241, section 4 (the split of the backward); ours catches
 `F.linear`, so that no layer has to be written for it.
@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.engine.wrapping import Forward, wrap_forward
+
 __all__ = ["Deferred", "WeightGradients", "defer_weight_gradients"]
 
 _CASTS = ("ToCopyBackward0", "_ToTorchTensorBackward")
@@ -31,9 +33,9 @@ class Deferred:
     """The gradient of one weight, not computed yet.
 
     Attributes:
-        weight: [out, in].
-        x: What the weight was applied to, [..., in].
-        grad: Of the output, [..., out].
+        weight: [out, in], a parameter or a cast of one.
+        x: [..., in], input of the linear map.
+        grad: [..., out], gradient of its output.
     """
 
     weight: Tensor
@@ -46,15 +48,20 @@ class Deferred:
             grad = self.grad.flatten(0, -2).t() @ self.x.flatten(0, -2)
         torch.autograd.backward([self.weight], [grad])
 
-    def silenced(self) -> "Deferred":
-        """Return one that accumulates 0, for a loss that weighs nothing."""
+    def zeroed(self) -> "Deferred":
+        """Return one that accumulates 0, for a loss with weight 0."""
         return Deferred(self.weight, self.x, torch.zeros_like(self.grad))
 
 
 class WeightGradients:
-    """Where backwards put the weights' gradients that they leave for later."""
+    """Where backwards put the weights' gradients that they leave for later.
+
+    Attributes:
+        is_used: Whether any module was told to leave its weights' gradients here.
+    """
 
     def __init__(self) -> None:
+        self.is_used = False
         self._waiting: list[Deferred] | None = None
 
     @contextmanager
@@ -75,19 +82,22 @@ class WeightGradients:
 
 
 def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> None:
-    """Let the linear maps in a module's forward compute their weights' gradients when told to.
+    """Make the linear maps in a module's forward leave their weights' gradients for later.
 
     Args:
         module: Its forward is wrapped.
-        gradients: Where they wait.
+        gradients: Where the backward leaves them.
     """
-    inner: Callable[..., Any] = module.forward
+    gradients.is_used = True
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with _CatchLinear(gradients):
-            return inner(*args, **kwargs)
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _CatchLinear(gradients):
+                return inner(*args, **kwargs)
 
-    module.forward = forward
+        return forward
+
+    wrap_forward(module, around, "deferred_weight_gradients")
 
 
 class _CatchLinear(TorchFunctionMode):
@@ -122,6 +132,7 @@ class _CatchLinear(TorchFunctionMode):
 def _leads_to_a_parameter(weight: Tensor) -> bool:
     """Whether a later backward from `weight` meets nothing that this one uses or frees."""
     node: Any = weight.grad_fn
+    # A weight computed from other weights shares their graph, which this backward frees.
     while node is not None and node.name() in _CASTS:
         node = node.next_functions[0][0]
     at_parameter = node is None or node.name() == "torch::autograd::AccumulateGrad"

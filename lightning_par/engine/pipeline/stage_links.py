@@ -1,4 +1,4 @@
-"""The boundaries between pipeline stages: between two ranks, or within one."""
+"""Links between neighboring pipeline stages: channels between two ranks, or within one."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.pipeline.p2p import Channel, pack, PendingMessage, TensorSpec
+from lightning_par.engine.pipeline.p2p import Channel, PendingMessage
+from lightning_par.engine.tensor_tree import pack, TensorSpec
 
-__all__ = ["Boundary", "LocalChannel", "connect", "group_name"]
+__all__ = ["LocalChannel", "StageLink", "connect", "group_name"]
 
 
 class LocalChannel:
-    """Hands over within one rank, in the order in which it was sent; nothing is copied."""
+    """A channel between two stages of one rank: a queue; no tensor is copied."""
 
     is_local = True
 
@@ -24,25 +25,25 @@ class LocalChannel:
         self._queue: deque[PendingMessage] = deque()
 
     def knows(self, signature: Hashable) -> bool:
-        """Whether a receive can be posted: nothing is ahead of what was computed here."""
+        """Return False: nothing can arrive before this rank has computed it."""
         return False
 
     def send_message(self, message: Any, signature: Hashable) -> list[Tensor]:
-        """Leave a tree for the other stage; see `Channel.send_message`."""
+        """Queue a tree for the other stage; see `Channel.send_message`."""
         header, tensors = pack(message)
         self._queue.append(PendingMessage([t.detach() for t in tensors], [], header))
         return tensors
 
     def send_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Leave bare tensors for the other stage."""
+        """Queue bare tensors for the other stage."""
         self._queue.append(PendingMessage(list(tensors), []))
 
     def post_message(self, signature: Hashable) -> PendingMessage:
-        """Take the tree that was left first."""
+        """Return the first tree of the queue."""
         return self._queue.popleft()
 
-    def post_tensors(self, specs: Sequence[TensorSpec]) -> PendingMessage:
-        """Take the tensors that were left first."""
+    def post_tensors(self, like: Sequence[Tensor | TensorSpec]) -> PendingMessage:
+        """Return the first tensors of the queue."""
         return self._queue.popleft()
 
     def drain(self) -> None:
@@ -50,12 +51,12 @@ class LocalChannel:
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """Where two stages meet.
+class StageLink:
+    """The two channels between two neighboring stages.
 
     Attributes:
-        activations: From the earlier stage to the later one.
-        gradients: From the later stage to the earlier one.
+        activations: Channel from the earlier stage to the later one.
+        gradients: Channel from the later stage to the earlier one.
     """
 
     activations: Channel | LocalChannel
@@ -85,19 +86,19 @@ def connect(
     global_rank_of: Callable[[int], int],
     device: torch.device,
     channel: type[Channel] = Channel,
-) -> dict[int, Boundary]:
-    """Make the boundaries of one rank.
+) -> dict[int, StageLink]:
+    """Return the links of one rank.
 
     Args:
         rank_of_stage: The pipeline rank that holds each stage.
         rank: This pipeline rank.
-        group_of: Gives the process group of a `group_name`.
-        global_rank_of: Gives the global rank of a pipeline rank.
+        group_of: Returns the process group of a `group_name`.
+        global_rank_of: Returns the global rank of a pipeline rank.
         device: Where tensors arrive.
-        channel: What sends between two ranks.
+        channel: Class of the channels between two ranks.
 
     Returns:
-        The boundary behind stage s, by s, for those that touch a stage of this rank.
+        s -> the link between the stages s and s + 1, for those that touch a stage of this rank.
     """
 
     def one_way(kind: str, source: int, target: int) -> Channel:
@@ -108,11 +109,11 @@ def connect(
             device,
         )
 
-    boundaries = {}
+    links = {}
     for stage, (earlier, later) in enumerate(pairwise(rank_of_stage)):
         if earlier == later == rank:
-            boundaries[stage] = Boundary(LocalChannel(), LocalChannel())
+            links[stage] = StageLink(LocalChannel(), LocalChannel())
         elif rank in (earlier, later):
             activations = one_way("activations", earlier, later)
-            boundaries[stage] = Boundary(activations, one_way("gradients", later, earlier))
-    return boundaries
+            links[stage] = StageLink(activations, one_way("gradients", later, earlier))
+    return links

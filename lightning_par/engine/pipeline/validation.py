@@ -1,4 +1,4 @@
-"""What every schedule must obey; each rule gives a sentence for every action that breaks it.
+"""Rules of schedules; each yields a sentence for every action that breaks it.
 
 Note [Messages carry no number]: between two ranks, activations travel in one queue and gradients in
 another, and what a rank receives is what was sent first. The rank that sends and the one that
@@ -24,11 +24,11 @@ _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
 
 def inputs_of(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """Gives what `action` needs: one of each tuple (an input gradient comes from B or from I).
+    """Return the inputs of an action: one of each tuple (an input gradient comes from B or from I).
 
     Args:
-        action: Of a schedule.
-        num_stages: Of the same schedule.
+        action: An action of a schedule.
+        num_stages: Number of stages of this schedule.
     """
     stage, microbatch = action.stage, action.microbatch
     if action.kind is _F:
@@ -42,7 +42,7 @@ def inputs_of(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
 
 
 def foreign_actions(schedule: Schedule, training: bool) -> Iterator[str]:
-    """Says which actions do not exist in this pipeline, or are not of the rank that runs them."""
+    """Yield a problem for every action that does not exist, or belongs to another rank."""
     name, stages, microbatches = schedule.name, schedule.num_stages, schedule.num_microbatches
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
@@ -59,7 +59,7 @@ def foreign_actions(schedule: Schedule, training: bool) -> Iterator[str]:
 
 
 def missing_actions(schedule: Schedule, training: bool) -> Iterator[str]:
-    """Says which actions are missing, repeated, or both a whole backward and its halves."""
+    """Yield a problem for every action that is missing, repeated, or both whole and split."""
     name = schedule.name
     counts = Counter(action for actions in schedule.actions for action in actions)
     for action, count in counts.items():
@@ -81,7 +81,7 @@ def missing_actions(schedule: Schedule, training: bool) -> Iterator[str]:
 
 
 def early_actions(schedule: Schedule) -> Iterator[str]:
-    """Says which actions come before one of the same stage that they need."""
+    """Yield a problem for every action that comes before one of its stage that it needs."""
     for rank, actions in enumerate(schedule.actions):
         position = {action: index for index, action in reversed(list(enumerate(actions)))}
         for action, index in position.items():
@@ -92,7 +92,7 @@ def early_actions(schedule: Schedule) -> Iterator[str]:
 
 
 def crossed_messages(schedule: Schedule) -> Iterator[str]:
-    """Says which messages are taken in another order than they are sent.
+    """Yield a problem for messages that are received in another order than they are sent.
 
     See Note [Messages carry no number]. The schedule must break no other rule.
     """
@@ -124,6 +124,6 @@ def crossed_messages(schedule: Schedule) -> Iterator[str]:
 def _queue(
     kind: str, owners: tuple[int, ...], source: int, target: int
 ) -> tuple[str, int, int, int | None]:
-    """The queue from one stage to the next; within a rank, every boundary has its own."""
+    """Return the queue between two stages; within a rank, every link has its own."""
     ranks = owners[source], owners[target]
     return (kind, *ranks, source if ranks[0] == ranks[1] else None)

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: the backward in halves, weights' gradients where a rank would wait.
+"""Zero-bubble schedules: the backward is split, weights' gradients fill the bubble.
 
 F is a forward, I the gradient of a stage's input, W those of its weights; T_F, T_I and T_W are
 their times. p is the number of ranks, m the number of micro-batches. Sizes of the bubble are those
@@ -23,8 +23,8 @@ class _Row:
     """The actions of one rank, appended kind by kind; a micro-batch's number is its turn.
 
     Args:
-        stages: Of the rank.
-        num_microbatches: How many of each there are; a further one is not appended.
+        stages: Stages of the rank, one per chunk.
+        num_microbatches: Number of actions of each kind; further ones are not appended.
     """
 
     def __init__(self, stages: tuple[int, ...], num_microbatches: int) -> None:
@@ -41,16 +41,16 @@ class _Row:
                 self._count[kind, chunk] += 1
 
     def left(self, kind: ActionKind, chunk: int = 0) -> int:
-        """Give how many actions of a kind are still to come."""
+        """Return how many actions of a kind are still to come."""
         return self._microbatches - self._count[kind, chunk]
 
     def waiting(self, chunk: int = 0) -> int:
-        """Give how many weights' gradients could be computed now."""
+        """Return how many weights' gradients could be computed now."""
         return self._count[_I, chunk] - self._count[_W, chunk]
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes ZB-H1: the memory of 1F1B, and a third of its bubble.
+    """Return ZB-H1: the memory of 1F1B, and a third of its bubble.
 
     The bubble has the size (p - 1) (T_F + T_I - T_W); no stage holds more than p micro-batches.
 
@@ -68,7 +68,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes ZB-H2: no bubble if T_F = T_I = T_W, for about twice the memory of 1F1B.
+    """Return ZB-H2: no bubble if T_F = T_I = T_W, for about twice the memory of 1F1B.
 
     The bubble has the size (p - 1) (T_F + T_I - 2 T_W); a stage holds up to 2p - 1 micro-batches.
 
@@ -114,7 +114,7 @@ def _handcrafted(
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Makes ZB-V: two stages per rank in the shape of a V, no bubble at the memory of 1F1B.
+    """Return ZB-V: two stages per rank in the shape of a V, no bubble at the memory of 1F1B.
 
     Rank r holds the stages r and 2p - 1 - r, so that rank 0 holds both ends of the model. From
     m = 2p on, if T_F = T_I = T_W and messages take no time, the bubble is zero; a rank holds up to

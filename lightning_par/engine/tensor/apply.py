@@ -20,12 +20,13 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from lightning_par.engine.init.deferred_init import seed_generators
 from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.rng import fork_torch_rng, seed_generators
 from lightning_par.engine.tensor.huggingface_layers import enter_region, leave_region
 from lightning_par.engine.tensor.parameters import local_parameters, tensor_placements
 from lightning_par.engine.tensor.sequence_parallel import Region, Regions
 from lightning_par.engine.tensor.styles import plain, Style, STYLE_FUNCTIONS
+from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.tensor_styles import TENSOR_STYLES
 
@@ -53,7 +54,7 @@ def _shard_between_blocks(
     """Cut the input of the first block along T, and make the output of the last one whole."""
     for fqn, style in ((block_names[0], enter_region), (block_names[-1], leave_region)):
         if fqn in modules:
-            _wrap_forward(modules[fqn], style, region)
+            _apply_style(modules[fqn], style, region)
 
 
 def apply_tensor_parallel(
@@ -82,7 +83,7 @@ def apply_tensor_parallel(
         if fqn not in modules:
             continue
         module, region = modules[fqn], regions.of(fqn)
-        _wrap_forward(module, STYLE_FUNCTIONS.get(style, plain), region)
+        _apply_style(module, STYLE_FUNCTIONS.get(style, plain), region)
         spec = TENSOR_STYLES[style]
         sums = ("always", "sequence_parallel") if region.sequence_parallel else ("always",)
         if spec.partial_gradients in sums:
@@ -103,17 +104,19 @@ def apply_tensor_parallel(
     )
 
 
-def _wrap_forward(module: nn.Module, style: Style, context: Region) -> None:
-    original = module.forward
+def _apply_style(module: nn.Module, style: Style, context: Region) -> None:
     direct = next(module.parameters(recurse=False), None) is not None
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not direct:
-            return style(module, original, context, args, kwargs)
-        with local_parameters(module):
-            return style(module, original, context, args, kwargs)
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not direct:
+                return style(module, inner, context, args, kwargs)
+            with local_parameters(module):
+                return style(module, inner, context, args, kwargs)
 
-    module.forward = forward
+        return forward
+
+    wrap_forward(module, around, "tensor_parallel")
 
 
 def _draws_random_numbers(block: nn.Module) -> bool:
@@ -128,16 +131,17 @@ def _separate_random_numbers(block: nn.Module, tp_rank: int) -> None:
     The seed comes from the state that all ranks share, which moves on alike, and is restored
     afterwards.
     """
-    original = block.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not block.training:
-            return original(*args, **kwargs)
-        seed = int(torch.randint(2**62, ())) + tp_rank
-        device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
-        devices = [device] if device.type != "cpu" else []
-        with torch.random.fork_rng(devices, device_type="cuda"):
-            seed_generators(seed, device)
-            return original(*args, **kwargs)
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not block.training:
+                return inner(*args, **kwargs)
+            seed = int(torch.randint(2**62, ())) + tp_rank
+            device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+            with fork_torch_rng(device):
+                seed_generators(seed, device)
+                return inner(*args, **kwargs)
 
-    block.forward = forward
+        return forward
+
+    wrap_forward(block, around, "separate_random_numbers")

@@ -17,6 +17,7 @@ from lightning_par.engine.pipeline.schedules import build_schedule, splits_backw
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.engine.pipeline.split_backward import defer_weight_gradients, WeightGradients
 from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.wrapping import wrap_forward
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.plan import match_pattern
 from lightning_par.resolved_plan import ResolvedPlan
@@ -206,7 +207,7 @@ def _stage_modes(
 def _compile(module: nn.Module, resolved: ResolvedPlan, options: bool | dict[str, Any]) -> None:
     chosen = options if isinstance(options, dict) else {}
     for block in _chosen(module, resolved, 1).values():
-        block.forward = torch.compile(block.forward, **chosen)
+        wrap_forward(block, lambda inner: torch.compile(inner, **chosen), "compile")
 
 
 def _defer(module: nn.Module, resolved: ResolvedPlan, gradients: WeightGradients) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.engine.batch import batch_entry, sequence_entries
 from lightning_par.engine.context.apply import check_context
-from lightning_par.engine.context.sequence_shard import ContextOptions
+from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import check_compression, GradientCompression
 from lightning_par.engine.experts.apply import check_experts
 from lightning_par.engine.offload.options import OffloadOptions

@@ -9,13 +9,8 @@ from torch import nn, Tensor
 
 from lightning_par.engine.data.compression.reduction import CompressedGradients
 from lightning_par.engine.data.fsdp import Sharding
-from lightning_par.engine.data.gradient_reduction import (
-    clip_by_norm,
-    clip_by_value,
-    ReplicatedGradients,
-    SharedGradients,
-    total_norm,
-)
+from lightning_par.engine.data.gradient_norm import clip_by_norm, clip_by_value, total_norm
+from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.mesh import ParallelMesh
 from lightning_par.resolved_plan import ResolvedPlan
@@ -118,7 +113,7 @@ class ParallelModel:
         return total_norm(
             parameters,
             device=self.module.device,
-            counts=counts,
+            elsewhere=self.counted_elsewhere,
             loss=loss,
             offloaded_norms=(
                 () if self.host is None else self.host.offloaded_gradients.norms(counts)

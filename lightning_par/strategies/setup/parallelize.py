@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.context.apply import apply_context_parallel, build_axis
-from lightning_par.engine.context.sequence_shard import ContextOptions
+from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.data.compression.reduction import CompressedGradients
 from lightning_par.engine.data.fsdp import shard_model, Sharding
@@ -37,7 +37,7 @@ from lightning_par.engine.pipeline.module_split import cut_stages
 from lightning_par.engine.pipeline.schedules import build_schedule, place_stages
 from lightning_par.engine.pipeline.split_backward import WeightGradients
 from lightning_par.engine.pipeline.stage import Stage
-from lightning_par.engine.pipeline.stage_links import Boundary, connect, group_name
+from lightning_par.engine.pipeline.stage_links import connect, group_name, StageLink
 from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParallel
 from lightning_par.huggingface import divide_attention
 from lightning_par.mesh import ParallelMesh
@@ -289,7 +289,7 @@ def _connect(
     owners: Sequence[int],
     device: torch.device,
     groups: dict[str, dist.ProcessGroup],
-) -> dict[int, Boundary]:
+) -> dict[int, StageLink]:
     """Make the groups of the pipeline, the same on every rank, and this rank's boundaries."""
     ranks = [list(range(mesh.sizes.pipeline))]
     for earlier, later in pairwise(owners):

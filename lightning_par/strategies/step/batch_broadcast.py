@@ -1,16 +1,16 @@
 """Objects and batches that all ranks of a replica have to agree on."""
 
-import io
 import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
+from torch import nn
 from torchmetrics import Metric
 
 from lightning_par.engine.batch import map_tensors
+from lightning_par.engine.tensor_tree import pack, PackedTree, unpack
 from lightning_par.mesh import ParallelMesh
 
 __all__ = ["BatchSharing", "bind_metrics", "broadcast_object", "to_cpu"]
@@ -62,24 +62,21 @@ class BatchSharing:
         """
         if self._group.size() == 1:
             return batch
-        text, tensors = _hollow(batch) if self._is_source else (b"", [])
-        skeleton = io.BytesIO(self._agree_on(text))
-        specs = pickle.load(skeleton)
-        devices = {d.type for _, _, d in specs}
-        local = torch.device("cpu" if devices <= {"cpu"} else "cuda")
+        header, tensors = pack(batch) if self._is_source else (None, [])
+        packed: PackedTree = pickle.loads(self._agree_on(pickle.dumps(header)))
         received = []
-        for index, (shape, dtype, device) in enumerate(specs):
-            at = device if device.type == "cpu" else local
+        for index, spec in enumerate(packed.specs):
+            at = "cpu" if spec.device.type == "cpu" else "cuda"
             buffer = (
                 tensors[index].contiguous()
                 if self._is_source
-                else torch.empty(shape, dtype=dtype, device=at)
+                else torch.empty(spec.shape, dtype=spec.dtype, device=at)
             )
             dist.broadcast(buffer, self._source, group=self._group)
             received.append(buffer)
         if self._is_source:
             return batch
-        return _Filler(skeleton, received).load()
+        return unpack(packed, received)
 
     def _agree_on(self, text: bytes) -> bytes:
         """Return the text of the first rank; it is sent only when it changed."""
@@ -93,43 +90,6 @@ class BatchSharing:
             dist.broadcast(buffer, self._source, group=self._group)
             self._header = buffer.numpy().tobytes()
         return self._header
-
-
-class _Hollower(pickle.Pickler):
-    """Pickles a batch without its tensors, which it collects in `tensors`."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
-            return None
-        place = self._places.setdefault(id(value), len(self.tensors))
-        if place == len(self.tensors):
-            self.tensors.append(value)
-        return place
-
-
-class _Filler(pickle.Unpickler):
-    """Builds a batch that `_Hollower` pickled around the tensors that have arrived."""
-
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, place: int) -> Tensor:
-        return self._tensors[place]
-
-
-def _hollow(batch: Any) -> tuple[bytes, list[Tensor]]:
-    """Return the shapes of the tensors and the batch without them, pickled, and the tensors."""
-    file = io.BytesIO()
-    pickler = _Hollower(file)
-    pickler.dump(batch)
-    specs = [(tuple(t.shape), t.dtype, t.device) for t in pickler.tensors]
-    return pickle.dumps(specs) + file.getvalue(), pickler.tensors
 
 
 def bind_metrics(

@@ -1,26 +1,23 @@
 """Running the user's steps on a mesh: weights of the loss, random numbers, pipelines, logs."""
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor
 
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.batch import batch_size, count_valid, signature, split_batch
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.grad_scaler import MeshGradScaler
-from lightning_par.engine.init.deferred_init import seed_generators, seed_of
 from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
+from lightning_par.engine.rng import fork_all_rng, seed_all_generators, seed_of
 from lightning_par.errors import NonFiniteError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import BatchLayout
@@ -141,10 +138,10 @@ class StepRunner:
         shares = self._shares([args[0]]) if weighted else None
         step = getattr(self.module, name)
         logs = adjust_logs(self.module, shares)
-        self.sharding.silence.release()
+        self.sharding.zero_weight.release()
         self.silent = training and shares is not None and bool(shares.silent)
         if self.silent:
-            self.sharding.silence.prepare()
+            self.sharding.zero_weight.prepare()
         with context(), self._random_restored(), logs, self._user_step():
             self._seed(key, 0)
             output = self.sharding.call(lambda: step(*args))
@@ -191,19 +188,19 @@ class StepRunner:
         if not self.silent:
             yield
             return
-        with self.sharding.silence.silent():
+        with self.sharding.zero_weight.zero_gradients():
             yield
-        self.sharding.silence.release()
+        self.sharding.zero_weight.release()
 
     def _prepared_silence(self, shares: BatchShares) -> AbstractContextManager[None]:
-        return self.sharding.silence.prepared() if shares.silent else nullcontext()
+        return self.sharding.zero_weight.prepared() if shares.silent else nullcontext()
 
     @contextmanager
     def _around(self, index: int, silent: bool) -> Iterator[bool]:
         if not silent:
             yield True
             return
-        with self.sharding.silence.silent():
+        with self.sharding.zero_weight.zero_gradients():
             yield False
 
     @contextmanager
@@ -225,21 +222,12 @@ class StepRunner:
         """
         if self._is_cut:
             seed = seed_of(self.seed, *key, micro_batch, self.mesh.data_rank)
-            seed_generators(seed, torch.device(self.mesh.device_type))
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
+            seed_all_generators(seed, torch.device(self.mesh.device_type))
 
-    @contextmanager
-    def _random_restored(self) -> Iterator[None]:
+    def _random_restored(self) -> AbstractContextManager[None]:
         """Leave the generators as they were, if `_seed` changes them."""
-        if not self._is_cut:
-            yield
-            return
-        states = _collect_rng_states(include_cuda=self.mesh.device_type == "cuda")
-        try:
-            yield
-        finally:
-            _set_rng_states(states)
+        device = torch.device(self.mesh.device_type)
+        return fork_all_rng(device) if self._is_cut else nullcontext()
 
     def _split(self, batch: Any, *, training: bool) -> tuple[list[Any], Schedule]:
         ranks, owners = self.mesh.sizes.pipeline, self.rank_of_stage

@@ -47,9 +47,9 @@ class DividedSteps:
         if self.axis is None:
             return args
         if name == "predict_step":
-            self.axis.join()
+            self.axis.clear()
             return args
-        return [self.axis.cut(args[0], self._plan.batch), *args[1:]]
+        return [self.axis.shard_batch(args[0], self._plan.batch), *args[1:]]
 
     def mean(self, value: Tensor, weight: Tensor) -> Tensor:
         """Return the mean of a loss over the ranks that see tokens of the same samples.
@@ -70,7 +70,7 @@ class DividedSteps:
     def close(self) -> None:
         """Say that the step, with its backward, is over."""
         if self.axis is not None:
-            self.axis.join()
+            self.axis.clear()
 
     def check(self, name: str) -> None:
         """Refuse, after the first step, a model whose attention or positions were out of reach.

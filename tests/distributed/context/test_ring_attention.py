@@ -146,12 +146,12 @@ def test_rerun_is_equal_bit_by_bit(rank: int, world: int) -> None:
 @ranks(4)
 def test_mask_is_gathered_once_for_a_batch(rank: int, world: int) -> None:
     axis = make_axis(world)
-    axis.lay_out(16)
+    axis.set_length(16)
     x, visible = torch.randn(2, 2, 4, 8), torch.ones(2, 4, dtype=torch.bool)
     with CommVolume() as volume:
         for _ in range(3):
             axis.attend(x, x, x, visible=visible)
         assert volume.total(operation="all_gather").calls == 1
-        axis.lay_out(16)
+        axis.set_length(16)
         axis.attend(x, x, x, visible=visible)
     assert volume.total(operation="all_gather").calls == 2

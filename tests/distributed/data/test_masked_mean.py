@@ -40,12 +40,12 @@ def test_replica_or_micro_batch_without_a_valid_label_leaves_gradients_right(
     )
 
 
-def test_silence_zeroes_only_the_backwards_inside_it_and_leaves_no_hook() -> None:
+def test_zero_weight_zeroes_only_the_backwards_inside_it_and_leaves_no_hook() -> None:
     unit = nn.Linear(3, 2)
-    silence = ZeroWeightBackward([unit])
-    with silence.prepared():
+    hooks = ZeroWeightBackward([unit])
+    with hooks.prepared():
         first, second = unit(torch.ones(5, 3)).sum(), unit(torch.ones(7, 3)).sum()
-        with silence.silent():
+        with hooks.zero_gradients():
             (first / 0).backward()
         assert unit.weight.grad is not None
         assert unit.weight.grad.eq(0).all()

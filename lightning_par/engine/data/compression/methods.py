@@ -1,7 +1,7 @@
-"""How the replicas agree on the mean of a bucket of gradients in fewer bytes.
+"""Methods of gradient compression: the mean of a bucket of gradients in fewer bytes.
 
 =========  =======================================  ===================================
-method     what travels                             bytes sent for 4 n bytes of float32
+method     what is sent                             bytes sent for 4 n bytes of float32
 =========  =======================================  ===================================
 fp16/bf16  rounded gradients                        half of an all-reduce
 int8       8 bits an entry, a scale for every 256   about a quarter of an all-reduce
@@ -49,12 +49,12 @@ _LARGEST = 127
 
 
 class GradientBucket:
-    """Gradients side by side; torch's communication hooks take it for a `dist.GradBucket`.
+    """Gradients in one buffer; torch's communication hooks take it for a `dist.GradBucket`.
 
     Args:
-        number: From 0; the same one in every step.
-        gradients: In one dtype.
-        absent: Places of those that no replica has in this step; they are 0.
+        number: Index of the bucket, the same in every step.
+        gradients: Gradients of one dtype.
+        absent: Indices of those that no replica has in this step; they are 0.
     """
 
     def __init__(
@@ -78,27 +78,27 @@ class GradientBucket:
 
 
 class Compressor(Protocol):
-    """Replaces gradients by their mean over the replicas, or by something near it."""
+    """Replaces gradients by their mean over the replicas, or an approximation of it."""
 
     def reduce(self, bucket: GradientBucket) -> None:
         """Write the mean over the buffer; every rank of the group has to call."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is remembered, as gradients are from now on."""
+        """Multiply the errors kept, because gradients are scaled by `factor` from now on."""
 
     def state(self) -> dict[str, Any]:
-        """Return what has to be known to go on; tensors, not copied."""
+        """Return the state that continues bit for bit; tensors, not copied."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Continue from what `state` returned."""
 
 
 def choose_compressor(options: GradientCompression, group: dist.ProcessGroup) -> Compressor:
     """Return a new compressor.
 
     Args:
-        options: Which.
-        group: The replicas.
+        options: Options of compression.
+        group: Process group of the replicas.
     """
     if options.method == "powersgd":
         return _LowRank(group, options.rank)
@@ -129,8 +129,8 @@ class _Rounded:
         """Nothing is remembered."""
 
 
-class _Remembering:
-    """Adds to every gradient what was left out of the ones before; see Note [Error feedback]."""
+class _ErrorFeedback:
+    """Adds to every gradient the error of the ones before; see Note [Error feedback]."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -178,7 +178,7 @@ def _put_back(values: Tensor, kept: Sequence[tuple[slice, Tensor]]) -> None:
         values[place] += part
 
 
-class _LowRank(_Remembering):
+class _LowRank(_ErrorFeedback):
     """Sends matrices as products of narrow ones.
 
     M [rows, columns] is projected on r orthonormal columns, P = orthonormal(sum of M Q), and what
@@ -199,6 +199,7 @@ class _LowRank(_Remembering):
         whole: list[tuple[Tensor, Tensor]] = []
         for part, arrives, gradient in zip(*split, bucket.gradients(), strict=True):
             matrix, target = (each.view(len(gradient), -1) for each in (part, arrives))
+            # Otherwise the two factors would not save half of the bytes.
             narrow = 2 * self._rank * sum(matrix.shape) < matrix.numel()
             (narrowed if narrow else whole).append((matrix, target))
         bases = self._bases.get(bucket.number)
@@ -221,6 +222,7 @@ class _LowRank(_Remembering):
 
     def _start(self, matrix: Tensor, place: int) -> Tensor:
         """Return a first basis, the same on every rank."""
+        # Its own generator, on the CPU: the same on every rank, and the user's draws stay.
         generator = torch.Generator().manual_seed(place)
         shape = matrix.shape[1], self._rank
         drawn = torch.randn(shape, generator=generator, dtype=matrix.dtype)
@@ -235,7 +237,7 @@ class _LowRank(_Remembering):
         self._bases = dict(state["bases"])
 
 
-class _Largest(_Remembering):
+class _Largest(_ErrorFeedback):
     """Sends the entries with the largest absolute values."""
 
     def __init__(self, group: dist.ProcessGroup, density: float) -> None:
@@ -255,7 +257,7 @@ class _Largest(_Remembering):
         return mean.div_(self._group.size())
 
 
-class _EightBits(_Remembering):
+class _EightBits(_ErrorFeedback):
     """Sends every entry in 8 bits: to the rank that makes this part of the mean, and from it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -305,6 +307,7 @@ def _to_eight_bits(rows: Tensor) -> Tensor:
     """Return [r, n] entries as [r, n + 4 n/256] bytes: whole numbers, then their scales."""
     blocks = rows.view(-1, _BLOCK)
     scales = (blocks.abs().amax(1, keepdim=True) / _LARGEST).float()
+    # A block of zeros would be divided by a scale of 0.
     scales.clamp_(min=torch.finfo(torch.float32).tiny)
     numbers = (blocks / scales).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
     parts = [part.view(torch.uint8).view(len(rows), -1) for part in (numbers, scales)]

@@ -1,4 +1,4 @@
-"""What may be chosen about the compression of gradients, checked before anything is built."""
+"""Options of gradient compression, checked before anything is built."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _METHODS = get_args(Method)
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCompression:
-    """How replicas send gradients to each other in fewer bytes.
+    """Options of gradient compression between replicas.
 
     Attributes:
         method: ``"fp16"`` and ``"bf16"`` send them rounded; ``"int8"`` in 8 bits with a scale for
@@ -26,8 +26,8 @@ class GradientCompression:
             products of narrow ones. The last three remember what they left out, and add it to the
             next gradient.
         rank: Columns of the narrow matrices of ``"powersgd"``.
-        density: Part of the entries that ``"topk"`` sends.
-        start_step: How many first steps send whole gradients.
+        density: Fraction of the entries that ``"topk"`` sends.
+        start_step: Number of first steps that send whole gradients.
 
     Raises:
         ConfigurationError: With every value that does not exist.
@@ -57,12 +57,12 @@ class GradientCompression:
         raise_problems(ConfigurationError, problems)
 
     def remembered_bytes(self, entries: int, dtype: torch.dtype, replicas: int) -> int:
-        """Return what a rank remembers of a gradient that it did not send.
+        """Return the bytes that a rank keeps for the error of a gradient.
 
         Args:
-            entries: Of the gradient.
-            dtype: Of it.
-            replicas: Which share the second rounding of "int8".
+            entries: Number of entries of the gradient.
+            dtype: Dtype of the gradient.
+            replicas: Number of replicas, which share the second rounding of "int8".
         """
         wide = max(4, dtype.itemsize)
         each = {"topk": wide, "int8": wide * (1 + 1 / replicas), "powersgd": wide}
@@ -79,8 +79,8 @@ def read_compression(
     """Return how gradients are compressed; None: they are sent whole.
 
     Args:
-        chosen: Or its fields by name, or the method alone.
-        zero_stage: Of the strategy.
+        chosen: The options, or their fields by name, or the method alone.
+        zero_stage: ZeRO stage of the strategy.
 
     Raises:
         ConfigurationError: There is no such method, field or value, or the ZeRO stage is not 0.
@@ -104,15 +104,15 @@ def read_compression(
 def check_compression(
     chosen: GradientCompression | None, sizes: ParallelSizes, *, accumulates_on: str = "device"
 ) -> None:
-    """Refuse what does not sum all gradients over the same replicas once a step.
+    """Raise unless all gradients are summed over the same replicas, once a step.
 
     Args:
-        chosen: How gradients are compressed, if they are.
-        sizes: Of the mesh.
+        chosen: Options of compression, if any.
+        sizes: Sizes of the mesh axes.
         accumulates_on: See `OffloadOptions`.
 
     Raises:
-        ConfigurationError: Experts are divided, or gradients of several batches leave one by one.
+        ConfigurationError: Experts are sharded, or gradients of several batches leave one by one.
     """
     if chosen is not None and accumulates_on == "host":
         raise ConfigurationError(

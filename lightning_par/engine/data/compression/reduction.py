@@ -1,6 +1,6 @@
-"""The mean of gradients over the replicas, compressed.
+"""Compressed reduction: the mean of gradients over the replicas in fewer bytes.
 
-Note [Not finite]: a gradient that is not finite is not compressed, because what is remembered of it
+Note [Not finite]: a gradient that is not finite is not compressed, because the error kept of it
 would spoil every later step. If there is one anywhere in the world, or a loss or a norm that is not
 finite, this step sends whole gradients, and nothing of it is remembered: it will be refused or left
 out.
@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 from lightning_par.dtensor import local_part
 from lightning_par.engine.data.compression.methods import choose_compressor, GradientBucket
 from lightning_par.engine.data.compression.options import GradientCompression
-from lightning_par.engine.data.gradient_reduction import fill_buckets, local_gradients
+from lightning_par.engine.data.gradient_norm import local_gradients
+from lightning_par.engine.data.gradient_reduction import fill_buckets
 
 __all__ = ["CompressedGradients"]
 
@@ -30,11 +31,11 @@ class CompressedGradients:
     """Parameters of which every replica holds a copy; after the backward, gradients are averaged.
 
     Args:
-        parameters: By canonical name, in the same order on every rank of the group.
-        group: The replicas.
-        options: How.
-        device: Of the gradients.
-        dtype: In which they are added; None: in their own.
+        parameters: Canonical name -> parameter, in the same order on every rank of the group.
+        group: Process group of the replicas.
+        options: Options of compression.
+        device: Device of the gradients.
+        dtype: Dtype in which they are added; None: their own.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class CompressedGradients:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew: nothing is remembered, and no step was made."""
+        """Forget the errors kept so far, and the number of steps."""
         self._compressor = choose_compressor(self._options, self._group)
         self._steps, self._scale = 0, 1.0
 
@@ -68,7 +69,7 @@ class CompressedGradients:
             loss: Of this rank, if a step is left out where it is not finite.
 
         **Communicates**: one all-reduce of a number for each parameter over the group, one of a
-        number over all ranks, then the gradients in buckets, see `engine.compression.methods`.
+        number over all ranks, then the gradients in buckets, see `methods.py`.
         """
         self._arrange()
         used, finite = self._used(loss)
@@ -123,7 +124,7 @@ class CompressedGradients:
         return [options.method, options.rank, str(self._dtype), entries]
 
     def _arrange(self) -> None:
-        """Divide the parameters into buckets, the same in every step unless others train."""
+        """Fill the buckets, the same in every step unless other parameters train."""
         wanted = [p for p in self.parameters if p.requires_grad and local_part(p).numel()]
         if set(wanted) == {p for bucket in self._buckets for p in bucket}:
             return
@@ -156,7 +157,7 @@ class CompressedGradients:
         return used, bool(everywhere)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return what this rank computed, 0 if that is nothing; divided as the parameter is."""
+        """Return this rank's gradient, sharded as its parameter; 0 if there is none."""
         grad = parameter.grad
         if grad is None:
             return torch.zeros_like(local_part(parameter), dtype=self._dtype)

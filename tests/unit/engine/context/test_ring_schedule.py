@@ -9,7 +9,7 @@ from lightning_par.engine.context.ring_schedule import (
     places_in,
     ring_steps,
     RingSchedule,
-    SequenceLayout,
+    TokenLayout,
     Transfer,
 )
 from lightning_par.errors import ConfigurationError
@@ -22,7 +22,7 @@ def schedules(ring: int, length: int = 37) -> list[RingSchedule]:
     for zigzag, causal, route in itertools.product(
         (True, False), (True, False), ("direct", "ring")
     ):
-        layout = SequenceLayout(length=length, ring=ring, zigzag=zigzag)
+        layout = TokenLayout(length=length, ring=ring, zigzag=zigzag)
         bounds = DOCUMENTS.values() if length == 37 else [()]
         found += [
             RingSchedule(layout=layout, causal=causal, documents=d, route=route) for d in bounds
@@ -30,7 +30,7 @@ def schedules(ring: int, length: int = 37) -> list[RingSchedule]:
     return found
 
 
-def tokens(layout: SequenceLayout, member: int) -> list[int]:
+def tokens(layout: TokenLayout, member: int) -> list[int]:
     return [t for a, b in layout.of_member(member) for t in range(a, b)]
 
 
@@ -121,7 +121,7 @@ def test_gradients_of_all_readers_come_home(ring: int) -> None:
 @pytest.mark.parametrize("ring", [2, 4, 8])
 def test_bytes_are_those_of_the_formulas(ring: int) -> None:
     """In units of one rank's keys and values, over all ranks; see Note [Direct schedule]."""
-    layout = SequenceLayout(length=16 * ring, ring=ring)
+    layout = TokenLayout(length=16 * ring, ring=ring)
     for causal, forward, gradients in ((True, 0.75, 0.75), (False, 1, 1)):
         schedule = RingSchedule(layout=layout, causal=causal)
         sent = [schedule.tokens_sent(member) for member in range(ring)]
@@ -131,7 +131,7 @@ def test_bytes_are_those_of_the_formulas(ring: int) -> None:
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
 def test_zigzag_gives_every_member_the_same_work(ring: int) -> None:
-    layout = SequenceLayout(length=16 * ring, ring=ring)
+    layout = TokenLayout(length=16 * ring, ring=ring)
     schedule = RingSchedule(layout=layout, causal=True)
     work = []
     for member in range(ring):
@@ -144,7 +144,7 @@ def test_zigzag_gives_every_member_the_same_work(ring: int) -> None:
 
 def test_packed_documents_send_only_what_is_needed() -> None:
     """Documents that end where ranks' tokens end need nobody; one that crosses sends its part."""
-    layout = SequenceLayout(length=24, ring=2, zigzag=False)
+    layout = TokenLayout(length=24, ring=2, zigzag=False)
     apart = RingSchedule(layout=layout, causal=True, documents=(0, 12, 24))
     assert [apart.tokens_sent(m) for m in range(2)] == [(0, 0), (0, 0)]
     across = RingSchedule(layout=layout, causal=True, documents=(0, 9, 14, 24))
@@ -157,7 +157,7 @@ def test_packed_documents_send_only_what_is_needed() -> None:
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 4), (2, 2), (4, 1), (3, 2)])
 def test_ranks_share_all_tokens_evenly(length: int, divisor: int, ring: int, ulysses: int) -> None:
     for zigzag in (True, False):
-        layout = SequenceLayout(
+        layout = TokenLayout(
             length=length, ring=ring, ulysses=ulysses, zigzag=zigzag, divisor=divisor
         )
         held = [
@@ -175,6 +175,6 @@ def test_ranks_share_all_tokens_evenly(length: int, divisor: int, ring: int, uly
 
 @pytest.mark.parametrize("bounds", [(0, 30), (1, 37), (0, 9, 5, 37)])
 def test_documents_that_do_not_cover_the_sequence_are_refused(bounds: tuple[int, ...]) -> None:
-    layout = SequenceLayout(length=37, ring=2)
+    layout = TokenLayout(length=37, ring=2)
     with pytest.raises(ConfigurationError, match=r"cu_seqlens=\[.*must rise from 0 to the 37"):
         RingSchedule(layout=layout, causal=True, documents=bounds)

@@ -12,7 +12,8 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.nn.init import orthogonal_, trunc_normal_
 
-from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction, seed_of
+from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
+from lightning_par.engine.rng import seed_of
 
 T, D, V, LAYERS = 24, 48, 97, 3
 

@@ -1,0 +1,56 @@
+"""Wrappers around the `forward` of a module, which change what it computes or where.
+
+Note [Order of wrappers]: what is wrapped later is outside. It matters: an exchange outside of a
+recomputation is not repeated in the backward, and inside of a compiled forward it is compiled.
+`wrappers_of` gives the order, for people and for tests.
+"""
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Forward", "unwrap_forward", "wrap_forward", "wrappers_of"]
+
+Forward = Callable[..., Any]
+_WRAPPERS = "_lightning_par_forward_wrappers"
+
+
+def wrap_forward(module: nn.Module, around: Callable[[Forward], Forward], name: str) -> None:
+    """Replace the forward of a module; its hooks stay outside, and its signature can be inspected.
+
+    A module has to be copied or pickled before it is wrapped: the forward of a copy would still be
+    that of the original, as for every attribute that holds a function.
+
+    Args:
+        module: Changed in place.
+        around: Takes the forward so far and returns the new one, as a decorator does.
+        name: Of the mechanism, for `wrappers_of`.
+    """
+    inner = module.forward
+    # Not the function's __dict__: a mark such as torch.compile's reference to what it compiled
+    # would make a later compiler pass this wrapper over.
+    outer = update_wrapper(around(inner), inner, updated=())
+    before = module.__dict__.get("forward")  # None: the method of the class
+    module.__dict__.setdefault(_WRAPPERS, []).append((name, before))
+    module.forward = outer
+
+
+def unwrap_forward(module: nn.Module) -> str:
+    """Take the outermost wrapper off, and return its name.
+
+    Args:
+        module: Changed in place; it has a wrapper.
+    """
+    name, before = module.__dict__[_WRAPPERS].pop()
+    if before is None:
+        del module.forward
+    else:
+        module.forward = before
+    return str(name)
+
+
+def wrappers_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the wrappers of a module's forward, the outermost first."""
+    return tuple(name for name, _ in reversed(module.__dict__.get(_WRAPPERS, ())))
