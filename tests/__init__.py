@@ -3,10 +3,20 @@
 It is imported by pytest, by the process that forks the ranks, and so by every rank.
 """
 
+from pathlib import Path
+
 from jaxtyping import install_import_hook
 
-# Not of what runs inside compiled blocks: the compiler would trace the checks.
-install_import_hook(
-    [f"lightning_par.engine.{name}" for name in ("batch", "gradients", "vocabulary")],
-    "beartype.beartype",
-)
+_ROOT = Path(__file__).resolve().parents[1]
+_COMPILED: set[str] = set()
+
+
+def _modules_with_shapes() -> list[str]:
+    """Give every module of the engine that annotates shapes, less what runs in compiled blocks."""
+    paths = sorted((_ROOT / "lightning_par" / "engine").rglob("*.py"))
+    shaped = [p for p in paths if "lightning_par.engine.annotations import" in p.read_text()]
+    names = {".".join(p.relative_to(_ROOT).with_suffix("").parts) for p in shaped}
+    return sorted(names - _COMPILED)
+
+
+install_import_hook(_modules_with_shapes(), "beartype.beartype")

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: who runs which micro-batch of which stage, in which order.
 
-A schedule is a value, made by a pure function (`builders.py`, `zero_bubble.py`) or read from a
+A schedule is a value, made by a pure function (`schedules.py`, `zero_bubble.py`) or read from a
 file. It says nothing of tensors or processes, so that one process can validate, simulate, print and
-draw it (`simulate.py`, `draw.py`), and the executor does no more than walk through it.
+draw it (`simulator.py`, `timeline_plot.py`), and the executor does no more than walk through it.
 
 p is the number of ranks, m the number of micro-batches. Most schedules place one stage on a rank;
 where a rank holds v stages, the model is cut into p * v.
