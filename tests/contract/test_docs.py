@@ -112,7 +112,8 @@ def test_readme_shows_a_plan_first_and_is_short() -> None:
     text = README.read_text()
     assert len(text.split()) <= 1100
     (first, *_) = (match for match in FENCE.finditer(text))
-    plans = [n for n in ast.walk(ast.parse(first[2])) if getattr(n, "name", "") == "parallel_plan"]
+    calls = [n for n in ast.walk(ast.parse(first[2])) if isinstance(n, ast.Call)]
+    plans = [n for n in calls if ast.unparse(n.func) == "ParallelPlan"]
     assert [plan.end_lineno - plan.lineno + 1 <= 12 for plan in plans] == [True]
 
 
