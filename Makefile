@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 # Where the few tests are that run alone; nothing else has to be collected for them.
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 
-.PHONY: help setup demo test test-all lint format types bench clean
+.PHONY: help setup demo test test-all lint format types bench pictures clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -69,6 +69,10 @@ types: $(STAMP) ## Check types (strict)
 
 bench: $(STAMP) ## Run every benchmark that this machine can run
 	@for script in $(sort $(wildcard benchmarks/[a-z]*.py)); do \
+		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+pictures: $(STAMP) ## Draw the pictures of the guides anew
+	@for script in $(sort $(wildcard docs/drawing/draw*.py)); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 clean: ## Remove caches and build output; keep the environment and the runs

@@ -3,10 +3,27 @@
 It is imported by pytest, by the process that forks the ranks, and so by every rank.
 """
 
+from pathlib import Path
+
+from beartype import beartype, BeartypeConf
 from jaxtyping import install_import_hook
 
-# Not of what runs inside compiled blocks: the compiler would trace the checks.
-install_import_hook(
-    [f"lightning_par.engine.{name}" for name in ("batch", "gradients", "vocabulary")],
-    "beartype.beartype",
-)
+_ROOT = Path(__file__).resolve().parents[1]
+
+# An int where a float is annotated is right, as for mypy.
+check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))
+
+
+def _modules_with_shapes() -> list[str]:
+    """Give every module of the engine that annotates the shape of a tensor.
+
+    The others have nothing that jaxtyping could add to mypy, and some may not be checked: blocks
+    that are compiled run code of them (`engine.tensor.apply`), and torch.compile would trace the
+    checks; options and schedules check what a user gives them, and say so better than beartype.
+    """
+    paths = sorted((_ROOT / "lightning_par" / "engine").rglob("*.py"))
+    shaped = [p for p in paths if "lightning_par.engine.annotations import" in p.read_text()]
+    return [".".join(p.relative_to(_ROOT).with_suffix("").parts) for p in shaped]
+
+
+install_import_hook(_modules_with_shapes(), "tests.check_types")

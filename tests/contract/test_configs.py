@@ -12,6 +12,7 @@ from tests.support.cli_scripts import run_command
 from tests.support.ranks.api import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SHORT = [
     "--trainer.max_steps=2",
     "--trainer.val_check_interval=2",
@@ -44,7 +45,16 @@ def assert_ran(said: str, folder: Path) -> None:
     assert len(list(folder.rglob("*.ckpt"))) == 1
 
 
-@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
+def test_config_is_called_by_its_model_strategy_and_ranks(config: Path) -> None:
+    text = config.read_text()
+    model, ranks = re.fullmatch(r"(gpt|bert|mixtral|huggingface)_\w+_(\d+)", config.stem).groups()
+    assert f"lightning_par.models.{model}".lower() in text.lower()
+    assert f"\n  devices: {ranks}\n" in text
+    assert re.search(rf"^# Ranks: {ranks} \(.*Choose it ", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
 def test_config_runs_two_steps_and_writes_a_checkpoint(config: Path, tmp_path: Path):
     """On as many ranks as its Trainer has devices."""
     (devices,) = re.findall(r"^  devices: (\d+)$", config.read_text(), re.MULTILINE)
@@ -55,14 +65,14 @@ def test_config_runs_two_steps_and_writes_a_checkpoint(config: Path, tmp_path: P
 
 def test_command_line_starts_the_processes_of_a_config(tmp_path: Path):
     """Of one; all are started alike."""
-    config = ROOT / "configs" / "gpt_pipeline.yaml"
+    config = ROOT / "configs" / "gpt_pipeline_1f1b_2.yaml"
     done = command_line(tmp_path, "fit", f"--config={config}", *SHORT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert_ran(done.stdout + done.stderr, tmp_path)
 
 
 def test_sizes_that_do_not_fit_end_with_one_error_and_status_1(tmp_path: Path):
-    config = ROOT / "configs" / "gpt_tensor_parallel.yaml"
+    config = ROOT / "configs" / "gpt_tensor_parallel_2.yaml"
     done = command_line(tmp_path, "fit", f"--config={config}", "--trainer.devices=3", *SHORT)
     assert done.returncode == 1
     assert "lightning-par: error: " in done.stderr

@@ -1,5 +1,6 @@
 """What the guides say runs, parses, exists and is drawn by the script that they name."""
 
+import ast
 import contextlib
 import io
 import os
@@ -18,12 +19,12 @@ from tests.support.cli_scripts import run_script
 from tests.support.ranks.api import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *(ROOT / folder / "README.md" for folder in ("strategies", "models", "callbacks")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+EVERY_PAGE = sorted([*ROOT.glob("*.md"), *ROOT.glob("[!.]*/*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"\b(?:docs|tests|configs|examples|benchmarks)/[\w/]+\.(?:py|yaml|md)\b")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DEVICES = re.compile(r"devices=(\d+)")
 
@@ -65,7 +66,6 @@ def test_python_block_runs(source: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_first_block_runs_on_the_devices_that_it_names(devices: int, tmp_path: Path) -> None:
     source = blocks("python")[0].values[0]
-    assert len(source.splitlines()) <= 12
     fewer, count = DEVICES.subn(f"devices={devices}", source)
     assert count == 1
     run_ranks(run_block, devices, fewer, str(tmp_path), timeout=120)
@@ -83,15 +83,43 @@ def test_yaml_block_parses(
     assert not stop.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_of_a_page_exist(page: Path) -> None:
-    targets = [t.partition("#")[0] for t in LINK.findall(page.read_text()) if "://" not in t]
-    missing = [t for t in targets if t and not (page.parent / t).exists()]
+    """Files, and headings after `#`; also scripts, tests and configs that are only named."""
+    text = page.read_text()
+    links = [t.partition("#") for t in LINK.findall(text) if "://" not in t]
+    missing = [t for t, _, _ in links if t and not (page.parent / t).exists()]
+    missing += [path for path in NAMED.findall(text) if not (ROOT / path).exists()]
+    for target, mark, heading in links:
+        if mark and heading not in headings(page.parent / target if target else page):
+            missing.append(f"{target}#{heading}")
     assert not missing, f"{page}: {missing}"
 
 
+def headings(page: Path) -> set[str]:
+    """The names by which links find the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+def test_index_names_every_page_of_the_guide() -> None:
+    index = DOCS / "README.md"
+    named = [t for t in LINK.findall(index.read_text()) if t.endswith(".md")]
+    assert sorted(named) == sorted(page.name for page in DOCS.glob("*.md") if page != index)
+
+
+def test_readme_shows_a_plan_first_and_is_short() -> None:
+    text = README.read_text()
+    assert len(text.split()) <= 1100
+    (first, *_) = (match for match in FENCE.finditer(text))
+    calls = [n for n in ast.walk(ast.parse(first[2])) if isinstance(n, ast.Call)]
+    plans = [n for n in calls if ast.unparse(n.func) == "ParallelPlan"]
+    assert [plan.end_lineno - plan.lineno + 1 <= 12 for plan in plans] == [True]
+
+
 def test_pages_are_no_longer_than_their_limits() -> None:
-    limits = dict.fromkeys(PAGES[1:], 120) | {ROOT / "CONTRIBUTING.md": 120, PAGES[0]: 250}
+    limits = dict.fromkeys(PAGES, 120) | {ROOT / "CONTRIBUTING.md": 120, README: 200}
+    limits |= {ROOT / name / "README.md": 1 for name in ("strategies", "models", "callbacks")}
     lengths = {page: len(page.read_text().splitlines()) for page in limits}
     assert not {p: n for p, n in lengths.items() if n > limits[p]}
 
@@ -101,7 +129,7 @@ def shapes(picture: Path) -> list[str]:
     return [element.tag for element in ET.parse(picture).iter() if "metadata" not in element.tag]
 
 
-SCRIPTS = sorted((ROOT / "docs").glob("draw*.py"))
+SCRIPTS = sorted((DOCS / "drawing").glob("draw*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -120,31 +148,32 @@ def test_pictures_are_what_the_script_draws(script: Path, tmp_path: Path) -> Non
     drawn = sorted(tmp_path.iterdir())
     assert drawn
     for picture in drawn:
-        old = (ROOT / "docs" / "pictures" / picture.name).read_bytes()
+        old = (DOCS / "pictures" / picture.name).read_bytes()
         assert len(old) < 300_000, picture.name
         if f"Matplotlib v{matplotlib.__version__},".encode() in old:
-            assert old == picture.read_bytes(), f"{picture.name}: run docs/{script.name}"
+            assert old == picture.read_bytes(), f"{picture.name}: run docs/drawing/{script.name}"
         else:
-            kept = ROOT / "docs" / "pictures" / picture.name
+            kept = DOCS / "pictures" / picture.name
             assert len(shapes(picture)) == len(shapes(kept)), picture.name
 
 
 def test_every_picture_is_drawn_by_a_script() -> None:
     """By its name, which the script gives to `save`."""
     code = "".join(script.read_text() for script in SCRIPTS)
-    pictures = [path.stem for path in (ROOT / "docs" / "pictures").iterdir()]
+    pictures = [path.stem for path in (DOCS / "pictures").iterdir()]
     assert not [name for name in pictures if f'"{name}' not in code]
 
 
 def test_every_picture_is_shown_on_a_page() -> None:
     shown = {Path(t).name for page in PAGES for t in LINK.findall(page.read_text())}
-    assert {p.name for p in (ROOT / "docs" / "pictures").iterdir()} <= shown
+    assert {p.name for p in (DOCS / "pictures").iterdir()} <= shown
 
 
 def test_presets_have_the_parameters_that_the_guide_gives() -> None:
     from lightning_par.models.gpt.config import GPTConfig, PRESETS
 
-    rows = re.findall(r"^\| `([\w.-]+)` .*\| ([\d,]+) \|$", PAGES[2].read_text(), re.MULTILINE)
+    text = (DOCS / "models.md").read_text()
+    rows = re.findall(r"^\| `([\w.-]+)` .*\| ([\d,]+) \|$", text, re.MULTILINE)
     assert {name: int(count.replace(",", "")) for name, count in rows} == {
         name: GPTConfig.preset(name).num_parameters for name in PRESETS
     }
@@ -155,7 +184,7 @@ def test_auto_sizes_are_those_that_the_guide_gives() -> None:
 
     rules = {"tensor_parallel": "tensor", "pipeline_1f1b": "pipeline"}
     rules |= {"sequence_ring": "context", "hybrid3d": "balanced", "zero_offload": "data"}
-    text = PAGES[1].read_text()
+    text = (DOCS / "strategies.md").read_text()
     for name, rule in rules.items():
         row = re.search(rf"^\| `{name}` \| (1 device .*) \|$", text, re.MULTILINE)
         assert row is not None, name

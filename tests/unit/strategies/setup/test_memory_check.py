@@ -155,7 +155,7 @@ def test_memory_of_this_machine_is_known() -> None:
     assert free is None or 2**20 < free < 2**50
 
 
-CONFIG = Path(__file__).resolve().parents[4] / "configs" / "gpt_data_parallel.yaml"
+CONFIG = Path(__file__).resolve().parents[4] / "configs" / "gpt_data_parallel_2.yaml"
 
 
 @pytest.mark.filterwarnings("ignore")  # of jsonargparse, about Lightning

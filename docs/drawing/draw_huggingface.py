@@ -1,7 +1,7 @@
 """Draws what every rank holds of a Hugging Face model, from what `lightning-par plan` computes.
 
-python docs/draw_huggingface.py            writes docs/pictures/*.svg
-python docs/draw_huggingface.py --out DIR --suffix .png
+python docs/drawing/draw_huggingface.py            writes docs/pictures/*.svg
+python docs/drawing/draw_huggingface.py --out DIR --suffix .png
 """
 
 from collections.abc import Callable

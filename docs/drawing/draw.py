@@ -1,7 +1,7 @@
-"""Draws pictures of the documentation from the engine's own data; docs/draw_*.py draw the others.
+"""Draws pictures of the documentation from the engine's own data; draw_*.py draw the others.
 
-python docs/draw.py            writes docs/pictures/*.svg
-python docs/draw.py --out DIR --suffix .png
+python docs/drawing/draw.py            writes docs/pictures/*.svg
+python docs/drawing/draw.py --out DIR --suffix .png
 """
 
 from collections.abc import Callable

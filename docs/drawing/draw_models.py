@@ -1,7 +1,7 @@
 """Draws the pictures of BERT and of the mixtures of experts, from what the models compute.
 
-python docs/draw_models.py            writes docs/pictures/*.svg
-python docs/draw_models.py --out DIR --suffix .png
+python docs/drawing/draw_models.py            writes docs/pictures/*.svg
+python docs/drawing/draw_models.py --out DIR --suffix .png
 """
 
 from collections.abc import Callable

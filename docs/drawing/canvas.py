@@ -83,7 +83,7 @@ def heat(axes: Axes, values: Tensor, x: float, y: float, size: float) -> None:
 def save(pictures: Mapping[str, Callable[[], Figure]], description: str) -> argparse.Namespace:
     """Draw every picture to a file of its name, where the command line says."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "pictures")
     parser.add_argument("--suffix", default=".svg", choices=[".svg", ".png", ".pdf"])
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
