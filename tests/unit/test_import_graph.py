@@ -27,8 +27,8 @@ ORDER = """
     resolved_plan
     engine
     engine.annotations  engine.clock  engine.activity  engine.rng  engine.collectives
-    engine.master_weights  engine.wrapping  engine.tensor_tree  engine.activations
-    engine.batch  engine.pipeline  engine.init.construction_tape
+    engine.master_weights  engine.wrapping  engine.tensor_tree
+    engine.activations  engine.batch  engine.pipeline  engine.init.construction_tape
     engine.init.deferred_init
     engine.tensor  engine.context
     engine.experts
