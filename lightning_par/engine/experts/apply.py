@@ -38,6 +38,7 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import match_pattern
 from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
+from lightning_par.upstream.distributed import functional_operators
 
 __all__ = [
     "ExpertParallel",
@@ -47,7 +48,7 @@ __all__ = [
     "expert_shard_dim",
 ]
 
-_ops = torch.ops._c10d_functional
+_ops = functional_operators
 _Beside = Callable[[], Tensor] | None
 
 

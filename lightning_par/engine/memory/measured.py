@@ -11,7 +11,8 @@ from typing import Any, Self
 import torch
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["SavedActivations", "available_memory", "bytes_held", "current_memory", "peak_memory"]
 

@@ -37,6 +37,7 @@ from torch import Tensor
 from lightning_par.engine.offload.cpp_build import build_library
 from lightning_par.engine.offload.stochastic_rounding import mixed, round_randomly
 from lightning_par.errors import ConfigurationError, either, OffloadError
+from lightning_par.upstream.aten import fused_adam_, fused_adamw_
 
 __all__ = ["KERNELS", "AdamKernel", "AdamRule", "AdamTensors", "choose_kernel", "kernel_source"]
 
@@ -287,7 +288,7 @@ class _TorchKernel:
         wide, short = tile.master.dtype, tile.mean.dtype != tile.master.dtype
         grad = tile.grad.to(wide).mul(scale).clamp_(-largest, largest)
         mean, square = (m.to(wide) if short else m for m in (tile.mean, tile.square))
-        fused = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+        fused = fused_adamw_ if rule.decoupled else fused_adam_
         fused(
             [tile.master],
             [grad],

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_par.errors import PipelineError
+from lightning_par.upstream.pytree import tree_leaves, tree_map
 
 __all__ = ["Channel", "PendingMessage", "TensorSpec", "pack", "unpack"]
 
@@ -183,7 +183,7 @@ def _difference(known: _Header, header: _Header) -> str:
             f"{list(known.tensors)} before, {list(header.tensors)} now. {advice}"
         )
     before, now = known.tree, header.tree
-    leaves = pytree.tree_leaves(before), pytree.tree_leaves(now)
+    leaves = tree_leaves(before), tree_leaves(now)
     if len(leaves[0]) == len(leaves[1]):
         pairs = zip(*leaves, strict=True)
         before, now = next(((k, h) for k, h in pairs if k != h), (before, now))
@@ -211,7 +211,7 @@ def unpack(pending: PendingMessage, *, with_grad: bool) -> tuple[Any, list[Tenso
     def fill(leaf: Any) -> Any:
         return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
 
-    return pytree.tree_map(fill, header.tree), tensors
+    return tree_map(fill, header.tree), tensors
 
 
 def pack(message: Any) -> tuple[_Header, list[Tensor]]:
@@ -231,5 +231,5 @@ def pack(message: Any) -> tuple[_Header, list[Tensor]]:
             tensors.append(leaf)
         return slots[id(leaf)]
 
-    tree = pytree.tree_map(place, message)
+    tree = tree_map(place, message)
     return _Header(tree, tuple(map(TensorSpec.of, tensors))), tensors

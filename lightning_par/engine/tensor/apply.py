@@ -42,6 +42,7 @@ from lightning_par.engine.tensor.sequence_parallel import Region, Regions, SEQUE
 from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
 from lightning_par.errors import PlanError
 from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.upstream.dispatch import any_true_operator
 
 __all__ = [
     "TensorParallel",
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 
-@register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
+@register_sharding(any_true_operator)  # type: ignore[untyped-decorator]
 def _any_true(flags: Any) -> list[Any]:
     """Let autograd's anomaly detection look for NaN in a DTensor; torch has no rule for it."""
     return [([Replicate()], [Replicate()])]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_par.engine.collectives import (
     copy_to_group,
@@ -20,6 +19,7 @@ from lightning_par.engine.collectives import (
     slice_to_shard,
 )
 from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.upstream.pytree import tree_flatten, tree_unflatten
 
 __all__ = ["SEQUENCE_DIM", "Region", "Regions", "on_first_tensor"]
 
@@ -87,9 +87,9 @@ class Regions:
 
 def on_first_tensor(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply `function` to the first tensor of a tree: the hidden states."""
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = tree_flatten(tree)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             leaves[place] = function(leaf)
             break
-    return pytree.tree_unflatten(leaves, spec)
+    return tree_unflatten(leaves, spec)
