@@ -24,12 +24,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.library import get_kernel, Library
 
 from lightning_par.engine.offload.copy_stream import CopyStream
+from lightning_par.upstream.dispatch import lazy_keys, remove_kernels
+from lightning_par.upstream.distributed import functional_operators, group_named
 
 __all__ = ["Call", "CollectiveHook"]
 
@@ -128,7 +129,7 @@ _OPERATORS: Mapping[str, _Form] = MappingProxyType(
 """Operators of ``_c10d_functional``, whose last argument is the group."""
 
 _NAMESPACE = "_c10d_functional"
-_ELSEWHERE = torch._C.DispatchKeySet(torch._C.DispatchKey.Lazy)
+_ELSEWHERE = lazy_keys()
 """Another backend's key; see Note [Interpreter lock]."""
 
 
@@ -181,7 +182,7 @@ class CollectiveHook(ABC):
         self._library = Library(_NAMESPACE, "IMPL")
         for key in ("CPU", "CUDA"):
             for name, form in _OPERATORS.items():
-                if hasattr(getattr(torch.ops, _NAMESPACE), name):
+                if hasattr(functional_operators, name):
                     self._implement(name, key, partial(self._operator, form))
             self._implement("wait_tensor", key, self._wait_operator)
 
@@ -190,7 +191,7 @@ class CollectiveHook(ABC):
             setattr(owner, name, original)
         self._replaced = []
         assert self._library is not None
-        self._library._destroy()
+        remove_kernels(self._library)
         self._library = None
 
     def _replace(self, owner: type, name: str, listening: Callable[[Any], Any]) -> None:
@@ -201,13 +202,13 @@ class CollectiveHook(ABC):
     def _implement(self, name: str, key: str, listening: Callable[[Any], Any]) -> None:
         """Register a kernel of an operator that gets a function which calls the one before."""
         assert self._library is not None
-        operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
+        operator = getattr(functional_operators, name).default
 
         def composite(_: Any, *args: Any, **options: Any) -> Any:
             return operator.redispatch(_ELSEWHERE, *args, **options)
 
         before: Any = composite
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::{name}", key):
+        if operator.has_kernel_for_dispatch_key(key):
             before = get_kernel(operator, key).call_boxed  # of another wiretap
         self._library.impl(name, listening(before), key, with_keyset=True)
 
@@ -258,5 +259,5 @@ class CollectiveHook(ABC):
 def _group(given: Any) -> dist.ProcessGroup:
     """Return the group of a functional operator, which takes its name or itself."""
     if isinstance(given, str):
-        return dist.distributed_c10d._resolve_process_group(given)  # type: ignore[attr-defined, arg-type]
+        return group_named(given)
     return given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)

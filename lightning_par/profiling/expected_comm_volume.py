@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.data.gradient_reduction import SharedGradients
@@ -45,6 +44,8 @@ from lightning_par.engine.pipeline.stage_links import group_name
 from lightning_par.mesh import ParallelMesh
 from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, ring_bytes
 from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.upstream.autograd import is_in_backward
+from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["Forecast", "Parts"]
 
@@ -296,7 +297,7 @@ class _BoundaryHook:
 
 def _recomputes() -> bool:
     """Whether a forward runs inside a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return is_in_backward()
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from lightning_par.upstream.aten import flash_cpu, flash_cpu_backward
+from lightning_par.upstream.autograd import is_in_backward
+from lightning_par.upstream.dispatch import TorchDispatchMode
 
 __all__ = ["FlopCounter"]
 
@@ -30,11 +33,10 @@ def _attention_backward(
     return scores * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _FORMULAS: Mapping[Any, Callable[..., int]] = MappingProxyType(
     {
-        getattr(torch.ops.aten, _FLASH): _attention,
-        getattr(torch.ops.aten, f"{_FLASH}_backward"): _attention_backward,
+        flash_cpu: _attention,
+        flash_cpu_backward: _attention_backward,
         **flop_registry,
     }
 )
@@ -66,8 +68,8 @@ class FlopCounter(TorchDispatchMode):
     ) -> Any:
         """Run an operator and count it."""
         options = kwargs or {}
-        formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
-        if formula is None and isinstance(func, torch._ops.OpOverload):
+        formula = _FORMULAS.get(getattr(func, "overloadpacket", None))
+        if formula is None and hasattr(func, "decompose"):
             with self:
                 result = func.decompose(*args, **options)
             if result is not NotImplemented:
@@ -76,7 +78,7 @@ class FlopCounter(TorchDispatchMode):
         if formula is not None:
             count = formula(*args, **options, out_val=result)
             # A backward runs without grad; what it recomputes needs one.
-            if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+            if is_in_backward() and torch.is_grad_enabled():
                 self.recomputed += count
             else:
                 self.model += count
