@@ -78,7 +78,7 @@ class ParallelCLI(LightningCLI):
         Raises:
             ConfigurationError: No strategy is registered under that name.
         """
-        name = self._get(self.config, "trainer.strategy")
+        name = self.config.get(str(self.subcommand), self.config).get("trainer.strategy")
         known = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(name, str) and name not in known:
             raise ConfigurationError(

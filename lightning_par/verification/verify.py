@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.upstream.lightning import forget_trainer
 from lightning_par.verification.causes import differing_copies, find_causes, missed_patterns
 from lightning_par.verification.comparison import compare_steps, first_difference, VerifyReport
 from lightning_par.verification.layouts import check_batches, find_sizes, shrink
@@ -57,7 +58,7 @@ def verify(
     asked = find_sizes(strategy, devices)
     check_batches(chosen, shrink(asked))
     bare = copy.copy(module)
-    bare._trainer = None
+    forget_trainer(bare)
     subject = Subject(module=bare, batches=chosen, strategy=strategy)
     make = partial(pickle.loads, pickle.dumps(subject))  # shared memory would change the module
     return verify_subject(make, asked, plan=strategy.plan or find_plan(module), timeout=timeout)
