@@ -14,13 +14,21 @@ import torch.distributed as dist
 from lightning_par.upstream.presence import names_of
 
 with names_of("torch"):
-    from torch.distributed.distributed_c10d import (
+    from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _get_default_store,
-        _resolve_process_group,  # type: ignore[attr-defined]
+        _resolve_process_group,
         _set_pg_timeout,
     )
 
     functional_operators = torch.ops._c10d_functional
+    # Any namespace exists; its operators may not.
+    _CHECKED = (
+        functional_operators.all_gather_into_tensor,
+        functional_operators.all_reduce,
+        functional_operators.all_to_all_single,
+        functional_operators.reduce_scatter_tensor,
+        functional_operators.wait_tensor,
+    )
 
 __all__ = ["default_store", "functional_operators", "group_named", "set_timeout"]
 

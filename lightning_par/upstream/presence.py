@@ -32,7 +32,7 @@ class names_of:  # noqa: N801  # reads as a statement: with names_of("torch"):
     """
 
     def __init__(self, package: str) -> None:
-        self._package = package
+        self.package = package
 
     def __enter__(self) -> None:
         pass
@@ -45,9 +45,9 @@ class names_of:  # noqa: N801  # reads as a statement: with names_of("torch"):
     ) -> None:
         if isinstance(error, AttributeError | ImportError):
             raise UpstreamError(
-                f"a private name that lightning_par uses is missing from {self._package} "
-                f"{_installed(self._package)}: {error}. It was seen on {self._package} "
-                f"{SEEN[self._package]}; install one of these, or a newer lightning_par."
+                f"a private name that lightning_par uses is missing from {self.package} "
+                f"{_installed(self.package)}: {error}. It was seen on {self.package} "
+                f"{SEEN[self.package]}; install one of these, or a newer lightning_par."
             ) from error
 
 

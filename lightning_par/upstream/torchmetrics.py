@@ -5,6 +5,7 @@ Attributes of instances: looked up when they are used.
 
 from typing import Any
 
+from torch import nn
 from torchmetrics import Metric
 
 from lightning_par.upstream.presence import names_of
@@ -21,8 +22,13 @@ def last_batch_value(metric: Metric) -> Any:
         return metric._forward_cache
 
 
-def set_last_batch_value(metric: Metric, value: Any) -> None:
-    """Let `last_batch_value` be `value`, without an update of the metric."""
+def set_last_batch_value(metric: nn.Module, value: Any) -> None:
+    """Let `last_batch_value` be `value`, without an update of the metric.
+
+    Args:
+        metric: A `Metric`.
+        value: What `LightningModule.log` is to find.
+    """
     with names_of("torchmetrics"):
         _ = metric._forward_cache
     metric.__dict__["_forward_cache"] = value
