@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor
 
 from lightning_par.engine.activity import Activity
@@ -21,6 +20,7 @@ from lightning_par.engine.init.deferred_init import seed_generators, seed_of
 from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
+from lightning_par.engine.rng import collect_random_states, restore_random_states
 from lightning_par.errors import NonFiniteError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import BatchLayout
@@ -235,11 +235,12 @@ class StepRunner:
         if not self._is_cut:
             yield
             return
-        states = _collect_rng_states(include_cuda=self.mesh.device_type == "cuda")
+        device = torch.device(self.mesh.device_type)
+        states = collect_random_states(device)
         try:
             yield
         finally:
-            _set_rng_states(states)
+            restore_random_states(states, device)
 
     def _split(self, batch: Any, *, training: bool) -> tuple[list[Any], Schedule]:
         ranks, owners = self.mesh.sizes.pipeline, self.rank_of_stage
