@@ -11,6 +11,7 @@ working::
     |-- PipelineError     (RuntimeError)  a pipeline stage failed while it ran
     |-- NonFiniteError    (RuntimeError)  the loss or the gradient is NaN or infinite
     |-- OffloadError      (RuntimeError)  the host cannot hold or step the optimizer
+    |-- UpstreamError     (RuntimeError)  torch or Lightning lacks a private name that is needed
     `-- CheckpointError   (RuntimeError)  a checkpoint does not fit the model
 """
 
@@ -27,6 +28,7 @@ __all__ = [
     "PipelineError",
     "PlanError",
     "ScheduleError",
+    "UpstreamError",
     "either",
     "nearest",
     "raise_problems",
@@ -63,6 +65,10 @@ class NonFiniteError(LightningParError, RuntimeError):
 
 class OffloadError(LightningParError, RuntimeError):
     """The host cannot do its part of an offloaded optimizer: its kernel, memory or disk."""
+
+
+class UpstreamError(LightningParError, RuntimeError):
+    """The installed torch, Lightning, torchmetrics or transformers lacks a private name."""
 
 
 class CheckpointError(LightningParError, RuntimeError):

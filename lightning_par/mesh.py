@@ -8,10 +8,10 @@ from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_par.errors import MeshError
 from lightning_par.sizes import AXES, EXPERT_AXES, ParallelSizes
+from lightning_par.upstream.distributed import set_timeout
 
 __all__ = ["ParallelMesh", "build_mesh"]
 
@@ -138,7 +138,7 @@ def build_mesh(
     if timeout is not None:
         # `init_device_mesh` takes no timeout, and the world may have been made by somebody else.
         for group in (None, *(mesh.get_group(axis) for axis in AXES)):
-            _set_pg_timeout(timeout, group)
+            set_timeout(group, timeout)
     data_group = _make_groups(sizes.groups(("dp_replicate", "dp_shard")), timeout)
     replica_group = _make_groups(sizes.groups(("pp", "cp", "tp")), timeout)
     token_group = data_group

@@ -14,6 +14,7 @@ from lightning_par.engine.memory.measured import (
     peak_memory,
     SavedActivations,
 )
+from lightning_par.upstream.lightning import is_logging_step
 
 __all__ = ["MemoryMonitor"]
 
@@ -78,7 +79,7 @@ class MemoryMonitor(FirstStepCounter[SavedActivations]):
         batch_idx: int,
     ) -> None:
         self._stop_counting()
-        if not trainer._logger_connector.should_update_logs:
+        if not is_logging_step(trainer):
             return
         device = trainer.strategy.root_device
         states = [list(optimizer.state.values()) for optimizer in trainer.optimizers]

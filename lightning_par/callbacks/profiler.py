@@ -23,6 +23,7 @@ from lightning_par.profiling.html_report import Report, Table, write_report
 from lightning_par.profiling.pipeline_record import RankRecord, StepRecorder
 from lightning_par.sizes import AXES
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.upstream.lightning import is_accumulating, is_logging_step
 
 __all__ = ["Profiler", "Recording", "ReportSection", "mesh_strategy"]
 
@@ -235,7 +236,7 @@ class Profiler(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._is_recorder(trainer):
-            synchronizes = not trainer.fit_loop._should_accumulate()
+            synchronizes = not is_accumulating(trainer)
             self.recording.begin(batch, synchronizes=synchronizes)
 
     @override
@@ -251,7 +252,7 @@ class Profiler(Callback):
         # The recorder comes first in the list, so the step is complete when the others measure.
         if self._is_recorder(trainer):
             recording.end(trainer.fit_loop.total_batch_idx)
-        if trainer._logger_connector.should_update_logs:
+        if is_logging_step(trainer):
             values = self.measure(recording)
             pl_module.log_dict(dict(values), on_step=True, on_epoch=False, batch_size=1)
 

@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
-from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from typing_extensions import override
 
 from lightning_par.callbacks.first_step_counter import FirstStepCounter, gather_numbers
@@ -16,6 +15,7 @@ from lightning_par.engine.batch import batch_entry, batch_size
 from lightning_par.errors import ConfigurationError
 from lightning_par.profiling.flops import FlopCounter
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.upstream.lightning import compute_dtype, is_logging_step
 
 __all__ = ["ThroughputMonitor"]
 
@@ -81,7 +81,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         device = trainer.strategy.root_device
         if self.peak_flops is None and device.type == "cuda":
-            dtype = _plugin_to_compute_dtype(trainer.precision_plugin)
+            dtype = compute_dtype(trainer.precision_plugin)
             self.peak_flops = get_available_flops(device, dtype)
         self._restart(None)
 
@@ -113,7 +113,7 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
         flops = counter.model, counter.model + counter.recomputed
         self._batches += 1
         self._sums = [s + n for s, n in zip(self._sums, (samples, tokens, *flops), strict=True)]
-        if trainer._logger_connector.should_update_logs:
+        if is_logging_step(trainer):
             self._synchronize(trainer)
             now = time.monotonic()
             values = self._measure(trainer, now - self._started - self._paused)

@@ -80,7 +80,7 @@ class ParallelCLI(LightningCLI):
             ConfigurationError: No strategy is registered under that name.
         """
         # The Trainer would also refuse it, but only after the model and the data are built.
-        name = self._get(self.config, "trainer.strategy")
+        name = self.config.get(str(self.subcommand), self.config).get("trainer.strategy")
         known = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(name, str) and name not in known:
             hint = nearest(name, known, cutoff=0.6, otherwise="")

@@ -34,9 +34,8 @@ class ConfiguredRun(ParallelCLI):
         with record_construction():
             super().instantiate_classes()
 
-    @override
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Do nothing: the caller wants the objects only."""
+    def fit(self, **_: Any) -> None:
+        """Stand for `Trainer.fit` and do nothing: the caller wants the objects only."""
 
 
 # A class and not an argument: LightningCLI builds everything inside __init__.

@@ -165,6 +165,7 @@ def _answer(group: dist.ProcessGroup, leader: int, now: Callable[[], float]) -> 
 
 
 def _message(group: dist.ProcessGroup) -> torch.Tensor:
-    devices = [device.type for device in group._device_types]
+    # "cpu:gloo,cuda:nccl"
+    devices = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
     device = "cpu" if "cpu" in devices else devices[0]
     return torch.zeros((), dtype=torch.float64, device=device)

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.upstream.distributed import functional_operators
+
 __all__ = [
     "all_gather",
     "all_reduce",
@@ -38,7 +40,7 @@ __all__ = [
     "split_sizes",
 ]
 
-_ops = torch.ops._c10d_functional
+_ops = functional_operators
 
 
 def split_sizes(size: int, parts: int) -> list[int]:

@@ -18,11 +18,13 @@ from torch import nn, Tensor
 from lightning_par.dtensor import local_part
 from lightning_par.engine.data.gradient_norm import is_counted_here, local_gradients
 from lightning_par.engine.offload.offloaded_gradients import OffloadedGradients
+from lightning_par.upstream.aten import unscale_and_check_
+from lightning_par.upstream.autograd import OverridableGradScaler, scaler_device
 
 __all__ = ["MeshGradScaler", "underflow_share"]
 
 
-class MeshGradScaler(torch.amp.GradScaler):
+class MeshGradScaler(OverridableGradScaler):
     """A `GradScaler` whose decision is that of all ranks of the world.
 
     Where gradients are DTensors, each rank looks at its own part.
@@ -43,7 +45,7 @@ class MeshGradScaler(torch.amp.GradScaler):
         """Return a scaler with the settings of `scaler`."""
         state = scaler.state_dict()
         made = cls(
-            scaler._device,
+            scaler_device(scaler),
             init_scale=state["scale"],
             growth_factor=state["growth_factor"],
             backoff_factor=state["backoff_factor"],
@@ -81,7 +83,7 @@ class MeshGradScaler(torch.amp.GradScaler):
         if torch.float16 in by_dtype and not allow_fp16:
             raise ValueError("Attempting to unscale FP16 gradients.")
         for grads in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+            unscale_and_check_(grads, found_inf, inv_scale)
         if self.offloaded_gradients is not None:
             self.offloaded_gradients.unscale(inv_scale, found_inf)
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)

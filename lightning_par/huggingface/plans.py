@@ -173,7 +173,7 @@ def _captured(model: Any, blocks: nn.Module) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for part in model.modules():
-        recorded: Mapping[str, Any] = getattr(part, "_can_record_outputs", None) or {}
+        recorded: Mapping[str, Any] = getattr(part, "can_record_outputs", {})
         for key, entries in recorded.items():
             if "hidden_states" in key or "attentions" in key:
                 continue

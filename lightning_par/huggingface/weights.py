@@ -16,6 +16,7 @@ from lightning_par.checkpoint.index import Chunk, TensorEntry
 from lightning_par.checkpoint.reader import StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
 from lightning_par.huggingface.lookup import find_model
+from lightning_par.upstream.transformers import ignored_keys
 
 __all__ = ["adapt_weights"]
 
@@ -70,7 +71,7 @@ def _sort_parts(
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
+    ignored = [re.compile(p) for p in ignored_keys(model)]
     found: dict[str, tuple[Any, _Parts]] = {}
     for key in sorted(stored, key=_natural):
         base = model.base_model_prefix

@@ -24,12 +24,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.library import get_kernel, Library
 
 from lightning_par.engine.offload.copy_stream import CopyStream
+from lightning_par.upstream.dispatch import lazy_keys, remove_kernels
+from lightning_par.upstream.distributed import functional_operators, group_named
 
 __all__ = ["Call", "CollectiveHook"]
 
@@ -136,7 +137,7 @@ _OPERATORS: Mapping[str, _Signature] = MappingProxyType(
 """Operators of ``_c10d_functional``, whose last argument is the group."""
 
 _NAMESPACE = "_c10d_functional"
-_OTHER_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.Lazy)
+_OTHER_BACKEND = lazy_keys()
 """Dispatch key of a backend that no tensor here has; see Note [Interpreter lock]."""
 
 
@@ -193,7 +194,7 @@ class CollectiveHook(ABC):
         self._library = Library(_NAMESPACE, "IMPL")
         for key in ("CPU", "CUDA"):
             for name, signature in _OPERATORS.items():
-                if hasattr(getattr(torch.ops, _NAMESPACE), name):
+                if hasattr(functional_operators, name):
                     self._implement(name, key, partial(self._wrap_operator, signature))
             self._implement("wait_tensor", key, self._wrap_wait_operator)
 
@@ -202,7 +203,7 @@ class CollectiveHook(ABC):
             setattr(owner, name, original)
         self._replaced = []
         assert self._library is not None
-        self._library._destroy()
+        remove_kernels(self._library)
         self._library = None
 
     def _patch(self, owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -215,14 +216,14 @@ class CollectiveHook(ABC):
     def _implement(self, name: str, key: str, wrap: Callable[[Any], Any]) -> None:
         """Register a wrapper of an operator's current kernel for one dispatch key."""
         assert self._library is not None
-        operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
+        operator = getattr(functional_operators, name).default
 
         def composite(_: Any, *args: Any, **options: Any) -> Any:
             return operator.redispatch(_OTHER_BACKEND, *args, **options)
 
         original: Any = composite
         # Only another CollectiveHook registers kernels under these keys: chain to it.
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::{name}", key):
+        if operator.has_kernel_for_dispatch_key(key):
             original = get_kernel(operator, key).call_boxed
         self._library.impl(name, wrap(original), key, with_keyset=True)
 
@@ -274,5 +275,5 @@ class CollectiveHook(ABC):
 def _as_group(given: Any) -> dist.ProcessGroup:
     """Return the group of a functional operator, given by its name, boxed, or as it is."""
     if isinstance(given, str):
-        return dist.distributed_c10d._resolve_process_group(given)  # type: ignore[attr-defined, arg-type]
+        return group_named(given)
     return given if isinstance(given, dist.ProcessGroup) else dist.ProcessGroup.unbox(given)

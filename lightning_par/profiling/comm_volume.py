@@ -40,10 +40,10 @@ from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.engine.clock import Clock
 from lightning_par.profiling.collective_hooks import Call, CollectiveHook
+from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["CommVolume", "CommVolumeEntry", "Transfer", "ring_bytes"]
 

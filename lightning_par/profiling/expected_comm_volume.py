@@ -37,7 +37,6 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.dtensor import local_part
 from lightning_par.engine.collectives import split_sizes
@@ -49,6 +48,8 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, ring_bytes
 from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.tensor_styles import StyleSpec, TENSOR_STYLES
+from lightning_par.upstream.autograd import is_in_backward
+from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["Forecast", "Parts"]
 
@@ -298,7 +299,7 @@ class _BoundaryHook:
 
 def _recomputes() -> bool:
     """Whether a forward runs inside a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return is_in_backward()
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from lightning_par.upstream.aten import flash_cpu, flash_cpu_backward
+from lightning_par.upstream.autograd import is_in_backward
+from lightning_par.upstream.dispatch import TorchDispatchMode
 
 __all__ = ["FlopCounter"]
 
@@ -31,11 +34,10 @@ def _attention_backward(
     return scores * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _FORMULAS: Mapping[Any, Callable[..., int]] = MappingProxyType(
     {
-        getattr(torch.ops.aten, _FLASH): _attention,
-        getattr(torch.ops.aten, f"{_FLASH}_backward"): _attention_backward,
+        flash_cpu: _attention,
+        flash_cpu_backward: _attention_backward,
         **flop_registry,
     }
 )
@@ -67,8 +69,8 @@ class FlopCounter(TorchDispatchMode):
     ) -> Any:
         """Run an operator and add its FLOPs."""
         options = kwargs or {}
-        formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
-        if formula is None and isinstance(func, torch._ops.OpOverload):
+        formula = _FORMULAS.get(getattr(func, "overloadpacket", None))
+        if formula is None and hasattr(func, "decompose"):
             # Composite operators such as `linear` have no formula, their parts do.
             # Inside __torch_dispatch__ the mode is off; entered again, it counts the parts.
             with self:
@@ -80,7 +82,7 @@ class FlopCounter(TorchDispatchMode):
             count = formula(*args, **options, out_val=result)
             # Inside a backward, grad mode is off except for what activation checkpointing
             # recomputes.
-            if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+            if is_in_backward() and torch.is_grad_enabled():
                 self.recomputed += count
             else:
                 self.model += count

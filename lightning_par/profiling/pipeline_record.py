@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_par.engine.clock import Clock
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineRun
 from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, Transfer
+from lightning_par.upstream.autograd import is_in_backward
 
 __all__ = ["RankRecord", "StepRecord", "StepRecorder", "TimedTransfer"]
 
@@ -269,7 +269,7 @@ class _BlockTimer:
     def begin(self, *_: Any) -> None:
         recorder = self._recorder
         # -1: not inside a backward, so this is no recomputation.
-        forward = recorder._start is not None and torch._C._current_graph_task_id() == -1
+        forward = recorder._start is not None and not is_in_backward()
         self._began = recorder.clock.mark() if forward else None
 
     def end(self, *_: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn, Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -50,6 +49,7 @@ from lightning_par.strategies.setup.precision import share_overflows
 from lightning_par.strategies.setup.stage_optimizers import check_optimizers, optimizers_of_a_stage
 from lightning_par.strategies.step.batch_broadcast import BatchSharing
 from lightning_par.strategies.step.uneven_batches import join_ranks, samples_differ
+from lightning_par.upstream.lightning import move_optimizer_states
 
 __all__ = ["MeshStrategy"]
 
@@ -226,11 +226,11 @@ class MeshStrategy(OffloadedProcesses):
                 self._record.remember(module)
             self.model = self.precision_plugin.convert_module(self.model)
             self._parallel_model = parallelize(module, resolved, self.mesh, self._record, self)
-            plugin = self._precision_plugin = self.precision_plugin
+            plugin = self.precision_plugin = self.precision_plugin
             self._parallel_model.steps.scaler = share_overflows(plugin)
             self._guard = GradientGuard(self._parallel_model, plugin, self.on_nonfinite)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._reset_optimizers_and_schedulers()
+            self.optimizers, self.lr_scheduler_configs = [], []
             if self.sizes.pipeline > 1:
                 with optimizers_of_a_stage():
                     self.setup_optimizers(trainer)
@@ -239,7 +239,7 @@ class MeshStrategy(OffloadedProcesses):
                 self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            move_optimizer_states(self.optimizers, self.root_device)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedPlan:
         """Refuse what cannot work; of the processes that a script started, the first one speaks."""

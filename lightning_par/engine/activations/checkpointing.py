@@ -21,7 +21,6 @@ from typing import Any, get_args, Literal
 
 import torch
 from torch import nn, Tensor
-from torch._ops import OpOverload
 from torch.utils.checkpoint import (
     checkpoint,
     CheckpointPolicy,
@@ -190,9 +189,9 @@ def _contexts(operations: frozenset[str] | None, on_host: bool) -> dict[str, Any
 
 
 def _policy(
-    keeps: Callable[[OpOverload, Sequence[Any]], bool],
+    keeps: Callable[[Any, Sequence[Any]], bool],
     context: Any,
-    operation: OpOverload,
+    operation: Any,
     *args: Any,
     **kwargs: Any,
 ) -> CheckpointPolicy:
@@ -200,7 +199,7 @@ def _policy(
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keeps(names: frozenset[str] | None, operation: OpOverload, args: Sequence[Any]) -> bool:
+def _keeps(names: frozenset[str] | None, operation: Any, args: Sequence[Any]) -> bool:
     """Return whether the output of an operation is kept; see Note [What to keep]."""
     full, packet = str(operation), str(operation.overloadpacket)
     if names is not None:

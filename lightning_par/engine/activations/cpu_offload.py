@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn, Tensor
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_par.dtensor import local_part
+from lightning_par.upstream.dispatch import TorchDispatchMode
+from lightning_par.upstream.pytree import tree_map
+from lightning_par.upstream.tensor import storage_key
 
 __all__ = ["HostCopy", "hold_on_host", "kept_on_host"]
 
@@ -85,7 +85,7 @@ def _return(held: Any) -> Any:
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(local_part(tensor).untyped_storage()._cdata)
+    return storage_key(local_part(tensor).untyped_storage())
 
 
 def kept_on_host(held: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
@@ -103,8 +103,8 @@ class _Keep(TorchDispatchMode):
 
     def __init__(
         self,
-        keeps: Callable[[OpOverload, Sequence[Any]], bool],
-        kept: dict[OpOverload, list[Any]],
+        keeps: Callable[[Any, Sequence[Any]], bool],
+        kept: dict[Any, list[Any]],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keeps, self.kept = keeps, kept
@@ -114,7 +114,7 @@ class _Keep(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if self.keeps(func, args):
-            self.kept[func].append(pytree.tree_map(_leave, out))
+            self.kept[func].append(tree_map(_leave, out))
         return out
 
 
@@ -123,12 +123,12 @@ class _Give(TorchDispatchMode):
 
     def __init__(
         self,
-        keeps: Callable[[OpOverload, Sequence[Any]], bool],
-        kept: dict[OpOverload, list[Any]],
+        keeps: Callable[[Any, Sequence[Any]], bool],
+        kept: dict[Any, list[Any]],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keeps, self.kept = keeps, kept
-        self.given: dict[OpOverload, int] = defaultdict(int)
+        self.given: dict[Any, int] = defaultdict(int)
 
     def __enter__(self) -> Any:
         self.given.clear()
@@ -141,11 +141,11 @@ class _Give(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         index = self.given[func]
         self.given[func] += 1
-        return pytree.tree_map(_return, self.kept[func][index])
+        return tree_map(_return, self.kept[func][index])
 
 
 def hold_on_host(
-    keeps: Callable[[OpOverload, Sequence[Any]], bool],
+    keeps: Callable[[Any, Sequence[Any]], bool],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a forward, which keeps on the host, and of its recomputation.
 
@@ -154,5 +154,5 @@ def hold_on_host(
     Args:
         keeps: Tells, from an operation and its arguments, whether to keep the output.
     """
-    kept: dict[OpOverload, list[Any]] = defaultdict(list)
+    kept: dict[Any, list[Any]] = defaultdict(list)
     return _Keep(keeps, kept), _Give(keeps, kept)

@@ -28,6 +28,7 @@ from lightning_par.engine.context.ring_schedule import RingSchedule, TokenLayout
 from lightning_par.engine.context.ulysses import gather_tokens, scatter_tokens
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan import BatchLayout
+from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["SequenceShard"]
 
@@ -234,7 +235,7 @@ class SequenceShard:
     def _gather_mask(self, visible: Tensor) -> KeyMask:
         """Return the mask of all ranks, gathered once for all layers that pass the same tensor."""
         # By memory and version, as every layer may reshape the mask into a new tensor object.
-        version = None if visible.is_inference() else visible._version
+        version = None if visible.is_inference() else count_of_changes(visible)
         at = visible.untyped_storage().data_ptr(), visible.storage_offset(), version
         known = (*at, visible.shape, visible.stride())
         if known not in self._masks:

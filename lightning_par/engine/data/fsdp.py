@@ -37,6 +37,7 @@ from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.mesh import ParallelMesh
 from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.upstream.fsdp import initialize, reduce_gradients, unshard_without_streams
 
 __all__ = ["Sharding", "shard_model"]
 
@@ -129,7 +130,7 @@ class Sharding:
         """
         if isinstance(self._root, FSDPModule):
             self.before_backward()
-            self._root._get_fsdp_state()._root_post_backward_final_callback()
+            reduce_gradients(self._root)
 
     def hold(self) -> None:
         """Gather all parameters and keep them until `release`, so that forwards communicate
@@ -141,7 +142,7 @@ class Sharding:
             return
         with torch.inference_mode(False):
             # FSDP finds its root lazily, in the first forward; unshard needs it now.
-            self._root._get_fsdp_state()._lazy_init()
+            initialize(self._root)
             for unit in self._units:
                 unit.unshard()
                 unit.set_reshard_after_forward(False, recurse=False)
@@ -225,7 +226,7 @@ def _gather_ahead(root: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> Non
     CPU]. What comes before the blocks runs ahead of one stage only, if there are several.
     """
     assert isinstance(root, FSDPModule)
-    root._set_unshard_async_op(True)
+    unshard_without_streams(root)
     for blocks in stages:
         chain = [root, *blocks] if len(stages) == 1 else blocks
         for unit, following in pairwise(chain):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_par.dtensor import local_part
 from lightning_par.engine.annotations import Float
+from lightning_par.upstream.aten import foreach_norm
 
 __all__ = ["clip_by_norm", "clip_by_value", "is_counted_here", "local_gradients", "total_norm"]
 
@@ -61,7 +62,7 @@ def total_norm(
         return norm if poison is None else norm + poison.to(norm)
     double = any(g.dtype is torch.float64 for g in grads)
     dtype = torch.float64 if double else torch.float32
-    norms: Any = torch._foreach_norm(grads, 2, dtype=dtype) if grads else []
+    norms: Any = foreach_norm(grads, 2, dtype=dtype) if grads else []
     square = torch.zeros((), dtype=torch.float64, device=device)
     if grads:
         # A copy weighs 0, which is NaN if the copy is not finite.

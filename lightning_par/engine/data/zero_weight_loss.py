@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn, Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+
+from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["ZeroWeightBackward"]
 

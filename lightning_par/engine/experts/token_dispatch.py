@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.engine.collectives import apply_function
+from lightning_par.upstream.distributed import functional_operators
 
 __all__ = ["dispatch_tokens"]
 
 
-_ops = torch.ops._c10d_functional
+_ops = functional_operators
 
 
 _Beside = Callable[[], Tensor] | None

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.errors import PlanError
+from lightning_par.upstream.dispatch import item_operator, operator_schema, TorchDispatchMode
+from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.tensor import storage_key
 
 __all__ = ["ConstructionTape", "TapeEntry", "TensorView"]
 
@@ -84,7 +85,7 @@ class TapeEntry:
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     found = []
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(operator_schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
@@ -125,18 +126,18 @@ class ConstructionTape(TorchDispatchMode):
 
     def knows(self, tensor: Tensor) -> bool:
         """Tell whether the tape has met the storage of `tensor`."""
-        return tensor.untyped_storage()._cdata in self._storages
+        return storage_key(tensor.untyped_storage()) in self._storages
 
     def view(self, tensor: Tensor) -> TensorView:
         """Return how the tape refers to `tensor`, a new buffer if it has not met its storage."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
+        if storage_key(storage) not in self._storages:
             self._name(storage, self._count)
             if not tensor.is_meta:
-                self._real[self._count] = self._storages[storage._cdata][0]
+                self._real[self._count] = self._storages[storage_key(storage)][0]
             self._count += 1
         return TensorView(
-            buffer=self._storages[storage._cdata][1],
+            buffer=self._storages[storage_key(storage)][1],
             size=tuple(tensor.shape),
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
@@ -144,7 +145,7 @@ class ConstructionTape(TorchDispatchMode):
         )
 
     def _name(self, storage: torch.UntypedStorage, buffer: int) -> None:
-        self._storages[storage._cdata] = (StorageWeakRef(storage), buffer)
+        self._storages[storage_key(storage)] = (StorageWeakRef(storage), buffer)
 
     def adopt(self, tensor: Tensor, label: str) -> Tensor:
         """Return a meta tensor that stands for `tensor`: one history from now on.
@@ -241,9 +242,9 @@ class ConstructionTape(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
         real = [t for t in written if not t.is_meta]
-        if real or func is _aten._local_scalar_dense.default:
+        if real or func is item_operator:
             self._refuse(tree_leaves((args, kwargs)), str(func))
-        returns = func._schema.returns
+        returns = operator_schema(func).returns
         # What an in-place operation returns are the tensors that it wrote: keep their identity.
         aliases = all(r.alias_info is not None and r.alias_info.is_write for r in returns)
         if written and aliases and torch.Tag.inplace_view not in func.tags:

@@ -20,13 +20,14 @@ from torch import nn, Tensor
 from torch.nn import init
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_par.engine.init.construction_tape import ConstructionTape, TapeEntry, TensorView
 from lightning_par.engine.rng import fork_torch_rng, seed_generators, seed_of
 from lightning_par.errors import ConfigurationError, PlanError
+from lightning_par.upstream.dispatch import is_traceable_wrapper_subclass, operator_schema
+from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.tensor import make_subclass
 
 __all__ = ["ConstructionRecord", "record_construction"]
 
@@ -102,7 +103,7 @@ class ConstructionRecord:
         if parameter not in self._twins:
             twin, meta = parameter, self._tape.adopt(parameter.data, label)
             if not parameter.is_meta:
-                twin = torch.Tensor._make_subclass(type(parameter), meta, parameter.requires_grad)
+                twin = make_subclass(type(parameter), meta, parameter.requires_grad)
                 twin.__dict__.update(parameter.__dict__)
             self._twins[parameter] = twin
             self._twins[twin] = twin
@@ -174,7 +175,7 @@ def _run(
         return None if isinstance(x, torch.Generator) else x
 
     args, kwargs = tree_map(real, (entry.args, entry.kwargs))
-    schema = getattr(entry.function, "_schema", None)
+    schema = operator_schema(entry.function) if hasattr(entry.function, "overloadpacket") else None
     if schema is not None and any(a.name == "device" for a in schema.arguments):
         kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"} | {"device": device}
     torch.set_default_dtype(entry.default_dtype)

@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import torch
 from torch import nn, Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.dtensor import local_part
+from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["SavedActivations", "available_memory", "bytes_held", "current_memory", "peak_memory"]
 

@@ -28,6 +28,7 @@ from lightning_par.engine.offload.adam import AdamRule, AdamTensors
 from lightning_par.engine.offload.cpp_build import build_library
 from lightning_par.engine.offload.stochastic_rounding import mixed, round_randomly
 from lightning_par.errors import ConfigurationError, either, OffloadError
+from lightning_par.upstream.aten import fused_adam_, fused_adamw_
 
 __all__ = ["KERNELS", "AdamKernel", "choose_kernel", "kernel_source"]
 
@@ -213,7 +214,7 @@ class _TorchKernel:
         grad = tile.grad.to(wide).mul(scale).clamp_(-largest, largest)
         # torch's kernel wants one dtype, and would round short moments to the nearest.
         mean, square = (m.to(wide) if short else m for m in (tile.mean, tile.square))
-        fused = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+        fused = fused_adamw_ if rule.decoupled else fused_adam_
         fused(
             [tile.master],
             [grad],

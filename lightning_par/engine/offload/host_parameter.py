@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_par.engine.master_weights import MASTER
 from lightning_par.engine.offload.adam import AdamRule, AdamTensors
 from lightning_par.engine.offload.nvme import NvmeRange
 from lightning_par.engine.offload.update_worker import Update
+from lightning_par.upstream.dtensor import sharded_like
+from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["HostParameter", "local_tensor", "wide_dtype"]
 
@@ -45,10 +46,7 @@ def _like_parameter(parameter: nn.Parameter, local: Tensor) -> Tensor:
     """
     if not isinstance(parameter, DTensor):
         return local
-    # DTensor.from_local would move the shard to the device of the mesh.
-    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return sharded_like(local, parameter)
 
 
 @dataclass(eq=False)
@@ -182,4 +180,4 @@ class HostParameter:
     def _stamp(self) -> tuple[int, int]:
         # The address tells that `parameter.data` is another tensor, the version in-place changes.
         local = self.local
-        return local.data_ptr(), local._version
+        return local.data_ptr(), count_of_changes(local)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_par.engine.tensor_tree import pack, PackedTree, TensorSpec, unpack
 from lightning_par.errors import PipelineError
+from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["Channel", "PendingMessage"]
 
@@ -182,7 +182,7 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
     before, now = (unpack(each, range(len(each.specs))) for each in (known, header))
     if before == now:
         return
-    leaves = pytree.tree_leaves(before), pytree.tree_leaves(now)
+    leaves = tree_leaves(before), tree_leaves(now)
     if len(leaves[0]) == len(leaves[1]):
         pairs = zip(*leaves, strict=True)
         before, now = next(((k, h) for k, h in pairs if k != h), (before, now))

@@ -21,10 +21,11 @@ from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.engine.wrapping import Forward, wrap_forward
+from lightning_par.upstream.dtensor import TO_LOCAL_NODE
 
 __all__ = ["Deferred", "WeightGradients", "defer_weight_gradients"]
 
-_CASTS = ("ToCopyBackward0", "_ToTorchTensorBackward")
+_CASTS = ("ToCopyBackward0", TO_LOCAL_NODE)
 """Nodes between a parameter and what a layer multiplies with that keep nothing of the forward."""
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn, Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_par.errors import PipelineError
+from lightning_par.upstream.pytree import tree_flatten, tree_map, tree_unflatten
 
 __all__ = ["Message", "MicroBatchState", "Stage", "StageExit", "StageStub", "fill_hidden"]
 
@@ -178,14 +178,14 @@ class Stage:
 
 def _elide_hidden(tree: Any) -> Any:
     """Return a block's output tree without its hidden states, which are its first tensor."""
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = tree_flatten(tree)
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             leaves[position] = _Elided()
             break
-    return pytree.tree_unflatten(leaves, spec)
+    return tree_unflatten(leaves, spec)
 
 
 def fill_hidden(tree: Any, hidden: Any) -> Any:
     """Put hidden states back into a block's output tree that was carried on without them."""
-    return pytree.tree_map(lambda t: hidden if isinstance(t, _Elided) else t, tree)
+    return tree_map(lambda t: hidden if isinstance(t, _Elided) else t, tree)

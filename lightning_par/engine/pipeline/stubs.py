@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn, Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.engine.pipeline.stage import fill_hidden, Stage, StageExit, StageStub
 from lightning_par.engine.rng import fork_torch_rng
 from lightning_par.errors import PipelineError
+from lightning_par.upstream.pytree import tree_flatten, tree_leaves, tree_map
 
 __all__ = ["AbsentModule", "GhostModule", "LaterBlock", "earlier_block", "poison"]
 
@@ -52,14 +52,14 @@ class _EarlierBlock(StageStub):
         if self._number == self._stage.first_block - 1:
             return answer
         # An output carried on has no hidden states; those that come in stand in for them.
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         return fill_hidden(answer, next(t for t in leaves if isinstance(t, Tensor)))
 
 
 @cache
 def _stub_class(block: Hashable) -> type[_EarlierBlock]:
     assert isinstance(block, type)
-    members = {"forward": torch._dynamo.disable(_EarlierBlock.forward)}
+    members = {"forward": torch.compiler.disable(_EarlierBlock.forward)}
     return type(f"Earlier{block.__name__}", (_EarlierBlock, block), members)
 
 
@@ -90,7 +90,7 @@ class LaterBlock(StageStub):
         super().__init__()
         self.number = number
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `StageExit`."""
         raise StageExit
@@ -156,19 +156,17 @@ class GhostModule(StageStub):
                 self.__dict__["_answers"].clear()
         return self
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return NaNs of the right shapes."""
-        given, spec = pytree.tree_flatten((args, kwargs))
+        given, spec = tree_flatten((args, kwargs))
         device = next((t.device for t in given if isinstance(t, Tensor)), torch.device("cpu"))
         # Shapes in, shapes out: known after the first micro-batch unless other values take part.
         known, key = self.__dict__["_answers"], (spec, *map(_shape_of, given))
         if None in key or key not in known:
             known[key] = self._run_on_meta(args, kwargs)
         out = known[key]
-        return pytree.tree_map(
-            lambda t: self._poisoned(t, device) if isinstance(t, Tensor) else t, out
-        )
+        return tree_map(lambda t: self._poisoned(t, device) if isinstance(t, Tensor) else t, out)
 
     def _poisoned(self, tensor: Tensor, device: torch.device) -> Tensor:
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -180,6 +178,6 @@ class GhostModule(StageStub):
 
     def _run_on_meta(self, args: Any, kwargs: Any) -> Any:
         to_meta = lambda t: t.to("meta") if isinstance(t, Tensor) else t  # noqa: E731
-        args, kwargs = pytree.tree_map(to_meta, (args, kwargs))
+        args, kwargs = tree_map(to_meta, (args, kwargs))
         with torch.no_grad(), fork_torch_rng(torch.device("cpu")):
             return self.__dict__["_shape_only"](*args, **kwargs)

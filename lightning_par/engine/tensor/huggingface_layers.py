@@ -13,6 +13,7 @@ from torch import nn, Tensor
 
 from lightning_par.engine.collectives import copy_to_group, reduce_to_whole
 from lightning_par.engine.tensor.sequence_parallel import on_first_tensor, Region
+from lightning_par.upstream.transformers import mark_as_expert_parallel
 
 __all__ = [
     "enter_region",
@@ -91,8 +92,7 @@ def expert_shards(
     """
     hidden, index, weights = (*args, *kwargs.values())
     held = next(module.parameters(recurse=False)).shape[0]
-    if hasattr(module, "_is_expert_parallel"):  # lets fused kernels of transformers skip index E
-        module.__dict__["_is_expert_parallel"] = True
+    mark_as_expert_parallel(module)  # lets fused kernels of transformers skip index E
     start = ctx.group.rank() * held
     mine = (index >= start) & (index < start + held)
     weights = torch.where(mine, copy_to_group(weights, ctx.group), 0)

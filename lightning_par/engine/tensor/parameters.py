@@ -16,11 +16,12 @@ from torch.distributed.tensor.experimental import register_sharding
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.tensor_styles import TENSOR_STYLES
+from lightning_par.upstream.dispatch import any_true_operator
 
 __all__ = ["local_parameters", "shard_parameter", "swap", "tensor_placements"]
 
 
-@register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
+@register_sharding(any_true_operator)  # type: ignore[untyped-decorator]
 def _any_true(flags: Any) -> list[Any]:
     """Let autograd's anomaly detection look for NaN in a DTensor; torch has no rule for it."""
     return [([Replicate()], [Replicate()])]

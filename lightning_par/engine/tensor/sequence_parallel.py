@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_par.engine.collectives import (
     copy_to_group,
@@ -22,6 +21,7 @@ from lightning_par.engine.collectives import (
 from lightning_par.errors import PlanError
 from lightning_par.resolved_plan import ResolvedPlan
 from lightning_par.tensor_styles import TENSOR_STYLES
+from lightning_par.upstream.pytree import tree_flatten, tree_unflatten
 
 __all__ = ["SEQUENCE_DIM", "Region", "Regions", "on_first_tensor"]
 
@@ -104,11 +104,11 @@ def on_first_tensor(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         PlanError: The tree has no tensor.
     """
     # Other nodes, such as a cache of keys that the module updates in place, are not rebuilt.
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_no_container)
+    leaves, spec = tree_flatten(tree, is_leaf=_is_no_container)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             leaves[place] = function(leaf)
-            return pytree.tree_unflatten(leaves, spec)
+            return tree_unflatten(leaves, spec)
     raise PlanError("a module with a tensor style was called without a tensor.")
 
 

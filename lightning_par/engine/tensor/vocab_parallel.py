@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_par.engine.annotations import Float, Int
 from lightning_par.engine.collectives import all_reduce, gather_from_shards, split_sizes
 from lightning_par.errors import ConfigurationError
+from lightning_par.upstream.pytree import tree_map
+from lightning_par.upstream.tensor import make_wrapper, plain_functions
 
 __all__ = ["VocabShardedLogits", "vocab_parallel_cross_entropy"]
 
@@ -146,10 +148,7 @@ class VocabShardedLogits(Tensor):
         """
         dim = vocab_dim % local.ndim
         shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
-        made: Tensor = torch.Tensor._make_wrapper_subclass(
-            VocabShardedLogits, shape, dtype=local.dtype, device=local.device
-        )
-        assert isinstance(made, VocabShardedLogits)
+        made = make_wrapper(VocabShardedLogits, shape, dtype=local.dtype, device=local.device)
         made.local, made.group, made.vocab_dim = local, group, dim
         return made
 
@@ -178,7 +177,7 @@ class VocabShardedLogits(Tensor):
             answer = _answer_from_shard(func, first, tuple(args[1:]), kwargs)
             if answer is not NotImplemented:
                 return answer
-        plain = torch.utils._pytree.tree_map(_gathered, (tuple(args), dict(kwargs)))
+        plain = tree_map(_gathered, (tuple(args), dict(kwargs)))
         return func(*plain[0], **plain[1])
 
     @classmethod
@@ -190,11 +189,11 @@ class VocabShardedLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Gather first; only code that disabled torch functions on purpose comes here."""
-        plain = torch.utils._pytree.tree_map(_gathered, (tuple(args), dict(kwargs or {})))
+        plain = tree_map(_gathered, (tuple(args), dict(kwargs or {})))
         return func(*plain[0], **plain[1])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return f"VocabShardedLogits(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
 
 
@@ -222,7 +221,7 @@ def _answer_from_shard(
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return _answer_property(func, x)
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         if func in (Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__):
             return func(x, *rest, **kwargs)
         if func in (Tensor.is_floating_point, torch.is_floating_point):
@@ -259,7 +258,7 @@ def _answer_property(func: Any, x: VocabShardedLogits) -> Any:
     if name in ("requires_grad", "grad_fn", "is_leaf"):
         return func(x.local)
     if name in _METADATA:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return func(x)
     return NotImplemented
 

@@ -56,9 +56,9 @@ class CheckpointedProcesses(SavingProcesses):
                 needs to be trusted.
         """
         self._saver.wait()
-        if weights_only is None and self._launcher is not None:
+        if weights_only is None and self.launcher is not None:
             # Lightning does not pass it on where checkpoints are restored after the setup.
-            weights_only = getattr(self._launcher, "weights_only", None)
+            weights_only = getattr(self.launcher, "weights_only", None)
         path = Path(checkpoint_path)
         self._restores_optimizer = True
         if is_checkpoint_folder(path):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_par.dtensor import local_part
 from lightning_par.errors import ConfigurationError, either, NonFiniteError
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.upstream.lightning import replace_gradient_clipping
 
 __all__ = ["GradientGuard", "check_nonfinite_choice"]
 
@@ -59,7 +60,7 @@ class GradientGuard:
         self._norm: Tensor | None = None
         plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
-        plugin._clip_gradients = self._judge_and_clip  # type: ignore[method-assign]
+        self._clip = replace_gradient_clipping(plugin, self._judge_and_clip)
 
     @property
     def loss(self) -> Tensor | None:
@@ -88,8 +89,7 @@ class GradientGuard:
         if self._choice != "ignore" and not scales_loss and module.automatic_optimization:
             self._judge(optimizer, loss)
         try:
-            original = type(self._plugin)._clip_gradients
-            original(self._plugin, model, optimizer, clip_val, gradient_clip_algorithm)
+            self._clip(model, optimizer, clip_val, gradient_clip_algorithm)
         finally:
             self._norm = None
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.upstream.distributed import default_store
+from lightning_par.upstream.lightning import trainer_of
 
 __all__ = ["InterruptibleProcesses"]
 
@@ -37,7 +39,7 @@ class InterruptibleProcesses(MeshProcesses):
     @property
     def _is_interrupted(self) -> bool:
         """Whether the Trainer handles an exception."""
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = trainer_of(self.lightning_module)
         return trainer is not None and trainer.interrupted
 
     def _ranks_are_together(self) -> bool:
@@ -55,7 +57,7 @@ class InterruptibleProcesses(MeshProcesses):
         """Wait until all ranks handle an exception; the first to know or to give up decides."""
         self._interruptions += 1
         prefix = f"lightning_par/stopped/{self._interruptions}"
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.global_rank], "")
         limit = _GRACE if self._timeout is None else min(_GRACE, self._timeout / 2)

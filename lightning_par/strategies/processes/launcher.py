@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -11,11 +12,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.connectors.signal_connector import _get_sigkill_signal
-from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
+
+from lightning_par.upstream.lightning import (
+    launch_scripts,
+    set_threads,
+    SubprocessScriptLauncher,
+    TunerExit,
+)
 
 __all__ = ["PreflightLauncher"]
 
@@ -27,7 +31,7 @@ _GRACE = 3.0
 _logger = logging.getLogger(__name__)
 
 
-class PreflightLauncher(_SubprocessScriptLauncher):
+class PreflightLauncher(SubprocessScriptLauncher):
     """Starts one process per device, as for DDP; under torchrun or SLURM it starts none.
 
     Args:
@@ -72,14 +76,14 @@ class PreflightLauncher(_SubprocessScriptLauncher):
         )
         if not self.procs and not self.cluster_environment.creates_processes_externally:
             os.environ[_LAUNCHER] = str(os.getpid())
-            self._call_children_scripts()
+            launch_scripts(self)
             self._start(self._observe_children)
         elif os.environ.get(_LAUNCHER) == str(os.getppid()):
             self._start(self._observe_launcher)
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        set_threads(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
-        except _TunerExitException:
+        except TunerExit:
             raise
         except BaseException as error:
             self._explain(error)
@@ -106,7 +110,7 @@ class PreflightLauncher(_SubprocessScriptLauncher):
         time.sleep(_GRACE)
         if self.observes:
             _logger.critical("%s All processes of this node end.", _describe(self.procs))
-            self.kill(_get_sigkill_signal())
+            self.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
             os._exit(1)
 
 

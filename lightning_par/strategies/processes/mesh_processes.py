@@ -7,12 +7,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -26,6 +20,7 @@ from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
 from lightning_par.strategies.processes.launcher import PreflightLauncher
 from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
 from lightning_par.strategies.processes.watchdog import open_status_file, RankWatch
+from lightning_par.upstream.lightning import init_process_group, reduce_tensor, set_launcher
 
 __all__ = ["MeshProcesses"]
 
@@ -118,20 +113,21 @@ class MeshProcesses(ParallelStrategy):
         chosen, device = self._process_group_backend, self.root_device
         if device.type == "cpu" or (chosen is not None and ":" in chosen):
             return chosen or "gloo"
-        chosen = chosen or _get_default_process_group_backend_for_device(device)
+        chosen = chosen or dist.get_default_backend_for_device(device)
         return f"cpu:gloo,{device.type}:{chosen}"
 
     @override
     def _configure_launcher(self) -> None:
         _ = self.sizes
         assert self.cluster_environment is not None
-        self._launcher = PreflightLauncher(
+        launcher = PreflightLauncher(
             self.cluster_environment,
             self.num_processes,
             self.num_nodes,
             self._preflight,
             self._explain,
         )
+        set_launcher(self, launcher)
 
     def _preflight(self, trainer: pl.Trainer | None, model: Any) -> None:
         """Refuse what cannot work before any other process starts."""
@@ -171,14 +167,14 @@ class MeshProcesses(ParallelStrategy):
         store = None
         if self.num_nodes == 1:
             use_loopback()
-            if isinstance(environment, LightningEnvironment) and not _distributed_is_initialized():
+            if isinstance(environment, LightningEnvironment) and not dist.is_initialized():
                 store = loopback_store(environment.main_port, self.global_rank, self.world_size)
         backend = self.process_group_backend
-        _init_dist_connection(environment, backend, timeout=self._timeout, store=store)
+        init_process_group(environment, backend, timeout=self._timeout, store=store)
 
     def _observe_children(self, observes: bool) -> None:
-        if isinstance(self._launcher, PreflightLauncher):
-            self._launcher.observes = observes
+        if isinstance(self.launcher, PreflightLauncher):
+            self.launcher.observes = observes
 
     def _close_watch(self) -> None:
         if self._watch is not None:
@@ -188,12 +184,12 @@ class MeshProcesses(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
+        if dist.is_initialized():
             dist.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
+        if not dist.is_initialized():
             return obj
         box = [obj]
         dist.broadcast_object_list(box, src)
@@ -207,12 +203,12 @@ class MeshProcesses(ParallelStrategy):
         group = self._mesh.data_group if group is None else group
         if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
             tensor = tensor.double()  # Lightning averages its counts of samples; 3.5 is not 3
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return reduce_tensor(tensor, group, reduce_op=reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide together with every rank of the world."""
-        if not _distributed_is_initialized():
+        if not dist.is_initialized():
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)

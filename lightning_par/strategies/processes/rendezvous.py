@@ -3,8 +3,7 @@
 import os
 import socket
 
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import default_pg_timeout
+from torch.distributed import default_pg_timeout, TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["loopback_store", "use_loopback"]
 

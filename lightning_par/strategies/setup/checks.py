@@ -29,6 +29,7 @@ from lightning_par.option_fields import read_fields
 from lightning_par.plan import BatchLayout, ParallelPlan
 from lightning_par.resolved_plan import check_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
+from lightning_par.upstream.lightning import synchronizes_batchnorm
 
 __all__ = [
     "check_batch",
@@ -177,7 +178,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             f"precision={trainer.precision!r} is not supported on {sizes}: use "
             f"{either(_PRECISIONS)}."
         )
-    if sizes.world_size > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
+    if sizes.world_size > 1 and synchronizes_batchnorm(trainer.strategy):
         problems.append(
             f"sync_batchnorm=True is not supported on {sizes}: batch statistics are those of one "
             "replica's "

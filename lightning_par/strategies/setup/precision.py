@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.master_weights import keep_dtypes, masters_in_place
+from lightning_par.upstream.lightning import after_closure
 
 __all__ = ["Float8Precision", "MasterWeightPrecision", "share_overflows"]
 
@@ -54,7 +55,7 @@ class MasterWeightPrecision(HalfPrecision):
         **kwargs: Any,
     ) -> Any:
         result = closure()
-        self._after_closure(model, optimizer)
+        after_closure(self, model, optimizer)
         if result is None and model.automatic_optimization:
             return None
         with masters_in_place(optimizer):

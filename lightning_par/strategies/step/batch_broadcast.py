@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from lightning_par.engine.batch import map_tensors
 from lightning_par.engine.tensor_tree import pack, PackedTree, unpack
 from lightning_par.mesh import ParallelMesh
+from lightning_par.upstream.torchmetrics import set_update_count
 
 __all__ = ["BatchSharing", "bind_metrics", "broadcast_object", "to_cpu"]
 
@@ -124,12 +125,11 @@ def _shared_compute(metric: Metric, mesh: ParallelMesh, source: int, in_step: An
         if not in_step():
             state = None
             if mesh.rank == source:
-                values = {name: to_cpu(getattr(metric, name)) for name in metric._defaults}
-                state = (values, metric._update_count)
+                values = {name: to_cpu(value) for name, value in metric.metric_state.items()}
+                state = (values, metric.update_count)
             values, count = broadcast_object(state, source, mesh.group("pp"))
             if mesh.rank != source:
-                metric._computed = None
-                metric._update_count = count
+                set_update_count(metric, count)
                 for name, value in values.items():
                     setattr(metric, name, map_tensors(value, lambda t: t.to(metric.device)))
         return original(*args, **kwargs)

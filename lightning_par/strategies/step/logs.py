@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_par.errors import ConfigurationError
+from lightning_par.upstream.torchmetrics import last_batch_value, set_last_batch_value
 
 __all__ = ["BatchShares", "LogCall", "adjust_logs", "combine_logs", "record_logs", "replay_logs"]
 
@@ -91,7 +92,7 @@ def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[No
                     f"self.log({name!r}, metric): the metric is not an attribute of the "
                     f"{type(module).__name__}; set it in __init__ as self.{name} = ..."
                 )
-            value = value._forward_cache
+            value = last_batch_value(value)
         value = value.detach() if isinstance(value, Tensor) else value
         calls.append(LogCall(name=name, value=value, metric=metric, options=options))
 
@@ -237,7 +238,7 @@ def replay_logs(
     for call in calls:
         if call.metric is not None:
             metric = module.get_submodule(call.metric)
-            metric.__dict__["_forward_cache"] = call.value
+            set_last_batch_value(metric, call.value)
             module.log(call.name, metric, **{"batch_size": batch_size, **call.options})  # type: ignore[arg-type]
             continue
         value, options = _weighted(call.value, call.options, shares)

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_par.upstream.lightning import uses_distributed_sampler
+
 __all__ = ["EqualBatches", "join_ranks", "samples_differ"]
 
 
@@ -22,7 +24,7 @@ def join_ranks(dataloader: object, trainer: pl.Trainer, device: torch.device) ->
         trainer: Its loop is the one that runs.
         device: Where ranks agree.
     """
-    divided = bool(trainer._accelerator_connector.use_distributed_sampler)
+    divided = uses_distributed_sampler(trainer)
     sized = isinstance(dataloader, DataLoader) and not isinstance(
         dataloader.dataset, IterableDataset
     )

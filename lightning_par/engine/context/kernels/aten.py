@@ -22,6 +22,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_par.engine.annotations import Float
+from lightning_par.upstream.aten import (
+    efficient_cuda,
+    efficient_cuda_backward,
+    flash_cpu,
+    flash_cpu_backward,
+    flash_cuda,
+    flash_cuda_backward,
+)
 
 __all__ = [
     "AtenCpuKernel",
@@ -207,7 +215,7 @@ class AtenCpuKernel(AttentionKernel):
         self, query: Query, key: Keys, value: Keys, options: BlockOptions
     ) -> tuple[Tensor, Tensor]:
         """Attend to a block; see `AttentionKernel.forward`."""
-        out, logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, logsum = flash_cpu(
             query, key, value, 0.0, options.causal, attn_mask=options.bias, scale=options.scale
         )
         return _mark_dead(out, logsum, options)
@@ -223,19 +231,17 @@ class AtenCpuKernel(AttentionKernel):
         options: BlockOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients; see `AttentionKernel.backward`."""
-        grads: tuple[Tensor, Tensor, Tensor] = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad,
-                query,
-                key,
-                value,
-                out,
-                logsum,
-                0.0,
-                options.causal,
-                attn_mask=options.bias,
-                scale=options.scale,
-            )
+        grads: tuple[Tensor, Tensor, Tensor] = flash_cpu_backward(
+            grad,
+            query,
+            key,
+            value,
+            out,
+            logsum,
+            0.0,
+            options.causal,
+            attn_mask=options.bias,
+            scale=options.scale,
         )
         return grads
 
@@ -261,7 +267,7 @@ class AtenFlashKernel(AttentionKernel):
     ) -> tuple[Tensor, Tensor]:
         """Attend to a block; see `AttentionKernel.forward`."""
         assert options.bias is None
-        out, logsum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        out, logsum, *_ = flash_cuda(
             query, key, value, 0.0, options.causal, False, scale=options.scale
         )
         return out, logsum
@@ -282,21 +288,19 @@ class AtenFlashKernel(AttentionKernel):
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         unused = torch.empty((), dtype=torch.uint64, device=query.device)
         lengths = None, None, query.shape[2], key.shape[2]
-        grads: tuple[Tensor, Tensor, Tensor] = (
-            torch.ops.aten._scaled_dot_product_flash_attention_backward(
-                grad,
-                query,
-                key,
-                value,
-                out,
-                logsum.contiguous(),
-                *lengths,
-                0.0,
-                options.causal,
-                state,
-                unused,
-                scale=options.scale,
-            )
+        grads: tuple[Tensor, Tensor, Tensor] = flash_cuda_backward(
+            grad,
+            query,
+            key,
+            value,
+            out,
+            logsum.contiguous(),
+            *lengths,
+            0.0,
+            options.causal,
+            state,
+            unused,
+            scale=options.scale,
         )
         return grads
 
@@ -319,7 +323,7 @@ class AtenEfficientKernel(AttentionKernel):
     ) -> tuple[Tensor, Tensor]:
         """Attend to a block; see `AttentionKernel.forward`."""
         group = query.shape[1] // key.shape[1]
-        out, logsum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        out, logsum, *_ = efficient_cuda(
             query,
             key.repeat_interleave(group, 1),
             value.repeat_interleave(group, 1),
@@ -346,22 +350,20 @@ class AtenEfficientKernel(AttentionKernel):
         group, heads = query.shape[1] // key.shape[1], key.shape[1]
         padded = F.pad(logsum, (0, -query.shape[2] % 32), value=math.inf).contiguous()
         state = torch.zeros((), dtype=torch.int64, device=query.device)
-        of_query, of_key, of_value, _ = (
-            torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-                grad,
-                query,
-                key.repeat_interleave(group, 1),
-                value.repeat_interleave(group, 1),
-                self._aligned(options.bias, query),
-                out,
-                padded,
-                state,
-                state,
-                0.0,
-                [True, True, True, False],
-                options.causal,
-                scale=options.scale,
-            )
+        of_query, of_key, of_value, _ = efficient_cuda_backward(
+            grad,
+            query,
+            key.repeat_interleave(group, 1),
+            value.repeat_interleave(group, 1),
+            self._aligned(options.bias, query),
+            out,
+            padded,
+            state,
+            state,
+            0.0,
+            [True, True, True, False],
+            options.causal,
+            scale=options.scale,
         )
         if group > 1:
             of_key, of_value = (

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_par.dtensor import local_part
+from lightning_par.engine.batch import map_tensors
 from lightning_par.engine.data.compression.methods import choose_compressor, GradientBucket
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.data.gradient_norm import local_gradients
 from lightning_par.engine.data.gradient_reduction import fill_buckets
+from lightning_par.upstream.aten import foreach_copy_, foreach_norm
 
 __all__ = ["CompressedGradients"]
 
@@ -111,7 +112,7 @@ class CompressedGradients:
             _warn("gradients were compressed in another way before; what that left out is lost.")
             return
         self._steps, self._scale = state["steps"], state["scale"]
-        held = tree_map_only(Tensor, lambda t: t.to(self._device), state["compressor"])
+        held = map_tensors(state["compressor"], lambda t: t.to(self._device))
         self._compressor.load(held)
 
     def _kind(self) -> list[Any]:
@@ -145,7 +146,7 @@ class CompressedGradients:
             gradients = local_gradients(wanted)
             double = any(grad.dtype is torch.float64 for grad in gradients)
             dtype = torch.float64 if double else torch.float32
-            norms: Any = torch._foreach_norm(gradients, 2, dtype=dtype)
+            norms: Any = foreach_norm(gradients, 2, dtype=dtype)
             counts[places] = (torch.stack(norms) * 0 + 1).float()
         dist.all_reduce(counts, group=self._group)
         finite = counts.isfinite().all()
@@ -178,4 +179,4 @@ def _put(means: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     if means:
         held = local_gradients(parameter for parameter, _ in means)
         values = [mean.view_as(part) for part, (_, mean) in zip(held, means, strict=True)]
-        torch._foreach_copy_(held, values)
+        foreach_copy_(held, values)

@@ -1,0 +1,63 @@
+"""The dispatcher: modes that see every operator, its schemas, and kernels put into libraries.
+
+=================================  ============================================================
+`TorchDispatchMode`                base class of a context that gets every operator call. Its
+                                   module is private although torch's notes tell users to derive
+                                   from it; `TorchFunctionMode`, which is public, sees functions
+                                   before they are decomposed
+`is_traceable_wrapper_subclass`    whether a tensor is a wrapper around others, such as a DTensor;
+                                   public code can only guess by names of methods
+`item_operator`                    what ``.item()`` calls; public names end before the dispatcher
+`any_true_operator`                what anomaly detection calls; it has no public name
+=================================  ============================================================
+"""
+
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from lightning_par.upstream.presence import names_of
+
+with names_of("torch"):
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass, TorchDispatchMode
+
+    item_operator = torch.ops.aten._local_scalar_dense.default
+    any_true_operator = torch.ops.aten._is_any_true.default
+    _LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Lazy)
+    _destroy = Library._destroy
+
+__all__ = [
+    "TorchDispatchMode",
+    "any_true_operator",
+    "is_traceable_wrapper_subclass",
+    "item_operator",
+    "lazy_keys",
+    "operator_schema",
+    "remove_kernels",
+]
+
+
+def operator_schema(operator: Any) -> Any:
+    """Return the arguments and returns of an operator, and which of them it writes to.
+
+    `torch.library.infer_schema`, which is public, is for functions that are not operators yet.
+    """
+    with names_of("torch"):
+        return operator._schema
+
+
+def lazy_keys() -> Any:
+    """Return the dispatch key set of the Lazy backend, for `OpOverload.redispatch`.
+
+    Dispatch keys have no public name.
+    """
+    return _LAZY
+
+
+def remove_kernels(library: Library) -> None:
+    """Take the kernels of `library` back at once.
+
+    torch does so by itself when the library is collected, which nobody can wait for.
+    """
+    _destroy(library)  # type: ignore[no-untyped-call]

@@ -1,0 +1,172 @@
+"""Private names of Lightning; the only module here that imports it.
+
+============================  ===============================================================
+`SubprocessScriptLauncher`    the launcher that starts a script once per device; a strategy that
+                              wants to act before and after it has to derive from it. Its
+                              `_call_children_scripts` starts the processes
+`TunerExit`                   raised to leave `Trainer.fit` early on purpose; no failure
+`compute_dtype`               dtype that a precision plugin computes in, as Lightning's own
+                              `ThroughputMonitor` finds it
+`init_process_group`          make the default process group from a cluster environment, with its
+                              messages and its clean-up
+`move_optimizer_states`       move the states of optimizers to a device, but not their steps
+`reduce_tensor`               all-reduce with the names and the barrier of Lightning's strategies
+`set_threads`                 divide the cores among the processes of a node, unless the
+                              environment says otherwise
+============================  ===============================================================
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from torch.optim import Optimizer
+
+from lightning_par.upstream.presence import names_of
+
+with names_of("lightning"):
+    from lightning.fabric.utilities.distributed import (
+        _init_dist_connection,
+        _set_num_threads_if_needed,
+        _sync_ddp_if_available,
+    )
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device
+    from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+    from lightning.pytorch.utilities.exceptions import _TunerExitException
+
+    _after_closure = Precision._after_closure
+    # Called by, or overridden in, classes of ours: a Lightning that renames one would not call it.
+    _HOOKS = (_SubprocessScriptLauncher._call_children_scripts, Strategy._configure_launcher)
+
+__all__ = [
+    "SubprocessScriptLauncher",
+    "TunerExit",
+    "after_closure",
+    "compute_dtype",
+    "forget_trainer",
+    "init_process_group",
+    "is_accumulating",
+    "is_logging_step",
+    "launch_scripts",
+    "move_optimizer_states",
+    "reduce_tensor",
+    "replace_gradient_clipping",
+    "set_launcher",
+    "set_threads",
+    "synchronizes_batchnorm",
+    "trainer_of",
+    "uses_distributed_sampler",
+]
+
+SubprocessScriptLauncher = _SubprocessScriptLauncher
+TunerExit = _TunerExitException
+compute_dtype = _plugin_to_compute_dtype
+init_process_group = _init_dist_connection
+move_optimizer_states = _optimizers_to_device
+reduce_tensor = _sync_ddp_if_available
+set_threads = _set_num_threads_if_needed
+
+
+def after_closure(plugin: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:
+    """Do what follows a backward: call `on_before_optimizer_step`, then clip the gradients.
+
+    A precision plugin with an `optimizer_step` of its own has to call it; Lightning's own do.
+    """
+    _after_closure(plugin, module, optimizer)
+
+
+def replace_gradient_clipping(plugin: Precision, clip: Callable[..., None]) -> Callable[..., None]:
+    """Replace what a precision plugin does with gradients before `configure_gradient_clipping`.
+
+    No hook of a strategy stands between a closure and the clipping.
+
+    Args:
+        plugin: Changed in place.
+        clip: Called with the module, the optimizer, the bound and the algorithm.
+
+    Returns:
+        What the class of the plugin does, to be called alike.
+    """
+    with names_of("lightning"):
+        original = type(plugin)._clip_gradients
+    plugin._clip_gradients = clip  # type: ignore[method-assign]
+    return partial(original, plugin)
+
+
+def is_logging_step(trainer: pl.Trainer) -> bool:
+    """Whether metrics of this step go to the loggers, by `Trainer.log_every_n_steps`.
+
+    It counts batches that stepped, also over a restart; no public counter does.
+    """
+    with names_of("lightning"):
+        return bool(trainer._logger_connector.should_update_logs)
+
+
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Whether the optimizer does not step after this batch.
+
+    It depends on `accumulate_grad_batches` and on which batch is the last one of the epoch, which
+    only the loop knows.
+    """
+    with names_of("lightning"):
+        should_accumulate = trainer.fit_loop._should_accumulate
+    return bool(should_accumulate())
+
+
+def uses_distributed_sampler(trainer: pl.Trainer) -> bool:
+    """Whether Lightning puts its distributed sampler into loaders (`use_distributed_sampler`).
+
+    The Trainer takes the option and does not give it back.
+    """
+    with names_of("lightning"):
+        return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def synchronizes_batchnorm(strategy: Strategy) -> bool:
+    """Whether the Trainer was given ``sync_batchnorm=True``, which it tells its strategy only.
+
+    Args:
+        strategy: Those that are not parallel are never told.
+    """
+    if not isinstance(strategy, ParallelStrategy):
+        return False
+    with names_of("lightning"):
+        return strategy._layer_sync is not None
+
+
+def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:
+    """Return the Trainer of a module, None if it has none; `LightningModule.trainer` raises."""
+    if module is None:
+        return None
+    with names_of("lightning"):
+        return module._trainer
+
+
+def forget_trainer(module: pl.LightningModule) -> None:
+    """Detach `module` from its Trainer, and not its children.
+
+    ``module.trainer = None`` would detach those as well, which a shallow copy shares with its
+    original.
+    """
+    with names_of("lightning"):
+        _ = module._trainer
+    module._trainer = None
+
+
+def set_launcher(strategy: Strategy, launcher: Any) -> None:
+    """Give a strategy its launcher, in its `_configure_launcher`.
+
+    `Strategy.launcher` can only be read.
+    """
+    with names_of("lightning"):
+        _ = strategy._launcher
+    strategy._launcher = launcher
+
+
+def launch_scripts(launcher: SubprocessScriptLauncher) -> None:
+    """Start the script of this process once for every other device of the node."""
+    launcher._call_children_scripts()

@@ -1,0 +1,71 @@
+"""Tensors: their memory and changes, and how a subclass of Tensor is made.
+
+`plain_functions` is a context in which no ``__torch_function__`` is called. Torch's notes on
+extending torch tell subclasses to use it; there is no public name.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_par.upstream.presence import names_of
+
+with names_of("torch"):
+    _make_subclass = Tensor._make_subclass
+    _make_wrapper_subclass = Tensor._make_wrapper_subclass
+    plain_functions = torch._C.DisableTorchFunctionSubclass
+    # Read where they are used; looked up here so that nothing is read from a torch without them.
+    _CHECKED = (Tensor._version, torch.UntypedStorage._cdata)
+
+__all__ = [
+    "count_of_changes",
+    "make_subclass",
+    "make_wrapper",
+    "plain_functions",
+    "storage_key",
+]
+
+T = TypeVar("T", bound=Tensor)
+
+
+def count_of_changes(tensor: Tensor) -> int:
+    """Return how many times the memory of `tensor` was changed in place, as autograd counts it.
+
+    Torch's notes on autograd tell of the counter; only `torch.autograd.graph.increment_version`,
+    which changes it, is public.
+
+    Raises:
+        RuntimeError: It is an inference tensor, of which torch counts nothing.
+    """
+    return tensor._version
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other living storage has.
+
+    `data_ptr`, which is public, is 0 for every storage on meta and every empty one.
+    """
+    return int(storage._cdata)
+
+
+def make_subclass(kind: type[T], data: Tensor, requires_grad: bool) -> T:
+    """Return a leaf of class `kind` with the memory of `data`, without a call of its constructor.
+
+    `nn.Parameter` does so. `Tensor.as_subclass`, which is public, would be seen by a dispatch mode.
+    """
+    made: T = _make_subclass(kind, data, requires_grad)
+    return made
+
+
+def make_wrapper(
+    kind: type[T], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> T:
+    """Return a tensor of class `kind` that has a shape and no memory.
+
+    Torch's notes on wrapper subclasses use it; there is no public name.
+    """
+    made: Any = _make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+    assert isinstance(made, kind)
+    return made
