@@ -19,7 +19,7 @@ from lightning_par.strategies import (
     TensorParallelStrategy,
     ZeROOffloadStrategy,
 )
-from lightning_par.strategies.setup.memory_check import memory_estimate
+from lightning_par.strategies.mesh_strategy import memory_estimate
 from lightning_par.verification import verify
 
 __version__ = "0.1.0"

@@ -83,7 +83,7 @@ class ActivationCheckpointing(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Tell the strategy, which wraps the blocks when it puts the model on its mesh."""
         if isinstance(trainer.strategy, MeshStrategy):
-            trainer.strategy.recomputation = self.recomputation
+            trainer.strategy.change_options(recomputation=self.recomputation)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

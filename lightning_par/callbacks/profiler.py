@@ -70,8 +70,9 @@ class Recording:
 
     def start(self) -> None:
         """Begin to listen."""
-        executor = self.parallel_model.steps.executor
-        if executor is not None:
+        pipeline = self.parallel_model.steps.pipeline
+        if pipeline is not None:
+            executor = pipeline.executor
             before, executor.clock = executor.clock, self.steps.clock
             self._open.callback(setattr, executor, "clock", before)
         self._open.enter_context(self.steps.listening())
@@ -140,7 +141,7 @@ class Recording:
 
     def _parts(self, trainer: pl.Trainer, strategy: MeshStrategy) -> Parts:
         scales_loss = getattr(trainer.precision_plugin, "scaler", None) is not None
-        judges = strategy.on_nonfinite != "ignore" and not scales_loss
+        judges = strategy.options.on_nonfinite != "ignore" and not scales_loss
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         return Parts(
             takes_norm=judges or clips,
@@ -151,9 +152,9 @@ class Recording:
             bounds=self.parallel_model.bounds,
             owners=self.parallel_model.rank_of_stage,
             shared=[s for s in self.parallel_model.shared if isinstance(s, SharedGradients)],
-            zero_stage=strategy.zero_stage,
-            sequence_parallel=strategy.sequence_parallel,
-            compiled=strategy.compile_blocks is not False,
+            zero_stage=strategy.options.zero_stage,
+            sequence_parallel=strategy.options.sequence_parallel,
+            compiled=strategy.options.compile_blocks is not False,
         )
 
     def _blocks(self) -> dict[int, Any]:

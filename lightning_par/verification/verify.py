@@ -60,7 +60,9 @@ def verify(
     bare._trainer = None
     subject = Subject(module=bare, batches=chosen, strategy=strategy)
     make = partial(pickle.loads, pickle.dumps(subject))  # shared memory would change the module
-    return verify_subject(make, asked, plan=strategy.plan or find_plan(module), timeout=timeout)
+    return verify_subject(
+        make, asked, plan=strategy.options.plan or find_plan(module), timeout=timeout
+    )
 
 
 def verify_subject(
@@ -93,8 +95,8 @@ def count_parts(strategy: MeshStrategy, sizes: ParallelSizes) -> tuple[int, int]
         strategy: Of the user.
         sizes: Of the layout that is run.
     """
-    micro_batches = strategy.num_microbatches or 4 * sizes.pipeline
-    return sizes.data, micro_batches if sizes.pipeline > 1 else 1
+    ranks = sizes.pipeline
+    return sizes.data, strategy.options.microbatches(ranks) if ranks > 1 else 1
 
 
 def judge(

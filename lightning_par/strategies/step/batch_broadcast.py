@@ -1,4 +1,4 @@
-"""Objects and batches that all ranks of a replica have to agree on."""
+"""Broadcast of a batch, or of an object, from the first rank of a replica to the others."""
 
 import io
 import pickle
@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
-from torchmetrics import Metric
+from torch import Tensor
 
 from lightning_par.engine.batch import map_tensors
 from lightning_par.mesh import ParallelMesh
 
-__all__ = ["BatchSharing", "bind_metrics", "broadcast_object", "to_cpu"]
+__all__ = ["BatchBroadcast", "broadcast_object", "to_cpu"]
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -33,7 +32,7 @@ def to_cpu(tree: Any) -> Any:
     return map_tensors(tree, lambda t: t.detach().cpu())
 
 
-class BatchSharing:
+class BatchBroadcast:
     """Gives every rank of a replica the batch of its first rank.
 
     Data loader workers are seeded by global rank, so that augmentations, and the order of a shuffle
@@ -41,7 +40,7 @@ class BatchSharing:
     the gradients would be wrong.
 
     Args:
-        mesh: Its replica group shares.
+        mesh: Its replica group gets the batch of the group's first rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -50,19 +49,19 @@ class BatchSharing:
         self._is_source = mesh.rank == self._source
         self._header = b""
 
-    def share(self, batch: Any) -> Any:
+    def broadcast(self, batch: Any) -> Any:
         """Return the first rank's batch.
 
         Args:
-            batch: This rank's; only the first rank's is used, tensors arrive on the device they
-                have there.
+            batch: This rank's batch, of which only the first rank's is used; tensors arrive on
+                the kind of device where they are there.
 
         **Communicates**: over the replica, 16 bytes, then what is not a tensor if it changed, then
         every tensor.
         """
         if self._group.size() == 1:
             return batch
-        text, tensors = _hollow(batch) if self._is_source else (b"", [])
+        text, tensors = _pickle_without_tensors(batch) if self._is_source else (b"", [])
         skeleton = io.BytesIO(self._agree_on(text))
         specs = pickle.load(skeleton)
         devices = {d.type for _, _, d in specs}
@@ -79,7 +78,7 @@ class BatchSharing:
             received.append(buffer)
         if self._is_source:
             return batch
-        return _Filler(skeleton, received).load()
+        return _TensorUnpickler(skeleton, received).load()
 
     def _agree_on(self, text: bytes) -> bytes:
         """Return the text of the first rank; it is sent only when it changed."""
@@ -95,7 +94,7 @@ class BatchSharing:
         return self._header
 
 
-class _Hollower(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """Pickles a batch without its tensors, which it collects in `tensors`."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -112,8 +111,8 @@ class _Hollower(pickle.Pickler):
         return place
 
 
-class _Filler(pickle.Unpickler):
-    """Builds a batch that `_Hollower` pickled around the tensors that have arrived."""
+class _TensorUnpickler(pickle.Unpickler):
+    """Builds a batch that `_TensorPickler` pickled around the tensors that have arrived."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)
@@ -123,55 +122,10 @@ class _Filler(pickle.Unpickler):
         return self._tensors[place]
 
 
-def _hollow(batch: Any) -> tuple[bytes, list[Tensor]]:
+def _pickle_without_tensors(batch: Any) -> tuple[bytes, list[Tensor]]:
     """Return the shapes of the tensors and the batch without them, pickled, and the tensors."""
     file = io.BytesIO()
-    pickler = _Hollower(file)
+    pickler = _TensorPickler(file)
     pickler.dump(batch)
     specs = [(tuple(t.shape), t.dtype, t.device) for t in pickler.tensors]
     return pickle.dumps(specs) + file.getvalue(), pickler.tensors
-
-
-def bind_metrics(
-    module: nn.Module, mesh: ParallelMesh, rank_of_stage: Sequence[int], in_step: Any
-) -> None:
-    """Make the torchmetrics of `module` right on the mesh.
-
-    They are reduced over the ranks that see other tokens only, and what the last pipeline stage
-    gathered is given to the other stages when a metric is computed outside of a step.
-
-    Args:
-        module: The user's.
-        mesh: Its token group reduces.
-        rank_of_stage: The pipeline rank that holds each stage; the last one updates the metrics.
-        in_step: Called without arguments; tells whether the user's step is running.
-    """
-    for metric in module.modules():
-        if not isinstance(metric, Metric):
-            continue
-        if metric.process_group is None:
-            metric.process_group = mesh.token_group
-        if mesh.sizes.pipeline > 1 and "_lightning_par_compute" not in metric.__dict__:
-            metric.__dict__["_lightning_par_compute"] = metric.compute
-            source = mesh.neighbor("pp", rank_of_stage[-1])
-            metric.compute = _shared_compute(metric, mesh, source, in_step)  # type: ignore[method-assign]
-
-
-def _shared_compute(metric: Metric, mesh: ParallelMesh, source: int, in_step: Any) -> Any:
-    original = metric.compute
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        if not in_step():
-            state = None
-            if mesh.rank == source:
-                values = {name: to_cpu(getattr(metric, name)) for name in metric._defaults}
-                state = (values, metric._update_count)
-            values, count = broadcast_object(state, source, mesh.group("pp"))
-            if mesh.rank != source:
-                metric._computed = None
-                metric._update_count = count
-                for name, value in values.items():
-                    setattr(metric, name, map_tensors(value, lambda t: t.to(metric.device)))
-        return original(*args, **kwargs)
-
-    return compute
