@@ -1,8 +1,9 @@
 """`MeshStrategy`: Lightning's hooks, each of which delegates to a component; the named strategies
 are presets of it.
+
+More than 500 lines, because these are all hooks of one interface and the help of all options.
 """
 
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
@@ -11,7 +12,6 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,7 +20,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_par.engine.activity import Activity
 from lightning_par.engine.context.sequence_shard import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
@@ -41,21 +40,14 @@ from lightning_par.strategies.components.host_offload import (
 )
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
-from lightning_par.strategies.setup.block_wrapping import check_recomputation
-from lightning_par.strategies.setup.checks import (
-    check_loader,
-    check_module,
-    check_options,
-    check_trainer,
-    check_whole,
-)
+from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
 from lightning_par.strategies.setup.memory_check import MemoryCheck
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.parallelize import parallelize
 from lightning_par.strategies.setup.precision import AdoptedPrecision
+from lightning_par.strategies.setup.preflight import check_run
 from lightning_par.strategies.setup.stage_optimizers import check_optimizers, optimizers_of_a_stage
 from lightning_par.strategies.step.runner import Step
-from lightning_par.strategies.step.uneven_batches import join_ranks, samples_differ
 
 __all__ = ["MeshStrategy", "memory_estimate"]
 
@@ -106,6 +98,7 @@ class MeshStrategy(ParallelStrategy):
     Attributes:
         options: What the user chose, and what callbacks added; see `change_options`.
         processes: Sizes, mesh, launcher and collectives of this run.
+        activity: What this rank is doing.
         offload: The optimizer on the host; None: it is on the device, as always before a fit.
 
     Raises:
@@ -153,6 +146,7 @@ class MeshStrategy(ParallelStrategy):
         initialize(**lightning_options)
         self.num_nodes = 1
         self.processes = MeshProcesses(self.options)
+        self.activity = self.processes.activity
         self.offload: HostOffload | None = None
         self._saving = CheckpointSave(self.options, self.processes)
         self._loading = CheckpointLoad(self.processes)
@@ -163,13 +157,10 @@ class MeshStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, and what holds them, behind."""
-        left = ("_record", "_parallel_model", "_launcher", "_step", "offload", "_precision_plugin")
-        state: dict[str, Any] = {**super().__getstate__(), **dict.fromkeys(left)}
-        if self._precision.given is None:
-            state["_precision_plugin"] = self._precision_plugin
-        else:
-            state["_precision_plugin"] = self._precision.given
-        return {**state, "_precision": AdoptedPrecision()}
+        left = ("_record", "_parallel_model", "_launcher", "_step", "offload")
+        plugin = self._precision.given or self._precision_plugin
+        own = {"_precision_plugin": plugin, "_precision": AdoptedPrecision()}
+        return {**super().__getstate__(), **dict.fromkeys(left), **own}
 
     @property
     def parallel_model(self) -> ParallelModel:
@@ -196,11 +187,6 @@ class MeshStrategy(ParallelStrategy):
         return self.processes.mesh
 
     @property
-    def activity(self) -> Activity:
-        """What this rank is doing."""
-        return self.processes.activity
-
-    @property
     def zero_stage(self) -> int:
         """What the replicas shard."""
         return self.options.zero_stage
@@ -209,11 +195,6 @@ class MeshStrategy(ParallelStrategy):
     def schedule(self) -> str:
         """Name or path of the pipeline schedule."""
         return self.options.schedule
-
-    @property
-    def plan(self) -> ParallelPlan | None:
-        """Plan that is used instead of the model's own."""
-        return self.options.plan
 
     def change_options(self, **changes: Any) -> None:
         """Change options before `setup`, as callbacks do.
@@ -231,25 +212,11 @@ class MeshStrategy(ParallelStrategy):
 
         Every rank has to call this. Without a pipeline, or before a step, the list is empty. The
         clock is `time.monotonic`, which the processes of one node share.
-
-        **Communicates**: the actions of every stage, over the ``pp`` axis.
         """
-        run = self.parallel_model.steps.last_run
-        if run is None:
-            return []
-        rows: list[Any] = [None] * self.sizes.pipeline
-        dist.all_gather_object(rows, run.events, group=self.mesh.group("pp"))
-        return rows
+        return self.parallel_model.steps.timeline()
 
     def memory_check(self, model: nn.Module) -> MemoryCheck:
-        """Return what a run of the model on this mesh would hold; the Trainer knows the devices.
-
-        Args:
-            model: Whole, as the user made it; parameters may be on meta.
-
-        Raises:
-            PlanError: The model does not fit the mesh.
-        """
+        """Return what a run of a whole model, perhaps on meta, would hold on this mesh."""
         return MemoryCheck(
             module=model,
             resolved=check_module(model, self.options, self.sizes),
@@ -258,8 +225,6 @@ class MeshStrategy(ParallelStrategy):
             precision=self.precision_plugin.precision,
             ranks_per_host=self.processes.num_local,
         )
-
-    # Processes.
 
     @property
     @override
@@ -332,8 +297,6 @@ class MeshStrategy(ParallelStrategy):
         group = self.mesh.data_group if group is None else group
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
-    # Set-up.
-
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -382,22 +345,13 @@ class MeshStrategy(ParallelStrategy):
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedPlan:
         """Refuse what cannot work; of the processes that a script started, the first one speaks."""
         assert self.cluster_environment is not None
+        device, ranks = self.root_device, self.processes.num_local
         try:
-            check_trainer(trainer, module, self.sizes)
-            check_whole(module)
-            memory = self.memory_check(module)
-            memory.check(self.root_device)
-            if self.options.recomputation is not None:
-                num_stages = len(self.options.place_stages(self.sizes.pipeline))
-                check_recomputation(module, memory.resolved, self.options.recomputation, num_stages)
+            return check_run(trainer, module, self.options, self.sizes, device, ranks)
         except LightningParError:
             if self.local_rank and not self.cluster_environment.creates_processes_externally:
                 raise SystemExit(1) from None
             raise
-        if self.sizes.data == 1:
-            # All ranks log the same values; Lightning cannot know.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
-        return memory.resolved
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -415,16 +369,8 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        model = self.parallel_model
-        if self.sizes.pipeline > 1:
-            check_loader(dataloader, self.options.num_microbatches)
-        self._loading.before_loader(model)
-        predicts_in_parallel = model.module.trainer.predicting and self.sizes.data > 1
-        if predicts_in_parallel and samples_differ(dataloader, self.root_device):
-            model.sharding.hold()  # so that replicas may run different numbers of forwards
-        return join_ranks(dataloader, model.module.trainer, self.root_device)
-
-    # Steps.
+        self._loading.before_loader(self.parallel_model)
+        return self.parallel_model.steps.prepare_loader(dataloader)
 
     @override
     def batch_to_device(
@@ -514,32 +460,21 @@ class MeshStrategy(ParallelStrategy):
             with self.offload.block_backward_sync():
                 yield
 
-    # Checkpoints.
-
     def gather_state_dict(self) -> dict[str, Any]:
         """Return the whole model's state dict on rank 0, on the CPU; elsewhere an empty dict.
 
         Every rank has to call this.
-
-        **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
-        stages.
         """
         self.flush_offload()
         return self.parallel_model.gather_weights()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return what checkpoints are made of: with `save_distributed_checkpoint` the part of this
-        rank, otherwise the whole state dict on rank 0 and an empty one elsewhere.
-        """
         self.flush_offload()
         return self._saving.weights(self.parallel_model)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer: with `save_distributed_checkpoint` the part of this
-        rank by names, otherwise that of one process on rank 0 and nothing elsewhere.
-        """
         self.flush_offload()
         return self._saving.optimizer(self.parallel_model, optimizer)
 
@@ -547,11 +482,6 @@ class MeshStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Save what the Trainer dumped; every rank has to call this.
-
-        Raises:
-            CheckpointError: On every rank, if it was not saved.
-        """
         self._saving.save(
             self.parallel_model, checkpoint, filepath, storage_options, self.checkpoint_io
         )
@@ -570,11 +500,6 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Read a checkpoint: a folder of this package, a file of Lightning, or plain weights.
-
-        Raises:
-            CheckpointError: It is missing, damaged or needs to be trusted.
-        """
         self._saving.wait()
         if weights_only is None and self._launcher is not None:
             # Lightning does not pass it on where checkpoints are restored after the setup.
@@ -603,8 +528,6 @@ class MeshStrategy(ParallelStrategy):
         saved = checkpoint["optimizer_states"]
         self._loading.load_optimizers(self.parallel_model, self.optimizers, saved)
         self.flush_offload()
-
-    # The course of a run.
 
     def flush_offload(self) -> None:
         """Complete every update that the host computes behind a step."""

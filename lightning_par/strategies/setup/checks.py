@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
 from lightning_par.engine.context.apply import check_context
 from lightning_par.engine.data.compression.options import check_compression
@@ -22,11 +21,10 @@ from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError, either, PlanError, raise_problems
 from lightning_par.plan import find_plan, ParallelPlan
 from lightning_par.resolved_plan import check_plan, ResolvedPlan
-from lightning_par.sizes import ParallelSizes, Size
+from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 
 __all__ = [
-    "check_loader",
     "check_module",
     "check_options",
     "check_trainer",
@@ -201,21 +199,4 @@ def check_whole(module: nn.Module) -> None:
             f"this {type(module).__name__} is already on a mesh: another Trainer left "
             f"{(stubs or shards)[0]!r} and {len(stubs) + len(shards) - 1} more here as parts of "
             "it. Use the same Trainer again, or make a new module and pass ckpt_path= to fit."
-        )
-
-
-def check_loader(dataloader: object, num_microbatches: Size) -> None:
-    """Refuse a data loader whose batches are smaller than the number of micro-batches.
-
-    Raises:
-        ConfigurationError: The loader's batch size is smaller than `num_microbatches`.
-    """
-    if num_microbatches == "auto" or not isinstance(dataloader, DataLoader):
-        return
-    size = dataloader.batch_size
-    if size is not None and size < num_microbatches:
-        raise ConfigurationError(
-            f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be cut into so "
-            "many. Use "
-            f"num_microbatches={size} or less, or batch_size={num_microbatches} or more."
         )

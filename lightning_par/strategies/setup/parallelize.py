@@ -92,6 +92,7 @@ def parallelize(
         executor=executor if stages else None,
         rank_of_stage=owners,
         options=options,
+        device=device,
         seed=seed,
         activity=activity,
     )

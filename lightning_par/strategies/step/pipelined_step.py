@@ -11,12 +11,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.engine.batch import batch_size, signature, split_batch
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.grad_scaler import MeshGradScaler
-from lightning_par.engine.pipeline.actions import Schedule
+from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
 from lightning_par.errors import ConfigurationError, NonFiniteError
@@ -164,6 +165,18 @@ class PipelinedSteps:
         output, logs = self._broadcast(found)
         replay_logs(self.module, logs, weights, batch_size(args[0]))
         return output
+
+    def timeline(self) -> list[list[TimedAction]]:
+        """Return when every stage ran its actions in the last training step, in seconds; an empty
+        list before one.
+
+        **Communicates**: the actions of every stage, over the ``pp`` axis.
+        """
+        if self.last_run is None:
+            return []
+        rows: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(rows, self.last_run.events, group=self._group)
+        return rows
 
     def _stepper(
         self,

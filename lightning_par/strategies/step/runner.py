@@ -18,6 +18,7 @@ from lightning_par.engine.activity import Activity
 from lightning_par.engine.batch import batch_entry, sequence_entries
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.init.deferred_init import seed_generators, seed_of
+from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.mesh import ParallelMesh
@@ -29,6 +30,7 @@ from lightning_par.strategies.step.logs import adjust_logs
 from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.pipelined_step import PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
 
 __all__ = ["Step", "StepRunner"]
 
@@ -72,6 +74,7 @@ class StepRunner:
         executor: Runs the stages of this rank; None without a pipeline.
         rank_of_stage: The pipeline rank that holds each stage.
         options: The options of the strategy.
+        device: Device of this rank.
         seed: Seed of all steps, the same on every rank.
         activity: Where every step is written down.
 
@@ -92,6 +95,7 @@ class StepRunner:
         executor: PipelineExecutor | None,
         rank_of_stage: Sequence[int],
         options: MeshOptions,
+        device: torch.device,
         seed: int,
         activity: Activity,
     ) -> None:
@@ -103,6 +107,8 @@ class StepRunner:
         # Each is asked for in every step or micro-batch: properties of the mesh compute them anew.
         self._shares_replica = sizes.world_size > sizes.data
         self._data_rank, self._device_type = mesh.data_rank, mesh.device_type
+        self._has_replicas, self._device = sizes.data > 1, device
+        self._num_microbatches = options.num_microbatches
         self._pads = sizes.context > 1
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         self._broadcast = BatchBroadcast(mesh)
@@ -128,6 +134,31 @@ class StepRunner:
     def last_run(self) -> PipelineRun | None:
         """When the actions of the last pipelined training step ran."""
         return None if self.pipeline is None else self.pipeline.last_run
+
+    def timeline(self) -> list[list[TimedAction]]:
+        """Return when every stage ran its actions in the last pipelined training step, in seconds.
+
+        **Communicates**: the actions of every stage, over the ``pp`` axis.
+        """
+        return [] if self.pipeline is None else self.pipeline.timeline()
+
+    def prepare_loader(self, dataloader: object) -> object:
+        """Return a loader that gives every rank the same number of batches.
+
+        Predictions may differ in number; then parameters are gathered before the first.
+
+        Raises:
+            ConfigurationError: Its batches are smaller than the number of micro-batches.
+
+        **Communicates**: numbers of samples and of batches, over all ranks, where they may differ.
+        """
+        trainer, device = self.module.trainer, self._device
+        if self.pipeline is not None:
+            check_loader(dataloader, self._num_microbatches)
+        predicts_in_parallel = trainer.predicting and self._has_replicas
+        if predicts_in_parallel and samples_differ(dataloader, device):
+            self._sharding.hold()
+        return join_ranks(dataloader, trainer, device)
 
     def begin_batch(self) -> None:
         """Write down that a batch is on its way to the device."""
