@@ -79,10 +79,7 @@ def parallelize(
     groups = mesh.named_groups()
     boundaries = _connect(mesh, owners, device, groups)
     executor = PipelineExecutor(stages, boundaries, sharding, parts.gradients, activity)
-    shared, elsewhere = find_copies(
-        module, resolved, mesh, bounds, owners, parts.tensor, parts.experts
-    )
-    compression = _compress(module, resolved, mesh, device, options)
+    gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
     steps = StepRunner(
         module=module,
         mesh=mesh,
@@ -95,15 +92,6 @@ def parallelize(
         device=device,
         seed=seed,
         activity=activity,
-    )
-    gradients = GradientPath(
-        module=module,
-        mesh=mesh,
-        sharding=sharding,
-        shared=shared,
-        compression=compression,
-        counted_elsewhere=elsewhere | _of_other_replicas(module, mesh, compression),
-        options=options,
     )
     return ParallelModel(
         module=module,
@@ -184,6 +172,30 @@ def _materialize(
         reduce_dtype=options.reduce_dtype,
         offload=_parameter_policy(options, device),
         reduces=options.gradient_compression is None,
+    )
+
+
+def _gradient_path(
+    module: pl.LightningModule,
+    resolved: ResolvedPlan,
+    mesh: ParallelMesh,
+    parts: _Parts,
+    sharding: Sharding,
+    device: torch.device,
+    options: MeshOptions,
+) -> GradientPath:
+    shared, elsewhere = find_copies(
+        module, resolved, mesh, parts.bounds, parts.rank_of_stage, parts.tensor, parts.experts
+    )
+    compression = _compress(module, resolved, mesh, device, options)
+    return GradientPath(
+        module=module,
+        mesh=mesh,
+        sharding=sharding,
+        shared=shared,
+        compression=compression,
+        counted_elsewhere=elsewhere | _of_other_replicas(module, mesh, compression),
+        options=options,
     )
 
 

@@ -96,7 +96,7 @@ class Float8Precision(MixedPrecision):
     """bf16-mixed, with the linear maps of the blocks in float8 through torchao.
 
     Args:
-        device: Type of the devices.
+        device: Device type, such as ``"cuda"``.
         blocks: Gives the FQNs of the blocks of a module.
     """
 
