@@ -176,10 +176,13 @@ def _read_context_options(options: Any) -> ContextOptions:
         ConfigurationError: A field does not exist, has no such value, or names a backend that this
             machine does not have.
     """
-    if not isinstance(options, ContextOptions):
-        options = read_fields(ContextOptions, options or {}, "context_options")
-    options.check()
-    return options
+    read: ContextOptions = (
+        options
+        if isinstance(options, ContextOptions)
+        else read_fields(ContextOptions, options or {}, "context_options")
+    )
+    read.check()
+    return read
 
 
 def _is_count(value: object) -> bool:

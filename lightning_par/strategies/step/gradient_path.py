@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -167,7 +167,7 @@ class GradientPath:
         for copies in self.shared:
             verb = "sum" if isinstance(copies, SharedGradients) else "average"
             name = f"{verb} copies over {_axes(copies.group, self._sizes)}"
-            yield stage(name, Phase.BACKWARD, lambda _, copies=copies: copies.reduce())
+            yield stage(name, Phase.BACKWARD, partial(_reduce, copies))
         if self._host is not None:
             yield stage("send to the host", Phase.BACKWARD, self._send)
         if self._scaler is not None:
@@ -348,7 +348,6 @@ class _MeshPrecision(Precision):
             self.gradients.end_step()
 
 
-@cache
 def mesh_precision(kind: type[Precision]) -> type[_MeshPrecision]:
     """Return a subclass of a precision plugin's class whose clipping is that of a `GradientPath`.
 
@@ -356,6 +355,10 @@ def mesh_precision(kind: type[Precision]) -> type[_MeshPrecision]:
     """
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (_MeshPrecision, kind), names)
+
+
+def _reduce(copies: SharedGradients | ReplicatedGradients, _: _Passage) -> None:
+    copies.reduce()
 
 
 def _axes(group: dist.ProcessGroup, sizes: ParallelSizes) -> str:
