@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         TensorParallelStrategy,
         ZeROOffloadStrategy,
     )
-    from lightning_par.strategies.setup.memory_check import memory_estimate
+    from lightning_par.strategies.mesh_strategy import memory_estimate
     from lightning_par.verification import verify
 else:
     # Imported when they are asked for (PEP 562): the engine has to work without Lightning.

@@ -84,7 +84,7 @@ class ActivationCheckpointing(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Hand the options to the strategy, which wraps the blocks when it sets up the model."""
         if isinstance(trainer.strategy, MeshStrategy):
-            trainer.strategy.recomputation = self.recomputation
+            trainer.strategy.change_options(recomputation=self.recomputation)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -49,7 +49,7 @@ class MixedPrecision(pl.Callback):
             optimizer holds and changes a copy in float32.
         reduce_dtype: In which replicas sum their gradients: ``"float32"``, ``"bfloat16"`` or
             ``"float16"``; None: float32 under ``"bf16-true"``, else that of the weights. Experts
-            that are divided among replicas keep that of the weights.
+            that are sharded over replicas keep that of the weights.
         float8: Compute the linear maps of the blocks in float8, through torchao, under
             ``"bf16-mixed"``; on GPUs of compute capability 8.9 or higher.
         init_scale: Of the loss at the start.
@@ -89,7 +89,7 @@ class MixedPrecision(pl.Callback):
         device = strategy.root_device
         self._check_trainer(trainer, device)
         if isinstance(strategy, MeshStrategy):
-            strategy.reduce_dtype = self._reduce_dtype
+            strategy.change_options(reduce_dtype=self._reduce_dtype)
         if self._plugin is None:
             self._plugin = self._make_plugin(device)
         strategy.precision_plugin = self._plugin

@@ -73,8 +73,9 @@ class Recording:
 
     def start(self) -> None:
         """Install the hooks and give the pipeline executor the recording's clock."""
-        executor = self.parallel_model.steps.executor
-        if executor is not None:
+        pipeline = self.parallel_model.steps.pipeline
+        if pipeline is not None:
+            executor = pipeline.executor
             before, executor.clock = executor.clock, self.steps.clock
             self._hooks.callback(setattr, executor, "clock", before)
         self._hooks.enter_context(self.steps.hooked())
@@ -152,7 +153,7 @@ class Recording:
         # A loss scaler checks for inf and NaN itself; otherwise the gradient norm shows them, and
         # computing it takes a collective.
         scales_loss = getattr(trainer.precision_plugin, "scaler", None) is not None
-        checks_finite = strategy.on_nonfinite != "ignore" and not scales_loss
+        checks_finite = strategy.options.on_nonfinite != "ignore" and not scales_loss
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         return Parts(
             takes_norm=checks_finite or clips,
@@ -163,9 +164,9 @@ class Recording:
             bounds=self.parallel_model.bounds,
             owners=self.parallel_model.rank_of_stage,
             shared=[s for s in self.parallel_model.shared if isinstance(s, SharedGradients)],
-            zero_stage=strategy.zero_stage,
-            sequence_parallel=strategy.sequence_parallel,
-            compiled=strategy.compile_blocks is not False,
+            zero_stage=strategy.options.zero_stage,
+            sequence_parallel=strategy.options.sequence_parallel,
+            compiled=strategy.options.compile_blocks is not False,
         )
 
     def _blocks(self) -> dict[int, Any]:

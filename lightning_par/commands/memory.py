@@ -7,10 +7,7 @@ import torch
 
 from lightning_par.commands.parallel_cli import make_cli
 from lightning_par.errors import ConfigurationError
-from lightning_par.plan_lookup import find_plan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
-from lightning_par.strategies.setup.checks import check_module
-from lightning_par.strategies.setup.memory_check import explain_misfit, memory_estimate
 
 __all__ = ["main"]
 
@@ -48,16 +45,12 @@ def main(arguments: list[str]) -> int:
     # The model may be larger than this machine.
     with torch.device("meta"):
         module.configure_model()
-    estimate = memory_estimate(module, strategy)
+    check = strategy.memory_check(module)
     count = sum(p.numel() for p in module.parameters())
     print(f"{type(module).__name__}: {count:,} parameters on {strategy.sizes}")
     print("the fullest rank holds, besides activations:")
-    print(estimate)
-    plan = strategy.plan if strategy.plan is not None else find_plan(module)
-    misfit = explain_misfit(
-        module,
-        check_module(module, plan, strategy),
-        strategy,
+    print(check.estimate())
+    misfit = check.explain_misfit(
         device=None if options.device_gib is None else int(options.device_gib * _GIB),
         host=None if options.host_gib is None else int(options.host_gib * _GIB),
     )

@@ -12,8 +12,6 @@ from math import prod
 from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
-from lightning_par.engine.pipeline.schedules import place_stages
-from lightning_par.plan_lookup import find_plan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.setup.checks import check_module
@@ -42,7 +40,8 @@ def main(arguments: list[str]) -> int:
     placements = _place(run, strategy)
     rows = [_row(p, strategy.sizes) for p in placements]
     rows = rows if options.all else _merge_blocks(rows)
-    print(f"{type(run.model).__name__} on {strategy.sizes}, zero_stage {strategy.zero_stage}\n")
+    stage = strategy.options.zero_stage
+    print(f"{type(run.model).__name__} on {strategy.sizes}, zero_stage {stage}\n")
     print("\n".join(_format([_HEAD, *rows])))
     print()
     print("\n".join(_totals(placements, strategy.sizes)))
@@ -53,15 +52,13 @@ def _place(run: ConfiguredRun, strategy: MeshStrategy) -> list[ParameterPlacemen
     """Return where every parameter would be, without creating a process group."""
     with record_construction(), run.trainer.precision_plugin.module_init_context():
         run.model.configure_model()
-    plan = strategy.plan if strategy.plan is not None else find_plan(run.model)
-    resolved = check_module(run.model, plan, strategy)
-    ranks, chunks = strategy.sizes.pipeline, strategy.virtual_pipeline_size
+    options, sizes = strategy.options, strategy.sizes
     return find_placements(
         run.model,
-        resolved,
-        strategy.sizes,
-        rank_of_stage=place_stages(strategy.schedule, ranks, chunks),
-        stage_blocks=strategy.stage_blocks,
+        check_module(run.model, options, sizes),
+        sizes,
+        rank_of_stage=options.place_stages(sizes.pipeline),
+        stage_blocks=options.stage_blocks,
     )
 
 

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     subject = make()
     asked = subject.strategy.sizes
     check_batches(subject.batches, shrink(asked))
-    plan = subject.strategy.plan or _plan_of(subject)
+    plan = subject.strategy.options.plan or _plan_of(subject)
     report = verify_subject(make, asked, plan=plan, timeout=options.timeout)
     print(report)
     return 0 if report.equal else 1

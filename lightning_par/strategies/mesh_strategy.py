@@ -1,60 +1,58 @@
-"""`MeshStrategy`: one path from a LightningModule to a mesh; the named strategies are presets of
-it.
+"""`MeshStrategy`: Lightning's hooks, each of which delegates to a component; the named strategies
+are presets of it.
+
+Length: these are all hooks of one interface, and the help of all options.
 """
 
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn, Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.context.options import ContextOptions
-from lightning_par.engine.data.compression.options import GradientCompression, read_compression
+from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
-from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
+from lightning_par.engine.memory.estimate import MemoryEstimate
+from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.actions import TimedAction
-from lightning_par.engine.pipeline.schedules import place_stages
 from lightning_par.errors import LightningParError
+from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import ParallelPlan
-from lightning_par.plan_lookup import find_plan
 from lightning_par.resolved_plan import ResolvedPlan
-from lightning_par.sizes import AutoRule, Size
-from lightning_par.strategies.components.gradient_guard import check_nonfinite_choice, GradientGuard
-from lightning_par.strategies.components.host_offload import OffloadedProcesses
-from lightning_par.strategies.setup.block_wrapping import check_recomputation
-from lightning_par.strategies.setup.checks import (
-    check_batch,
-    check_loader,
-    check_module,
-    check_options,
-    check_trainer,
-    check_values,
-    check_whole,
-    read_context_options,
+from lightning_par.sizes import AutoRule, ParallelSizes, Size
+from lightning_par.strategies.components.checkpoint_load import CheckpointLoad
+from lightning_par.strategies.components.checkpoint_save import CheckpointSave
+from lightning_par.strategies.components.host_offload import (
+    check_offload,
+    HostOffload,
+    offload_precision,
 )
-from lightning_par.strategies.setup.memory_check import check_memory
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
+from lightning_par.strategies.setup.memory_check import MemoryCheck
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.parallelize import parallelize
-from lightning_par.strategies.setup.precision import share_overflows
+from lightning_par.strategies.setup.precision import AdoptedPrecision
+from lightning_par.strategies.setup.preflight import check_run
 from lightning_par.strategies.setup.stage_optimizers import check_optimizers, optimizers_of_a_stage
-from lightning_par.strategies.step.batch_broadcast import BatchSharing
-from lightning_par.strategies.step.uneven_batches import join_ranks, samples_differ
-from lightning_par.upstream.lightning import move_optimizer_states
+from lightning_par.strategies.step.runner import Step
+from lightning_par.upstream.lightning import move_optimizer_states, set_launcher
 
-__all__ = ["MeshStrategy"]
+__all__ = ["MeshStrategy", "memory_estimate"]
 
 
-class MeshStrategy(OffloadedProcesses):
+class MeshStrategy(ParallelStrategy):
     """Trains an unchanged LightningModule on a mesh of tensor, pipeline, context and data
     parallelism.
 
@@ -62,19 +60,20 @@ class MeshStrategy(OffloadedProcesses):
 
     Args:
         tensor_parallel_size: Ranks over which every layer's weights are sharded.
-        pipeline_parallel_size: Ranks over which the blocks are cut into stages.
-        context_parallel_size: Ranks over which sequences are divided.
-        context_options: How they are divided: a `ContextOptions`, or a dict of its fields.
+        pipeline_parallel_size: Ranks over which the blocks are split into stages.
+        context_parallel_size: Ranks over which sequences are sharded.
+        context_options: How they are sharded: a `ContextOptions`, or a dict of its fields.
         data_parallel_size: Replicas that see different samples.
         data_parallel_replicate_size: How many of the replicas hold a whole copy of the sharded
             state ("auto": 1, at ZeRO stage 0 all).
-        expert_parallel_size: Ranks of ``dp_shard x cp`` over which experts are divided ("auto": 1).
+        expert_parallel_size: Ranks of ``dp_shard x cp`` over which experts are sharded ("auto": 1).
         zero_stage: What the replicas shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
             parameters.
         num_microbatches: Micro-batches per batch of a replica ("auto": 4 per stage, or the batch
             size if smaller).
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
-            or the path of one written by hand (see `engine.builders.read_schedule`).
+            or the path of one written by hand (see
+            `engine.pipeline.schedules.read_schedule`).
         virtual_pipeline_size: Stages per rank under ``"interleaved"`` ("auto": 2).
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
@@ -87,13 +86,20 @@ class MeshStrategy(OffloadedProcesses):
             states in host memory.
         plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
             LightningModule.
-        process_group_backend: Of torch.distributed; by default gloo, on CUDA gloo and NCCL.
-        timeout: After which a collective of any group gives up.
+        process_group_backend: Backend of torch.distributed; by default gloo, on CUDA gloo and NCCL.
+        timeout: Time after which a collective of any group gives up.
         on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
             "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
-        gradient_compression: Of what whole replicas (ZeRO stage 0) send: ``"fp16"``, ``"bf16"``,
-            ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its fields).
+        gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
+            ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its
+            fields).
+
+    Attributes:
+        options: What the user chose, and what callbacks added; see `change_options`.
+        processes: Sizes, mesh, launcher and collectives of this run.
+        activity: What this rank is doing.
+        offload: The optimizer on the host; None: it is on the device, as always before a fit.
 
     Raises:
         MeshError: The sizes do not fit the devices; raised by the Trainer's constructor.
@@ -103,13 +109,6 @@ class MeshStrategy(OffloadedProcesses):
 
     strategy_name: ClassVar[str] = "mesh"
     _auto_rule: ClassVar[AutoRule] = "balanced"
-    recomputation: Recomputation | None = None
-    reduce_dtype: torch.dtype | None = None
-
-    _record: ConstructionRecord | None = None
-    _parallel_model: ParallelModel | None = None
-    _sharing: BatchSharing | None = None
-    _guard: GradientGuard | None = None
 
     def __init__(  # house: half of it names the options
         self,
@@ -138,70 +137,165 @@ class MeshStrategy(OffloadedProcesses):
         gradient_compression: GradientCompression | dict[str, Any] | str | None = None,
         **lightning_options: Any,
     ) -> None:
+        names = {field.name for field in fields(MeshOptions)}
+        chosen: dict[str, Any] = {name: v for name, v in locals().items() if name in names}
         check_options(type(self), lightning_options)
-        super().__init__(
-            sizes={
-                "tensor": tensor_parallel_size,
-                "pipeline": pipeline_parallel_size,
-                "context": context_parallel_size,
-                "data": data_parallel_size,
-                "data_replicate": data_parallel_replicate_size,
-                "expert": expert_parallel_size,
-                "zero_stage": zero_stage,
-            },
-            auto=self._auto_rule,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            lightning_options=lightning_options,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            async_save=async_save,
-            offload=read_offload_options(offload_options),
-            compression=read_compression(gradient_compression, zero_stage),
-        )
-        check_values(schedule, num_microbatches, stage_blocks, virtual_pipeline_size)
-        self.context_options = read_context_options(context_options)
-        self.on_nonfinite = check_nonfinite_choice(on_nonfinite)
-        self.virtual_pipeline_size = _given(virtual_pipeline_size)
-        self.zero_stage, self.schedule, self.compile_blocks = zero_stage, schedule, compile_blocks
-        self.num_microbatches = _given(num_microbatches)
-        self.stage_blocks, self.sequence_parallel, self.plan = stage_blocks, sequence_parallel, plan
+        self.options = MeshOptions(**chosen, auto_rule=self._auto_rule)
+        # Under another name, as LightningCLI follows super().__init__(**...) to more options.
+        initialize = super().__init__
+        initialize(**lightning_options)
+        self.num_nodes = 1
+        self.processes = MeshProcesses(self.options)
+        self.activity = self.processes.activity
+        self.offload: HostOffload | None = None
+        self._saving = CheckpointSave(self.options, self.processes)
+        self._loading = CheckpointLoad(self.processes)
+        self._precision = AdoptedPrecision()
+        self._record: ConstructionRecord | None = None
+        self._parallel_model: ParallelModel | None = None
+        self._step: Step | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave process groups, and what holds them, behind."""
+        left = ("_record", "_parallel_model", "_launcher", "_step", "offload")
+        plugin = self._precision.given or self.precision_plugin
+        own = {"_precision_plugin": plugin, "_precision": AdoptedPrecision()}
+        return {**super().__getstate__(), **dict.fromkeys(left), **own}
 
     @property
-    @override
     def parallel_model(self) -> ParallelModel:
         """The model on the mesh; made by `setup`."""
         assert self._parallel_model is not None
         return self._parallel_model
 
     @property
-    @override
-    def _is_offloaded(self) -> bool:
-        return self._parallel_model is not None and self._parallel_model.host is not None
+    def sizes(self) -> ParallelSizes:
+        """The size of every axis.
+
+        Raises:
+            MeshError: They do not fit the devices.
+        """
+        return self.processes.sizes
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The mesh of this run.
+
+        Raises:
+            MeshError: The processes have not been set up.
+        """
+        return self.processes.mesh
+
+    @property
+    def zero_stage(self) -> int:
+        """What the replicas shard."""
+        return self.options.zero_stage
+
+    @property
+    def schedule(self) -> str:
+        """Name or path of the pipeline schedule."""
+        return self.options.schedule
+
+    def change_options(self, **changes: Any) -> None:
+        """Change options before `setup`, as callbacks do.
+
+        Args:
+            **changes: Fields of `MeshOptions`.
+
+        Raises:
+            ConfigurationError: An option has no such value.
+        """
+        self.options = replace(self.options, **changes)
 
     def pipeline_timeline(self) -> list[list[TimedAction]]:
         """Return when every stage ran its actions in the last pipelined step, in seconds.
 
         Every rank has to call this. Without a pipeline, or before a step, the list is empty. The
         clock is `time.monotonic`, which the processes of one node share.
-
-        **Communicates**: the actions of every stage, over the ``pp`` axis.
         """
-        run = self.parallel_model.steps.last_run
-        if run is None:
-            return []
-        rows: list[Any] = [None] * self.sizes.pipeline
-        dist.all_gather_object(rows, run.events, group=self.mesh.group("pp"))
-        return rows
+        return self.parallel_model.steps.timeline()
+
+    def memory_check(self, model: nn.Module) -> MemoryCheck:
+        """Return what a run of a whole model, perhaps on meta, would hold on this mesh."""
+        return MemoryCheck(
+            module=model,
+            resolved=check_module(model, self.options, self.sizes),
+            options=self.options,
+            sizes=self.sizes,
+            precision=self.precision_plugin.precision,
+            ranks_per_host=self.processes.num_local,
+        )
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning has to shard the data: only over replicas."""
+        return self.sizes.data > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {
+            "num_replicas": self.sizes.data,
+            "rank": self.sizes.data_rank(self.global_rank),
+        }
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
+        self.processes.attach(self.parallel_devices or [], self.num_nodes, self.cluster_environment)
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self.processes.interruption.module = model
+
+    @override
+    def _configure_launcher(self) -> None:
+        set_launcher(self, self.processes.make_launcher(self._preflight))
 
     def _preflight(self, trainer: pl.Trainer | None, model: Any) -> None:
         """Refuse what cannot work before any other process starts."""
         if trainer is not None and isinstance(model, pl.LightningModule):
             check_trainer(trainer, model, self.sizes)
             if self._parallel_model is None and next(model.parameters(), None) is not None:
-                check_module(model, self._find_plan(model), self)
+                check_module(model, self.options, self.sizes)
 
-    def _find_plan(self, model: nn.Module) -> ParallelPlan | None:
-        return self.plan if self.plan is not None else find_plan(model)
+    @override
+    def setup_environment(self) -> None:
+        check_offload(self.options, self.sizes)
+        if self.options.offload_options is not None:
+            plugin = offload_precision(self.options.offload_options, self.precision_plugin)
+            self.precision_plugin = plugin
+        assert self.lightning_module is not None
+        self._saving.check(self.checkpoint_io, self.lightning_module.trainer.checkpoint_callbacks)
+        super().setup_environment()
+        self.processes.set_up()
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self.processes.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.processes.broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self.processes.reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self.processes.decide(decision, unanimous=all)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        group = self.mesh.data_group if group is None else group
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     @contextmanager
     @override
@@ -220,15 +314,22 @@ class MeshStrategy(OffloadedProcesses):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
+        plugin = self.precision_plugin = self._precision.adopt(self.precision_plugin)
         if self._parallel_model is None or self._parallel_model.module is not module:
             resolved = self._check(trainer, module)
             if self._record is not None:
                 self._record.remember(module)
-            self.model = self.precision_plugin.convert_module(self.model)
-            self._parallel_model = parallelize(module, resolved, self.mesh, self._record, self)
-            plugin = self.precision_plugin = self.precision_plugin
-            self._parallel_model.steps.scaler = share_overflows(plugin)
-            self._guard = GradientGuard(self._parallel_model, plugin, self.on_nonfinite)
+            self.model = plugin.convert_module(self.model)
+            self._parallel_model = parallelize(
+                module,
+                resolved,
+                self.mesh,
+                self.root_device,
+                self._record,
+                self.options,
+                self.activity,
+            )
+        self._precision.connect(self._parallel_model.gradients)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
             if self.sizes.pipeline > 1:
@@ -244,23 +345,23 @@ class MeshStrategy(OffloadedProcesses):
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedPlan:
         """Refuse what cannot work; of the processes that a script started, the first one speaks."""
         assert self.cluster_environment is not None
+        device, ranks = self.root_device, self.processes.num_local
         try:
-            check_trainer(trainer, module, self.sizes)
-            check_whole(module)
-            resolved = check_module(module, self._find_plan(module), self)
-            check_memory(module, resolved, self)
-            if self.recomputation is not None:
-                ranks, chunks = self.sizes.pipeline, self.virtual_pipeline_size
-                num_stages = len(place_stages(self.schedule, ranks, chunks))
-                check_recomputation(module, resolved, self.recomputation, num_stages)
+            return check_run(trainer, module, self.options, self.sizes, device, ranks)
         except LightningParError:
             if self.local_rank and not self.cluster_environment.creates_processes_externally:
                 raise SystemExit(1) from None
             raise
-        if self.sizes.data == 1:
-            # All ranks log the same values; Lightning cannot know.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
-        return resolved
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self._close_offload()
+        super().setup_optimizers(trainer)
+        model = self.parallel_model
+        if model.compression is not None:
+            model.compression.reset()
+        if self.options.offload_options is not None:
+            self.offload = HostOffload(model, self.optimizers, self.options, self.root_device)
 
     @override
     def model_to_device(self) -> None:
@@ -268,46 +369,32 @@ class MeshStrategy(OffloadedProcesses):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self.sizes.pipeline > 1:
-            check_loader(dataloader, self.num_microbatches)
-        dataloader = super().process_dataloader(dataloader)
-        module = self.parallel_model.module
-        shared = module.trainer.predicting and self.sizes.data > 1
-        if shared and samples_differ(dataloader, self.root_device):
-            self.parallel_model.sharding.hold()
-        return join_ranks(dataloader, module.trainer, self.root_device)
+        self._loading.before_loader(self.parallel_model)
+        return self.parallel_model.steps.prepare_loader(dataloader)
 
     @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        module = self.parallel_model.module
-        self.activity.step = module.trainer.global_step
-        self.activity.begin("sharing of the batch")
-        batch = super().batch_to_device(batch, device, dataloader_idx)
-        if self._sharing is None:
-            self._sharing = BatchSharing(self.mesh)
-        batch = self._sharing.share(batch)
-        check_batch(
-            batch,
-            self.parallel_model.resolved.plan.batch,
-            self.sizes,
-            self.sequence_parallel,
-            labels_needed=not module.trainer.predicting,
-        )
-        self.activity.begin("start of the batch")
-        return batch
+        model = self.parallel_model
+        model.steps.begin_batch()
+        return model.steps.prepare_batch(super().batch_to_device(batch, device, dataloader_idx))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.train_step_context
-        return self.parallel_model.steps.training(context, [*args, *kwargs.values()])
+        self._drop_step()
+        steps, module = self.parallel_model.steps, self.parallel_model.module
+        output, step = steps.training(self.precision_plugin, [*args, *kwargs.values()])
+        if output is None or not module.automatic_optimization:
+            step.close()  # no backward follows: there is none, or it has run inside the step
+        else:
+            self._step = step
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(
-            "validation_step", self.precision_plugin.val_step_context, args, kwargs
-        )
+        context = self.precision_plugin.val_step_context
+        return self._evaluate("validation_step", context, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -327,33 +414,142 @@ class MeshStrategy(OffloadedProcesses):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        module = self.lightning_module
-        assert module is not None
-        steps, plugin = self.parallel_model.steps, self.precision_plugin
-        self.pre_backward(closure_loss)
-        loss = plugin.pre_backward(closure_loss, module)
-        if steps.executor is None:
-            self.parallel_model.sharding.before_backward()
-        self.begin_offload()
-        scale = steps.loss_scale
-        weighted = loss if scale is None else torch.where(scale > 0, loss, 0) * scale.to(loss.dtype)
-        if self._guard is not None:
-            self._guard.see(weighted, steps.counts)
-        self.activity.begin("backward")
-        with steps.backward_of_step():
-            plugin.backward(weighted, module, optimizer, *args, **kwargs)
-        steps.sequence.close()
-        self.parallel_model.finish_gradients(None if self._guard is None else self._guard.loss)
+        model, plugin = self.parallel_model, self.precision_plugin
+        # Manual optimization calls this inside the step, hence there is no value of it yet.
+        step, self._step = self._step or Step(), None
+        with closing(step):
+            self.pre_backward(closure_loss)
+            loss = plugin.pre_backward(closure_loss, model.module)
+            model.steps.before_backward()
+            if self.offload is not None:
+                self.offload.before_backward()
+            weighted = step.weigh(loss)
+            model.gradients.add_loss(weighted, step.counts)
+            with model.steps.backward(step):
+                plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
+        model.gradients.after_backward()
         self.activity.begin("optimizer step")
-        loss = plugin.post_backward(loss, module)
+        loss = plugin.post_backward(loss, model.module)
         self.post_backward(loss)
         return loss
 
+    def _drop_step(self) -> None:
+        """Close a step that had no backward, as after an exception."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **options: Any
+    ) -> Any:
+        if self.offload is not None:
+            closure = self.offload.complete(closure)
+        output = super().optimizer_step(optimizer, closure, model, **options)
         self.activity.begin("between steps")
         return output
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Surrounds a batch that is not the last one of its step."""
+        if self.offload is None:
+            with self.parallel_model.sharding.no_sync():
+                yield
+        else:
+            with self.offload.block_backward_sync():
+                yield
+
+    def gather_state_dict(self) -> dict[str, Any]:
+        """Return the whole model's state dict on rank 0, on the CPU; elsewhere an empty dict.
+
+        Every rank has to call this.
+        """
+        self.flush_offload()
+        return self.parallel_model.gather_weights()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.flush_offload()
+        return self._saving.weights(self.parallel_model)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.flush_offload()
+        return self._saving.optimizer(self.parallel_model, optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        self._saving.save(
+            self.parallel_model, checkpoint, filepath, storage_options, self.checkpoint_io
+        )
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._saving.remove(filepath, self.checkpoint_io)
+
+    def finish_saving(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: It failed; while an exception is being handled, that is only logged.
+        """
+        self._saving.finish()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        self._saving.wait()
+        if weights_only is None and self.launcher is not None:
+            # Lightning does not pass it on where checkpoints are restored after the setup.
+            weights_only = getattr(self.launcher, "weights_only", None)
+        return self._loading.read(
+            self.parallel_model, checkpoint_path, weights_only, self.checkpoint_io
+        )
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """False where a fit starts from weights alone."""
+        return self._loading.restores_optimizer
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        self._loading.load_weights(self.parallel_model, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        saved = checkpoint["optimizer_states"]
+        self._loading.load_optimizers(self.parallel_model, self.optimizers, saved)
+        self.flush_offload()
+
+    def flush_offload(self) -> None:
+        """Complete every update that the host computes behind a step."""
+        if self.offload is not None:
+            self.offload.flush()
+
+    def _close_offload(self) -> None:
+        if self.offload is not None:
+            offload, self.offload = self.offload, None
+            offload.close()
+
+    @override
+    def on_train_start(self) -> None:
+        self._loading.before_training()
+
+    @override
+    def on_train_end(self) -> None:
+        self.flush_offload()
+
+    @override
+    def on_validation_start(self) -> None:
+        self.flush_offload()
 
     @override
     def on_validation_end(self) -> None:
@@ -368,9 +564,14 @@ class MeshStrategy(OffloadedProcesses):
         self.parallel_model.sharding.release()
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._drop_step()
+
+    @override
     def teardown(self) -> None:
         self.finish_saving()
-        self._close_host()
+        self._drop_step()
+        self._close_offload()
         if self._parallel_model is not None:
             self._parallel_model.sharding.release()
         assert self.cluster_environment is not None
@@ -379,14 +580,17 @@ class MeshStrategy(OffloadedProcesses):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-        self._close_watch()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave process groups, and what holds them, behind."""
-        left = ("_mesh", "_parallel_model", "_sharing", "_record", "_launcher", "_guard", "_watch")
-        return {**super().__getstate__(), **dict.fromkeys(left)}
+        self.processes.close()
 
 
-def _given(size: Size) -> int | None:
-    """Return a size that the user chose, or None."""
-    return None if size == "auto" else int(size)
+def memory_estimate(model: nn.Module, strategy: MeshStrategy) -> MemoryEstimate:
+    """Return the bytes that the fullest rank will hold, on its device and on its host, by kind.
+
+    Args:
+        model: Whole, as the user made it; parameters may be on meta.
+        strategy: A strategy that a Trainer has, so that it knows the devices.
+
+    Raises:
+        PlanError: The model does not fit the mesh.
+    """
+    return strategy.memory_check(model).estimate()

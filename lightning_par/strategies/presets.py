@@ -30,7 +30,7 @@ class TensorParallelStrategy(MeshStrategy):
 
 
 class Pipeline1F1BStrategy(MeshStrategy):
-    """Pipeline parallelism with the one-forward-one-backward schedule: the blocks are cut into
+    """Pipeline parallelism with the one-forward-one-backward schedule: the blocks are split into
     stages.
 
     "auto": ``pipeline_parallel_size`` takes all devices, the others are 1. The arguments are those
@@ -42,7 +42,7 @@ class Pipeline1F1BStrategy(MeshStrategy):
 
 
 class SequenceRingStrategy(MeshStrategy):
-    """Context parallelism: the tokens of every sequence are divided over the devices, and attention
+    """Context parallelism: the tokens of every sequence are sharded over the devices, and attention
     stays exact.
 
     "auto": ``context_parallel_size`` takes all devices, the others are 1.

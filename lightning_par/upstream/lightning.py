@@ -16,8 +16,6 @@
 ============================  ===============================================================
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,12 +38,18 @@ with names_of("lightning"):
 
     _after_closure = Precision._after_closure
     # Called by, or overridden in, classes of ours: a Lightning that renames one would not call it.
-    _HOOKS = (_SubprocessScriptLauncher._call_children_scripts, Strategy._configure_launcher)
+    _HOOKS = (
+        _SubprocessScriptLauncher._call_children_scripts,
+        Strategy._configure_launcher,
+        # What a plugin does with gradients between a closure and `configure_gradient_clipping`.
+        Precision._clip_gradients,
+    )
 
 __all__ = [
     "SubprocessScriptLauncher",
     "TunerExit",
     "after_closure",
+    "clip_gradients",
     "compute_dtype",
     "forget_trainer",
     "init_process_group",
@@ -54,7 +58,6 @@ __all__ = [
     "launch_scripts",
     "move_optimizer_states",
     "reduce_tensor",
-    "replace_gradient_clipping",
     "set_launcher",
     "set_threads",
     "synchronizes_batchnorm",
@@ -79,22 +82,15 @@ def after_closure(plugin: Precision, module: pl.LightningModule, optimizer: Opti
     _after_closure(plugin, module, optimizer)
 
 
-def replace_gradient_clipping(plugin: Precision, clip: Callable[..., None]) -> Callable[..., None]:
-    """Replace what a precision plugin does with gradients before `configure_gradient_clipping`.
-
-    No hook of a strategy stands between a closure and the clipping.
+def clip_gradients(plugin: Any, *args: Any, **kwargs: Any) -> None:
+    """Do what a precision plugin does between a closure and `configure_gradient_clipping`.
 
     Args:
-        plugin: Changed in place.
-        clip: Called with the module, the optimizer, the bound and the algorithm.
-
-    Returns:
-        What the class of the plugin does, to be called alike.
+        plugin: The plugin, or `super()` in a method of one.
+        args: The module, the optimizer, the bound and the algorithm.
+        kwargs: The same by name.
     """
-    with names_of("lightning"):
-        original = type(plugin)._clip_gradients
-    plugin._clip_gradients = clip  # type: ignore[method-assign]
-    return partial(original, plugin)
+    plugin._clip_gradients(*args, **kwargs)
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:

@@ -1,11 +1,12 @@
 """Mesh sizes of a verification: the user's, shrunk to two ranks per axis, and one process."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from lightning_par.engine.batch import batch_size
 from lightning_par.errors import ConfigurationError
-from lightning_par.sizes import fit_sizes, ParallelSizes
+from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.presets import Hybrid3DStrategy
 
@@ -28,15 +29,16 @@ def find_sizes(strategy: MeshStrategy, devices: int | None) -> ParallelSizes:
     """
     if devices is None and strategy.parallel_devices:
         return strategy.sizes
-    asked = strategy._sizes_asked
+    options = strategy.options
     if devices is None:
-        # Nothing says how many devices there are: as few as the sizes allow.
-        given = [v for n, v in asked.items() if n in ("tensor", "pipeline", "context", "data")]
-        devices = 1
-        for size in given:
-            devices *= 1 if size == "auto" else size
-    rule = strategy._auto
-    return fit_sizes(num_devices=devices, devices_per_node=devices, auto=rule, **asked)  # type: ignore[arg-type]
+        given = (
+            options.tensor_parallel_size,
+            options.pipeline_parallel_size,
+            options.context_parallel_size,
+            options.data_parallel_size,
+        )
+        devices = prod(size for size in given if size != "auto")
+    return options.fit_sizes(devices, devices)
 
 
 def shrink(sizes: ParallelSizes) -> ParallelSizes:
@@ -68,27 +70,26 @@ def strategy_at(strategy: MeshStrategy, sizes: ParallelSizes) -> MeshStrategy:
         sizes: Mesh sizes. Options that hold for the user's own sizes only, such as
             `stage_blocks`, are left out where they do not fit.
     """
-    options: dict[str, Any] = {}
+    asked, options = strategy.options, dict[str, Any]()
     if sizes.pipeline > 1:
-        chunks = strategy.virtual_pipeline_size
-        options["schedule"] = strategy.schedule
-        options["virtual_pipeline_size"] = "auto" if chunks is None else chunks
-        options["num_microbatches"] = strategy.num_microbatches or "auto"
-    blocks = strategy.stage_blocks
+        options["schedule"] = asked.schedule
+        options["virtual_pipeline_size"] = asked.virtual_pipeline_size
+        options["num_microbatches"] = asked.num_microbatches
+    blocks = asked.stage_blocks
     if blocks is not None and len(blocks) == sizes.pipeline > 1:
         options["stage_blocks"] = blocks
     if sizes.context > 1:
-        options["context_options"] = strategy.context_options
+        options["context_options"] = asked.context_options
     return Hybrid3DStrategy(
         tensor_parallel_size=sizes.tensor,
         pipeline_parallel_size=sizes.pipeline,
         context_parallel_size=sizes.context,
         data_parallel_size=sizes.data,
         expert_parallel_size=sizes.expert,
-        zero_stage=strategy.zero_stage,
-        sequence_parallel=strategy.sequence_parallel,
-        plan=strategy.plan,
-        on_nonfinite="ignore",  # a NaN is to be compared, not to end the run
+        zero_stage=asked.zero_stage,
+        sequence_parallel=asked.sequence_parallel,
+        plan=asked.plan,
+        on_nonfinite="ignore",
         **options,
     )
 

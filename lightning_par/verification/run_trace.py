@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_par.engine.batch import batch_size, split_batch
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
-from lightning_par.strategies.step.loss import loss_of
+from lightning_par.strategies.step.pipelined_step import loss_of
 from lightning_par.verification.determinism import DoublePrecision, WithoutDropout
 from lightning_par.verification.layouts import strategy_at
 

@@ -12,6 +12,7 @@ from lightning_par.plan import ParallelPlan
 from lightning_par.plan_lookup import find_plan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.upstream.lightning import forget_trainer
 from lightning_par.verification.causes import differing_copies, find_causes, missed_patterns
 from lightning_par.verification.comparison import compare_steps, first_difference, VerifyReport
 from lightning_par.verification.layouts import check_batches, find_sizes, shrink
@@ -60,12 +61,14 @@ def verify(
     check_batches(chosen, shrink(asked))
     # A Trainer cannot be pickled, and is not needed.
     detached = copy.copy(module)
-    detached._trainer = None
+    forget_trainer(detached)
     subject = Subject(module=detached, batches=chosen, strategy=strategy)
     # Pickled here: torch.multiprocessing would pass the weights in shared memory, and the training
     # in the other process would change the user's module.
     make = partial(pickle.loads, pickle.dumps(subject))
-    return verify_subject(make, asked, plan=strategy.plan or find_plan(module), timeout=timeout)
+    return verify_subject(
+        make, asked, plan=strategy.options.plan or find_plan(module), timeout=timeout
+    )
 
 
 def verify_subject(
@@ -99,8 +102,8 @@ def count_parts(strategy: MeshStrategy, sizes: ParallelSizes) -> tuple[int, int]
         sizes: Mesh sizes that are run.
     """
     # 4 per stage is what num_microbatches="auto" takes.
-    micro_batches = strategy.num_microbatches or 4 * sizes.pipeline
-    return sizes.data, micro_batches if sizes.pipeline > 1 else 1
+    ranks = sizes.pipeline
+    return sizes.data, strategy.options.microbatches(ranks) if ranks > 1 else 1
 
 
 def compare_traces(

@@ -56,7 +56,7 @@ def report_of(make: Any, sizes: ParallelSizes) -> Any:
     subject = make()
     one, _ = run_rank(make, ONE, 0, parts=count_parts(subject.strategy, sizes))
     ranks = run_ranks(trace_rank, sizes.world_size, make, sizes, timeout=120)
-    return compare_traces(one, ranks, sizes, sizes, subject.strategy.plan)
+    return compare_traces(one, ranks, sizes, sizes, subject.strategy.options.plan)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,19 @@
 """Loading checkpoints into a mesh: what the Trainer's ``ckpt_path`` does."""
 
-import logging
 import pickle
 import zipfile
+from collections.abc import Sequence
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from typing_extensions import override
+from torch.optim import Optimizer
 
 from lightning_par.checkpoint.export import OWN_STATE
 from lightning_par.checkpoint.index import is_checkpoint_folder
@@ -20,33 +21,45 @@ from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.safetensors_weights import find_weights, holds_weights_only
 from lightning_par.engine.rng import restore_random_states
 from lightning_par.errors import CheckpointError
-from lightning_par.strategies.components.checkpoint_save import SavingProcesses
+from lightning_par.strategies.components.checkpoint_save import mesh_sizes
+from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 
-__all__ = ["CheckpointedProcesses"]
+__all__ = ["CheckpointLoad"]
 
-_log = logging.getLogger(__name__)
+_log = getLogger(__name__)
 
 
-class CheckpointedProcesses(SavingProcesses):
+class CheckpointLoad:
     """Loads weights, optimizers and the state of the Trainer into a mesh of any layout.
 
     Args:
-        **options: Those of `SavingProcesses`.
+        processes: The processes that load together.
+
+    Attributes:
+        restores_optimizer: False once plain weights were read, from which a fit starts anew.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._restores_optimizer = True
+    def __init__(self, processes: MeshProcesses) -> None:
+        self._processes = processes
+        self.restores_optimizer = True
         self._random_states: dict[str, Any] | None = None
 
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+    def read(
+        self,
+        model: ParallelModel,
+        filepath: Any,
+        weights_only: bool | None,
+        checkpoint_io: CheckpointIO,
+    ) -> Any:
         """Read a checkpoint: a folder of this package, a file of Lightning, or plain weights.
 
         Args:
-            checkpoint_path: Folder or file. Weights are ``model.safetensors``, or the
-                ``.index.json`` of several such files, or a folder with one of the two.
+            model: The model on its mesh.
+            filepath: Folder or file. Weights are ``model.safetensors``, or the ``.index.json`` of
+                several such files, or a folder with one of the two.
             weights_only: False if the user trusts it, so that pickles in it may be read.
+            checkpoint_io: Lightning's plugin, which reads a file.
 
         Returns:
             As Lightning has it; tensors are read when they are used.
@@ -55,16 +68,12 @@ class CheckpointedProcesses(SavingProcesses):
             CheckpointError: It is missing, damaged (on every rank, with every damaged file) or
                 needs to be trusted.
         """
-        self._saver.wait()
-        if weights_only is None and self.launcher is not None:
-            # Lightning does not pass it on where checkpoints are restored after the setup.
-            weights_only = getattr(self.launcher, "weights_only", None)
-        path = Path(checkpoint_path)
-        self._restores_optimizer = True
+        path = Path(filepath)
+        self.restores_optimizer = True
         if is_checkpoint_folder(path):
-            return self._load_folder(path, unpickle=weights_only is False)
+            return self._read_folder(model, path, unpickle=weights_only is False)
         if holds_weights_only(path):
-            self._restores_optimizer = False
+            self.restores_optimizer = False
             version = {"pytorch-lightning_version": lightning.__version__}
             return {**version, "state_dict": find_weights(path), "lr_schedulers": []}
         if path.is_dir():
@@ -72,28 +81,16 @@ class CheckpointedProcesses(SavingProcesses):
                 f"{path} is a folder, but no complete checkpoint: it has neither a manifest.json "
                 "nor a model.safetensors."
             )
-        return self._load_file(checkpoint_path, weights_only)
+        return _read_file(filepath, weights_only, checkpoint_io)
 
-    def _load_file(self, path: Any, weights_only: bool | None) -> Any:
-        try:
-            if type(self.checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(path):
-                # Mapped into memory: a rank reads the parts that it copies.
-                return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{path} holds more than tensors and numbers, which could run code when it is "
-                f"read. If you trust it, pass weights_only=False. ({str(error).splitlines()[0]})"
-            ) from error
-
-    def _load_folder(self, path: Path, *, unpickle: bool) -> dict[str, Any]:
-        fitting = self._trainer.state.fn == TrainerFn.FITTING
+    def _read_folder(self, model: ParallelModel, path: Path, *, unpickle: bool) -> dict[str, Any]:
+        fitting = model.module.trainer.state.fn == TrainerFn.FITTING
         reader = self._verify(path, optimizer=fitting)
         state = reader.state(0, unpickle=unpickle)
         own = state
-        is_same_mesh = reader.manifest.layout == self._layout
+        is_same_mesh = reader.manifest.layout == mesh_sizes(self._processes.sizes)
         if is_same_mesh:
-            own = reader.state(self.global_rank, unpickle=unpickle)
+            own = reader.state(self._processes.rank, unpickle=unpickle)
         for name in state.pop("left_out", ()):
             _log.warning("%s: %s is a pickle and was left out; see weights_only.", path, name)
         found = {**state, **own, "state_dict": reader.weights(unpickle=unpickle)}
@@ -102,10 +99,9 @@ class CheckpointedProcesses(SavingProcesses):
         ours = found.pop(OWN_STATE)
         found.pop("left_out", None)
         if fitting:
-            steps = self.parallel_model.steps
             self._random_states = ours["random"]
-            steps.seed, steps.evaluations = ours["seed"], ours["evaluations"]
-            compression, kept = self.parallel_model.compression, ours.get("compression")
+            model.steps.seed, model.steps.evaluations = ours["seed"], ours["evaluations"]
+            compression, kept = model.compression, ours.get("compression")
             if compression is not None and kept is not None and is_same_mesh:
                 compression.load(kept)
             elif compression is not None and kept is not None:
@@ -116,73 +112,77 @@ class CheckpointedProcesses(SavingProcesses):
 
     def _verify(self, path: Path, *, optimizer: bool) -> CheckpointReader:
         """Compare every file with its checksum, each on one rank, and agree on what is wrong."""
+        rank, world_size = self._processes.rank, self._processes.world_size
         problems: list[str] = []
         reader = None
         try:
             reader = CheckpointReader(path)
             kinds = ("weights", "state", *(("optimizer",) if optimizer else ()))
             names = sorted(reader.data_files(*kinds))
-            problems = reader.problems(names[self.global_rank :: self.world_size])
+            problems = reader.problems(names[rank::world_size])
         except CheckpointError as error:
             problems = [str(error)]
         everywhere: list[Any] = [problems]
-        if self.world_size > 1:
-            everywhere = [None] * self.world_size
+        if world_size > 1:
+            everywhere = [None] * world_size
             dist.all_gather_object(everywhere, problems)
         found = list(dict.fromkeys(p for some in everywhere for p in some))
         if found or reader is None:
             raise CheckpointError(f"{path} cannot be loaded: {'; '.join(found)}.")
         return reader
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    def load_weights(self, model: ParallelModel, state: Any, *, strict: bool) -> None:
+        """Copy this rank's part of a state dict into the model."""
+        model.sharding.release()
+        if not self.restores_optimizer:
+            state = model.states.match_names(model.module, state)
+        model.states.load_weights(model.module, state, strict=strict)
 
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        """False where a fit starts from weights alone."""
-        return self._restores_optimizer
+    def load_optimizers(
+        self, model: ParallelModel, optimizers: Sequence[Optimizer], saved: Sequence[Any]
+    ) -> None:
+        """Load this rank's part of the states of all optimizers.
 
-    @override
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        self.parallel_model.sharding.release()
-        state = checkpoint["state_dict"]
-        states, module = self.parallel_model.states, self.parallel_model.module
-        if not self._restores_optimizer:
-            state = states.match_names(module, state)
-        states.load_weights(module, state, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        module, states = self.parallel_model.module, self.parallel_model.states
-        saved = checkpoint["optimizer_states"]
-        if len(saved) != len(self.optimizers):
+        Raises:
+            CheckpointError: There is another number of them.
+        """
+        if len(saved) != len(optimizers):
             raise CheckpointError(
-                f"the checkpoint holds {len(saved)} optimizers, this run has "
-                f"{len(self.optimizers)}."
+                f"the checkpoint holds {len(saved)} optimizers, this run has {len(optimizers)}."
             )
-        for optimizer, state in zip(self.optimizers, saved, strict=True):
-            states.load_optimizer(module, optimizer, state)
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            model.states.load_optimizer(model.module, optimizer, state, model.host)
 
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        # The first is that of training, about to be iterated: at the start of an epoch, this draws.
+    def before_loader(self, model: ParallelModel) -> None:
+        """Restore the random states where a data loader is about to be iterated.
+
+        The first is that of training: at the start of an epoch, it draws the order of samples.
+        """
         if self._random_states is not None:
-            restore_random_states(self._random_states, self.root_device)
-            if not self._resumes_inside_epoch:
+            restore_random_states(self._random_states, self._processes.device)
+            if not _resumes_inside_epoch(model):
                 self._random_states = None
-        return dataloader
 
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
+    def before_training(self) -> None:
+        """Restore the random states where a fit goes on inside an epoch."""
         if self._random_states is not None:
-            restore_random_states(self._random_states, self.root_device)
+            restore_random_states(self._random_states, self._processes.device)
             self._random_states = None
 
-    @property
-    def _resumes_inside_epoch(self) -> bool:
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        return progress.current.ready > 0 and not progress.is_last_batch
+
+def _read_file(filepath: Any, weights_only: bool | None, checkpoint_io: CheckpointIO) -> Any:
+    try:
+        if type(checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(filepath):
+            # Mapped into memory: a rank reads the parts that it copies.
+            return torch.load(filepath, map_location="cpu", mmap=True, weights_only=weights_only)
+        return checkpoint_io.load_checkpoint(filepath, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{filepath} holds more than tensors and numbers, which could run code when it is "
+            f"read. If you trust it, pass weights_only=False. ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _resumes_inside_epoch(model: ParallelModel) -> bool:
+    progress = model.module.trainer.fit_loop.epoch_loop.batch_progress
+    return progress.current.ready > 0 and not progress.is_last_batch

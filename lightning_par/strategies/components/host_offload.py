@@ -1,8 +1,7 @@
-"""Offloading inside Lightning: when gradients leave, when updates are complete."""
+"""Host offload inside Lightning: when gradients are sent to the host, when updates are complete."""
 
-import logging
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,24 +9,23 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import check_optimizer, HostOptimizer
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import ConfigurationError
-from lightning_par.strategies.components.checkpoint_load import CheckpointedProcesses
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.precision import MasterWeightPrecision
 
-__all__ = ["OffloadedProcesses", "cache_folder"]
+__all__ = ["HostOffload", "cache_folder", "check_offload", "offload_precision"]
 
-_log = logging.getLogger(__name__)
 _SEE_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
 
 
@@ -37,60 +35,70 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "lightning_par"
 
 
-class OffloadedProcesses(CheckpointedProcesses):
-    """Moves the optimizer to the host, if that is asked for.
+def check_offload(options: MeshOptions, sizes: ParallelSizes) -> None:
+    """Refuse to offload parameters that are not sharded block by block.
+
+    Raises:
+        ConfigurationError: With the sizes that would do.
+    """
+    if options.offload_options is None or not options.offload_options.offload_parameters:
+        return
+    if options.zero_stage != 3 or sizes.data_shard == 1 or sizes.expert > 1:
+        raise ConfigurationError(
+            f"offload_parameters=True with zero_stage={options.zero_stage} on {sizes}: what "
+            "comes to the device block by block are the shards of stage 3. Use stage 3, 2 or "
+            "more replicas that shard, and undivided experts; or offload_parameters=False."
+        )
+
+
+def offload_precision(options: OffloadOptions, plugin: Precision) -> Precision:
+    """Return the precision plugin: the part that stays on the device keeps float32 masters, too."""
+    is_half = options.offload_fraction < 1 and type(plugin) is HalfPrecision
+    return MasterWeightPrecision() if is_half else plugin
+
+
+class HostOffload:
+    """The optimizer of a run on the host; made with the optimizer, and closed before the next.
 
     Args:
-        offload: How; None: the optimizer is where the parameters are.
-        **options: Those of `CheckpointedProcesses`.
+        model: The model on its mesh; its gradients are sent to the host from now on.
+        optimizers: The user's only optimizer, whose step the host makes.
+        options: The options of the strategy, with those of offloading.
+        device: Device of this rank.
+
+    Raises:
+        ConfigurationError: The module steps its optimizer by itself, or it is no Adam.
     """
 
-    on_nonfinite: str
-    zero_stage: int
-
-    def __init__(self, *, offload: OffloadOptions | None, **options: Any) -> None:
-        super().__init__(**options)
-        self.offload_options = offload
-
-    @override
-    def setup_environment(self) -> None:
-        options, plugin = self.offload_options, self.precision_plugin
-        if options is not None and options.offload_parameters:
-            self._check_parameters()
-        if options is not None and options.offload_fraction < 1 and type(plugin) is HalfPrecision:
-            # The part on the device keeps float32 masters, too.
-            self.precision_plugin = MasterWeightPrecision()
-        super().setup_environment()
-
-    def _check_parameters(self) -> None:
-        if self.zero_stage != 3 or self.sizes.data_shard == 1 or self.sizes.expert > 1:
-            raise ConfigurationError(
-                f"offload_parameters=True with zero_stage={self.zero_stage} on {self.sizes}: what "
-                "comes to the device block by block are the shards of stage 3. Use stage 3, 2 or "
-                "more replicas that shard, and undivided experts; or offload_parameters=False."
-            )
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        self._close_host()
-        super().setup_optimizers(trainer)
-        if self.parallel_model.compression is not None:
-            self.parallel_model.compression.reset()
-        if self.offload_options is None:
-            return
-        module = self.parallel_model.module
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizers: Sequence[Optimizer],
+        options: MeshOptions,
+        device: torch.device,
+    ) -> None:
+        module, offload = model.module, options.offload_options
+        assert offload is not None
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"{type(module).__name__} uses manual optimization, but the optimizer is "
                 "offloaded when Lightning steps it. Set automatic_optimization=True, or use a "
                 "strategy without offloading."
             )
-        (optimizer,) = self.optimizers
-        host = self._make_host(optimizer, self.offload_options)
-        self.parallel_model.host = self.parallel_model.states.host = host
-        scaler = self.parallel_model.steps.scaler
-        if isinstance(scaler, MeshGradScaler):
-            scaler.offloaded_gradients = host.offloaded_gradients
+        (optimizer,) = optimizers
+        check_optimizer(optimizer)
+        # Every micro-batch adds to a gradient: none is final before the last one's backward.
+        pipeline = model.steps.pipeline
+        kernel = choose_kernel(offload.cpu_kernel, cache_folder())
+        rank_zero_info(f"The optimizer steps on the host, with the kernel {kernel.name!r}.")
+        self._model, self._ignores_nonfinite = model, options.on_nonfinite == "ignore"
+        self._host = model.gradients.host = HostOptimizer(
+            optimizer,
+            device=device,
+            options=offload if pipeline is None else replace(offload, overlap="off"),
+            worker=UpdateWorker(kernel, torch.get_num_threads()),
+            late=model.gradients.reduced_late,
+        )
         seen = [name for name in _SEE_GRADIENTS if is_overridden(name, module, pl.LightningModule)]
         if seen:
             rank_zero_warn(
@@ -98,109 +106,50 @@ class OffloadedProcesses(CheckpointedProcesses):
                 "the host: parameters have none there. self.clip_gradients works."
             )
 
-    def _make_host(self, optimizer: Optimizer, options: OffloadOptions) -> HostOptimizer:
-        check_optimizer(optimizer)
-        parallel_model = self.parallel_model
-        if parallel_model.steps.executor is not None:
-            # Every micro-batch adds to a gradient: none is final before the last one's backward.
-            options = replace(options, overlap="off")
-        kernel = choose_kernel(options.cpu_kernel, cache_folder())
-        rank_zero_info(f"The optimizer steps on the host, with the kernel {kernel.name!r}.")
-        return HostOptimizer(
-            optimizer,
-            device=self.root_device,
-            options=options,
-            worker=UpdateWorker(kernel, torch.get_num_threads()),
-            late=parallel_model.reduced_late,
-        )
-
     @contextmanager
-    @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Surrounds a batch that is not the last one of its step."""
-        host = self.parallel_model.host
-        if host is None or not host.accumulates:
-            with self.parallel_model.sharding.no_sync():
+        if self._host.accumulates:
+            with self._host.accumulating():
                 yield
         else:
-            with host.accumulating():
+            with self._model.sharding.no_sync():
                 yield
 
-    @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **options: Any
-    ) -> Any:
-        def complete() -> Any:
-            result = closure()
-            host = self.parallel_model.host
-            if host is not None and host.has_unfinished_gradients:
-                self.begin_offload()
-                self.parallel_model.finish_gradients()
-            return result
-
-        return super().optimizer_step(optimizer, complete, model, **options)
-
-    def begin_offload(self) -> None:
-        """Prepare for a backward whose gradients leave for the host."""
-        host, steps = self.parallel_model.host, self.parallel_model.steps
-        if host is None or not self.parallel_model.sharding.synchronizes:
+    def before_backward(self) -> None:
+        """Prepare for a backward whose gradients are sent to the host."""
+        if not self._model.sharding.synchronizes:
             return
-        trainer = self._trainer
+        module, trainer = self._model.module, self._model.module.trainer
         clips = trainer.gradient_clip_val
         by_value = bool(clips) and trainer.gradient_clip_algorithm == "value"
-        module = self.parallel_model.module
-        host.begin(
+        self._host.begin(
             trainer.global_step,
-            streams=self.on_nonfinite == "ignore"
-            and steps.scaler is None
+            # An update may start before the backward ends if it needs no other gradient.
+            streams=self._ignores_nonfinite
+            and self._model.gradients.scaler is None
             and (not clips or by_value)
             and not is_overridden("configure_gradient_clipping", module, pl.LightningModule),
             largest=float(clips) if clips and by_value else float("inf"),
         )
 
-    def flush_offload(self) -> None:
+    def complete(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure of an optimizer step after which every gradient is on its way."""
+
+        def completed() -> Any:
+            result = closure()
+            if self._host.has_unfinished_gradients:  # the last batch of a step had no backward
+                self.before_backward()
+                self._model.gradients.after_backward()
+            return result
+
+        return completed
+
+    def flush(self) -> None:
         """Complete every update that was computed behind a step."""
-        if self._is_offloaded:
-            assert self.parallel_model.host is not None
-            self.parallel_model.host.flush()
+        self._host.flush()
 
-    @property
-    def _is_offloaded(self) -> bool:
-        raise NotImplementedError
-
-    def _close_host(self) -> None:
-        if self._is_offloaded:
-            host, self.parallel_model.host = self.parallel_model.host, None
-            self.parallel_model.states.host = None
-            assert host is not None
-            host.close()
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.flush_offload()
-        return super().lightning_module_state_dict()
-
-    @override
-    def gather_state_dict(self) -> dict[str, Any]:
-        self.flush_offload()
-        return super().gather_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.flush_offload()
-        return super().optimizer_state(optimizer)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self.flush_offload()
-
-    @override
-    def on_validation_start(self) -> None:
-        self.flush_offload()
-        super().on_validation_start()
-
-    @override
-    def on_train_end(self) -> None:
-        self.flush_offload()
-        super().on_train_end()
+    def close(self) -> None:
+        """Complete every update and give the host's memory up."""
+        self._model.gradients.host = None
+        self._host.close()

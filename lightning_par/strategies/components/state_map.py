@@ -27,16 +27,13 @@ __all__ = ["StateMap"]
 
 
 class StateMap:
-    """Translates between the states of this rank and those of one process.
+    """Translates between the states that this rank holds and those of one process.
 
     Args:
-        mesh: Where the states are.
+        mesh: Mesh over which the states are sharded.
         state_order: Keys of the whole model's `state_dict`, in order.
         parameter_order: Canonical FQNs of the whole model's parameters, in order.
         canonical: FQN of every parameter -> its canonical FQN.
-
-    Attributes:
-        host: Takes states of the optimizer that are not on the device.
     """
 
     def __init__(
@@ -48,7 +45,6 @@ class StateMap:
     ) -> None:
         self._mesh, self._canonical = mesh, dict(canonical)
         self._state_order = list(state_order)
-        self.host: HostOptimizer | None = None
         self._rank_of = {name: i for i, name in enumerate(parameter_order)}
         self._tied: dict[str, list[str]] = {}
         for name, first in self._canonical.items():
@@ -79,10 +75,10 @@ class StateMap:
 
     @torch.no_grad()
     def weight_pieces(self, state: Mapping[str, Any]) -> tuple[list[Piece], dict[str, Any]]:
-        """Return the parts of this rank's state dict to be stored, and its entries without tensor.
+        """Return the tensors of this rank's state dict that a checkpoint stores, and other entries.
 
         Args:
-            state: Of the module, with sharded tensors.
+            state: State dict of the module, with sharded tensors.
 
         Raises:
             CheckpointError: A tensor is sharded in an unknown way.
@@ -103,7 +99,7 @@ class StateMap:
         A tied weight needs to be there under one of its names only.
 
         Args:
-            module: Parameters are whole or DTensors.
+            module: Module whose parameters are plain tensors or DTensors.
             state: Key -> whole tensor, the same on every rank; of `StoredTensors` only the part of
                 this rank is read.
             strict: Refuse missing and unexpected keys.
@@ -144,7 +140,7 @@ class StateMap:
         """Return weights of a bare model under the names that the LightningModule gives them.
 
         Args:
-            module: Its part on this rank.
+            module: The model's part on this rank.
             state: Named from the LightningModule, or from one of its direct children, or as a
                 Hugging Face model in it is saved.
         """
@@ -191,10 +187,10 @@ class StateMap:
     def optimizer_pieces(
         self, number: int, state: Mapping[str, Any]
     ) -> tuple[list[Piece], dict[str, Any]]:
-        """Return the parts of a `local_optimizer` to be stored, and its entries without tensor.
+        """Return the tensors of a `local_optimizer` that a checkpoint stores, and other entries.
 
         Args:
-            number: Of the optimizer.
+            number: Number of the optimizer.
             state: What `local_optimizer` gave.
         """
         flat = {
@@ -238,15 +234,20 @@ class StateMap:
 
     @torch.no_grad()
     def load_optimizer(
-        self, module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | StoredOptimizer
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        state: Mapping[str, Any] | StoredOptimizer,
+        host: HostOptimizer | None = None,
     ) -> None:
         """Load this rank's part of a whole optimizer state.
 
         Args:
-            module: Whose parameters the optimizer holds.
-            optimizer: Of this rank.
+            module: Module whose parameters the optimizer holds.
+            optimizer: Optimizer of this rank.
             state: As one process would have it, the same on every rank; of a `StoredOptimizer` only
                 the part of this rank is read.
+            host: Takes the states of parameters that are updated on the host.
 
         Raises:
             CheckpointError: Groups or parameters differ.
@@ -268,7 +269,7 @@ class StateMap:
             ids = []
             for parameter in group["params"]:
                 entry = stored.states.get(names[id(parameter)])
-                if entry is not None and not self._is_on_host(parameter, entry):
+                if entry is not None and not _load_on_host(host, parameter, entry):
                     held = optimizer.state.get(parameter, {})
                     local_state[position] = {
                         k: _state_like(parameter, v, held.get(k)) for k, v in entry.items()
@@ -277,12 +278,6 @@ class StateMap:
                 position += 1
             local_groups.append({**saved, "params": ids})
         optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
-
-    def _is_on_host(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> bool:
-        def read(value: Any, out: Tensor) -> None:
-            _read_part(value, local_box("state", parameter.data), out)
-
-        return self.host is not None and self.host.load(parameter, entry, read)
 
     def _names(self, module: nn.Module) -> dict[int, str]:
         named = module.named_parameters(remove_duplicate=False)
@@ -326,6 +321,17 @@ def _pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
     return [piece for piece in pieces if not piece.is_shard_of_nothing]
 
 
+def _load_on_host(
+    host: HostOptimizer | None, parameter: nn.Parameter, entry: Mapping[str, Any]
+) -> bool:
+    """Load the states of a parameter that is updated on the host; return whether it is."""
+
+    def read(value: Any, out: Tensor) -> None:
+        _read_part(value, local_box("state", parameter.data), out)
+
+    return host is not None and host.load(parameter, entry, read)
+
+
 def _read_part(value: Any, box: Box, out: Tensor) -> None:
     """Copy a part of a whole tensor."""
     if isinstance(value, StoredTensor):
@@ -337,8 +343,10 @@ def _read_part(value: Any, box: Box, out: Tensor) -> None:
 
 
 def _state_like(parameter: nn.Parameter, value: Any, held: Any) -> Any:
-    """Return this rank's part of an optimizer state: sharded like its parameter, where it has the
-    same shape. It takes the place of what is held, if that fits, so that both are never there.
+    """Return this rank's part of an optimizer state, sharded like its parameter if it has the same
+    shape.
+
+    It is read into the tensor that is held already, if that fits, so that memory never has both.
     """
     if not isinstance(value, Tensor | StoredTensor):
         return value

@@ -7,16 +7,14 @@ ranks no longer communicate and nothing is saved.
 """
 
 from datetime import timedelta
-from typing import Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
-from typing_extensions import override
 
-from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.upstream.distributed import default_store
 from lightning_par.upstream.lightning import trainer_of
 
-__all__ = ["InterruptibleProcesses"]
+__all__ = ["Interruption"]
 
 _GRACE = timedelta(seconds=30)
 """How long a rank that handles an exception waits for the others to do so; half of the timeout, if
@@ -24,29 +22,33 @@ that is less.
 """
 
 
-class InterruptibleProcesses(MeshProcesses):
-    """Processes of a run that know whether an exception has stopped all of them.
+class Interruption:
+    """Whether an exception has stopped this rank, and all others with it.
 
     Args:
-        **options: Those of `MeshProcesses`.
+        timeout: Timeout of collectives; None: the one of torch.
+
+    Attributes:
+        module: The LightningModule whose Trainer is asked; None before there is one.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._interruptions = 0
+    def __init__(self, timeout: timedelta | None) -> None:
+        self._limit = _GRACE if timeout is None else min(_GRACE, timeout / 2)
+        self.module: pl.LightningModule | None = None
+        self._count = 0
         self._together: bool | None = None
 
     @property
-    def _is_interrupted(self) -> bool:
+    def is_handled(self) -> bool:
         """Whether the Trainer handles an exception."""
-        trainer = trainer_of(self.lightning_module)
+        trainer = trainer_of(self.module)
         return trainer is not None and trainer.interrupted
 
-    def _ranks_are_together(self) -> bool:
+    def ranks_are_together(self) -> bool:
         """Return whether ranks may communicate; see Note [Exceptions]."""
-        if self.world_size == 1 or not dist.is_initialized():
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return True
-        if not self._is_interrupted:
+        if not self.is_handled:
             self._together = None
             return True
         if self._together is None:
@@ -55,30 +57,14 @@ class InterruptibleProcesses(MeshProcesses):
 
     def _agree_on_stopping(self) -> bool:
         """Wait until all ranks handle an exception; the first to know or to give up decides."""
-        self._interruptions += 1
-        prefix = f"lightning_par/stopped/{self._interruptions}"
+        self._count += 1
+        prefix = f"lightning_par/stopped/{self._count}"
         store = default_store()
-        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
-        store.set(keys[self.global_rank], "")
-        limit = _GRACE if self._timeout is None else min(_GRACE, self._timeout / 2)
+        keys = [f"{prefix}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(keys[dist.get_rank()], "")
         try:
-            store.wait(keys, limit)
+            store.wait(keys, self._limit)
             verdict = "together"
         except RuntimeError:
             verdict = "apart"
         return bool(store.compare_set(f"{prefix}/verdict", "", verdict) == b"together")
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self._ranks_are_together():
-            super().barrier(name)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return super().broadcast(obj, src) if self._ranks_are_together() else obj
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not self._ranks_are_together():
-            return decision
-        return super().reduce_boolean_decision(decision, all)

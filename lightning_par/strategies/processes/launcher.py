@@ -36,8 +36,8 @@ class PreflightLauncher(SubprocessScriptLauncher):
 
     Args:
         cluster_environment: Knows the ranks.
-        num_processes: Devices on this node.
-        num_nodes: Nodes.
+        num_processes: Number of devices on this node.
+        num_nodes: Number of nodes.
         preflight: Called with the trainer and the model before any process starts; raises to stop.
         explain: Called with an exception of the run; may add a note to it.
 

@@ -1,58 +1,101 @@
 """The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for."""
 
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_par.engine.activity import Activity
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
-from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.processes.interruption import Interruption
 from lightning_par.strategies.processes.launcher import PreflightLauncher
 from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
 from lightning_par.strategies.processes.watchdog import open_status_file, RankWatch
-from lightning_par.upstream.lightning import init_process_group, reduce_tensor, set_launcher
+from lightning_par.upstream.lightning import init_process_group, reduce_tensor
 
 __all__ = ["MeshProcesses"]
 
 
-class MeshProcesses(ParallelStrategy):
-    """Starts the processes of a run and gives them a mesh.
+class MeshProcesses:
+    """Launches the processes of a run, arranges them in a mesh, and watches them.
+
+    Until `attach`, there is one device, as for a strategy that no Trainer has taken.
 
     Args:
-        sizes: Arguments of `fit_sizes` that the user chose.
-        auto: Rule for the sizes left to "auto".
-        process_group_backend: Of torch.distributed; None chooses by device.
-        timeout: After which a collective gives up.
-        lightning_options: What Lightning passes to every parallel strategy.
+        options: Sizes, backend and timeout that the user chose.
+
+    Attributes:
+        activity: What this rank is doing, for messages about ranks that fail.
+        interruption: Whether an exception is being handled, and on which ranks.
     """
 
-    def __init__(
-        self,
-        *,
-        sizes: dict[str, Size],
-        auto: AutoRule,
-        process_group_backend: str | None,
-        timeout: timedelta | None,
-        lightning_options: dict[str, Any],
-    ) -> None:
-        super().__init__(**lightning_options)
-        self.num_nodes = 1
-        self._sizes_asked, self._auto = sizes, auto
-        self._process_group_backend, self._timeout = process_group_backend, timeout
+    def __init__(self, options: MeshOptions) -> None:
+        self._options = options
+        self._devices: list[torch.device] = []
+        self._num_nodes = 1
+        self._environment: ClusterEnvironment | None = None
         self._sizes: ParallelSizes | None = None
         self._mesh: ParallelMesh | None = None
-        self.activity = Activity()
+        self._launcher: PreflightLauncher | None = None
         self._watch: RankWatch | None = None
+        self.activity = Activity()
+        self.interruption = Interruption(options.timeout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave process groups, threads and the run behind."""
+        left = dict.fromkeys(("_mesh", "_launcher", "_watch"))
+        return {**vars(self), **left, "interruption": Interruption(self._options.timeout)}
+
+    def attach(
+        self,
+        devices: list[torch.device],
+        num_nodes: int,
+        environment: ClusterEnvironment | None,
+    ) -> None:
+        """Take what the Trainer knows.
+
+        Args:
+            devices: Devices of this node.
+            num_nodes: Number of nodes.
+            environment: Knows the ranks.
+        """
+        self._devices, self._num_nodes, self._environment = devices, num_nodes, environment
+        if environment is not None:
+            rank = environment.node_rank() * self.num_local + environment.local_rank()
+            environment.set_global_rank(rank)
+            environment.set_world_size(num_nodes * self.num_local)
+        rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
+
+    @property
+    def num_local(self) -> int:
+        """Number of devices, hence processes, of this node."""
+        return len(self._devices) or 1
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return 0 if self._environment is None else self._environment.global_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return 1 if self._environment is None else self._environment.world_size()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        local_rank = 0 if self._environment is None else self._environment.local_rank()
+        return self._devices[local_rank]
 
     @property
     def sizes(self) -> ParallelSizes:
@@ -62,12 +105,8 @@ class MeshProcesses(ParallelStrategy):
             MeshError: They do not fit the devices.
         """
         if self._sizes is None:
-            self._sizes = fit_sizes(
-                num_devices=self.num_nodes * self.num_processes,
-                devices_per_node=self.num_processes,
-                auto=self._auto,
-                **self._sizes_asked,  # type: ignore[arg-type]
-            )
+            num_devices = self._num_nodes * self.num_local
+            self._sizes = self._options.fit_sizes(num_devices, self.num_local)
         return self._sizes
 
     @property
@@ -82,120 +121,94 @@ class MeshProcesses(ParallelStrategy):
         return self._mesh
 
     @property
-    def num_processes(self) -> int:
-        """Devices on this node."""
-        return len(self.parallel_devices) if self.parallel_devices else 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning has to shard the data: only over replicas."""
-        return self.sizes.data > 1
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {
-            "num_replicas": self.sizes.data,
-            "rank": self.sizes.data_rank(self.global_rank),
-        }
-
-    @property
-    def process_group_backend(self) -> str:
+    def backend(self) -> str:
         """Backend of torch.distributed; CUDA runs also get gloo, for objects and batches on the
         CPU.
         """
-        chosen, device = self._process_group_backend, self.root_device
+        chosen, device = self._options.process_group_backend, self.device
         if device.type == "cpu" or (chosen is not None and ":" in chosen):
             return chosen or "gloo"
         chosen = chosen or dist.get_default_backend_for_device(device)
         return f"cpu:gloo,{device.type}:{chosen}"
 
-    @override
-    def _configure_launcher(self) -> None:
-        _ = self.sizes
-        assert self.cluster_environment is not None
-        launcher = PreflightLauncher(
-            self.cluster_environment,
-            self.num_processes,
-            self.num_nodes,
-            self._preflight,
-            self._explain,
-        )
-        set_launcher(self, launcher)
+    def make_launcher(
+        self, preflight: Callable[[pl.Trainer | None, Any], None]
+    ) -> PreflightLauncher:
+        """Return the launcher of this node's processes.
 
-    def _preflight(self, trainer: pl.Trainer | None, model: Any) -> None:
-        """Refuse what cannot work before any other process starts."""
+        Args:
+            preflight: Checks what can be checked before any process starts.
+
+        Raises:
+            MeshError: The sizes do not fit the devices.
+        """
+        _ = self.sizes
+        assert self._environment is not None
+        self._launcher = PreflightLauncher(
+            self._environment, self.num_local, self._num_nodes, preflight, self._explain
+        )
+        return self._launcher
 
     def _explain(self, error: BaseException) -> None:
         """Tell the other ranks of an exception, and the user of its cause."""
         if self._watch is not None:
             self._watch.explain(error)
 
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+    def set_up(self) -> None:
+        """Make the process group and the mesh, and start to watch the ranks of this node.
 
-    @override
-    def setup_environment(self) -> None:
+        **Communicates**: makes process groups over all ranks, then a few names between them.
+        """
         sizes = self.sizes
-        super().setup_environment()
         reset_seed()
-        self.set_world_ranks()
-        self._meet()
+        self.attach(self._devices, self._num_nodes, self._environment)
+        self._rendezvous()
         if self._mesh is None:
-            self._mesh = build_mesh(sizes, self.root_device.type, self._timeout)
+            self._mesh = build_mesh(sizes, self.device.type, self._options.timeout)
         if self._watch is None and self.world_size > 1:
-            board = open_status_file(self.global_rank, self.local_rank, self.activity)
-            if board is not None:
-                self._watch = RankWatch(board, sizes, self._timeout)
+            assert self._environment is not None
+            local_rank = self._environment.local_rank()
+            file = open_status_file(self.rank, local_rank, self.activity)
+            if file is not None:
+                self._watch = RankWatch(file, sizes, self._options.timeout)
                 self._observe_children(False)
 
-    def _meet(self) -> None:
+    def _rendezvous(self) -> None:
         """Make the default process group; the processes of one node meet on its loopback."""
-        environment = self.cluster_environment
+        environment = self._environment
         assert environment is not None
         store = None
-        if self.num_nodes == 1:
+        if self._num_nodes == 1:
             use_loopback()
             if isinstance(environment, LightningEnvironment) and not dist.is_initialized():
-                store = loopback_store(environment.main_port, self.global_rank, self.world_size)
-        backend = self.process_group_backend
-        init_process_group(environment, backend, timeout=self._timeout, store=store)
+                store = loopback_store(environment.main_port, self.rank, self.world_size)
+        timeout = self._options.timeout
+        init_process_group(environment, self.backend, timeout=timeout, store=store)
 
     def _observe_children(self, observes: bool) -> None:
-        if isinstance(self.launcher, PreflightLauncher):
-            self.launcher.observes = observes
+        if self._launcher is not None:
+            self._launcher.observes = observes
 
-    def _close_watch(self) -> None:
+    def close(self) -> None:
+        """Stop watching; the launcher observes its processes again."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
             self._observe_children(True)
 
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
+    def barrier(self) -> None:
+        """Wait for every rank, unless an exception keeps some away."""
+        if dist.is_initialized() and self.interruption.ranks_are_together():
             dist.barrier()
 
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the object that the rank `source` gives; this rank's own while ranks are apart."""
+        if not dist.is_initialized() or not self.interruption.ranks_are_together():
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, source)
         return box[0]
 
-    @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over `group`; ranks of one replica hold the same values."""
         if not isinstance(tensor, Tensor) or self._mesh is None:
@@ -205,16 +218,13 @@ class MeshProcesses(ParallelStrategy):
             tensor = tensor.double()  # Lightning averages its counts of samples; 3.5 is not 3
         return reduce_tensor(tensor, group, reduce_op=reduce_op)
 
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decide together with every rank of the world."""
-        if not dist.is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
+    def decide(self, decision: bool, *, unanimous: bool) -> bool:
+        """Return whether all ranks of the world agree or, unless `unanimous`, at least one does.
 
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        group = self.mesh.data_group if group is None else group
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        **Communicates**: one all-reduce of one number over all ranks.
+        """
+        if not dist.is_initialized() or not self.interruption.ranks_are_together():
+            return decision
+        votes = torch.tensor(int(decision), device=self.device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if unanimous else bool(votes)

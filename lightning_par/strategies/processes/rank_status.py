@@ -20,8 +20,8 @@ from lightning_par.engine.activity import Activity, ActivityRecord, RECORD_SIZE
 
 __all__ = ["RankState", "RankStatus", "RankStatusFile"]
 
-_FATE = struct.Struct("<qqd240s")
-_SEAT = RECORD_SIZE + _FATE.size
+_STATUS = struct.Struct("<qqd240s")
+_SLOT_SIZE = RECORD_SIZE + _STATUS.size
 
 
 class RankStatus(IntEnum):
@@ -41,9 +41,9 @@ class RankState:
 
     Attributes:
         rank: Global rank.
-        pid: Of its process.
-        status: By its own account.
-        when: It changed its status, in seconds of `time.monotonic`.
+        pid: Process id.
+        status: Status by its own account.
+        when: When it changed its status, in seconds of `time.monotonic`.
         fault: The type and text of its exception, if it failed.
         is_alive: Whether its process lives.
         is_stopped: Whether its process is stopped by a signal.
@@ -70,19 +70,19 @@ class RankStatusFile:
 
     Args:
         path: From `create`.
-        ranks: Global ranks of the node, in the order of their seats.
-        rank: This one.
-        activity: Of this rank; kept in the file until `close`.
+        ranks: Global ranks of the node, in the order of their slots in the file.
+        rank: Global rank of this process.
+        activity: Activity of this rank; kept in the file until `close`.
 
     Raises:
         OSError: The file cannot be opened.
     """
 
     def __init__(self, path: Path, ranks: Sequence[int], rank: int, activity: Activity) -> None:
-        self._ranks, self._seat, self._activity = tuple(ranks), ranks.index(rank), activity
+        self._ranks, self._slot, self._activity = tuple(ranks), ranks.index(rank), activity
         self._file = path.open("r+b")
-        self._memory = mmap(self._file.fileno(), len(ranks) * _SEAT)
-        start = self._seat * _SEAT
+        self._memory = mmap(self._file.fileno(), len(ranks) * _SLOT_SIZE)
+        start = self._slot * _SLOT_SIZE
         self._record = memoryview(self._memory)[start : start + RECORD_SIZE]
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, start)
         activity.share(self._record)
@@ -93,31 +93,31 @@ class RankStatusFile:
         """Make the file for `size` ranks."""
         descriptor, name = tempfile.mkstemp(prefix="lightning_par-ranks-")
         with os.fdopen(descriptor, "wb") as file:
-            file.truncate(size * _SEAT)
+            file.truncate(size * _SLOT_SIZE)
         return Path(name)
 
     @property
     def rank(self) -> int:
         """This global rank."""
-        return self._ranks[self._seat]
+        return self._ranks[self._slot]
 
     def say(self, status: RankStatus, fault: str = "") -> None:
         """Change the status of this rank."""
-        place = self._seat * _SEAT + RECORD_SIZE
+        place = self._slot * _SLOT_SIZE + RECORD_SIZE
         text = fault.encode()[:240]
-        _FATE.pack_into(self._memory, place, os.getpid(), status, time.monotonic(), text)
+        _STATUS.pack_into(self._memory, place, os.getpid(), status, time.monotonic(), text)
 
     def look(self) -> list[RankState]:
         """Return the state of every rank of the node."""
-        return [self._look(seat) for seat in range(len(self._ranks))]
+        return [self._look(slot) for slot in range(len(self._ranks))]
 
-    def _look(self, seat: int) -> RankState:
-        start = seat * _SEAT
-        seen = bytes(self._memory[start : start + _SEAT])
-        pid, status, when, fault = _FATE.unpack_from(seen, RECORD_SIZE)
-        is_alive = seat == self._seat or self._is_locked(start)
+    def _look(self, slot: int) -> RankState:
+        start = slot * _SLOT_SIZE
+        seen = bytes(self._memory[start : start + _SLOT_SIZE])
+        pid, status, when, fault = _STATUS.unpack_from(seen, RECORD_SIZE)
+        is_alive = slot == self._slot or self._is_locked(start)
         return RankState(
-            rank=self._ranks[seat],
+            rank=self._ranks[slot],
             pid=pid,
             status=RankStatus(status),
             when=when,
@@ -137,8 +137,8 @@ class RankStatusFile:
         return False
 
     def close(self) -> None:
-        """Leave; a rank that is running has ended well."""
-        if self._look(self._seat).status is RankStatus.RUNNING:
+        """Give the slot up; a rank that is running has ended well."""
+        if self._look(self._slot).status is RankStatus.RUNNING:
             self.say(RankStatus.ENDED)
         self._activity.share(bytearray(RECORD_SIZE))
         self._record.release()

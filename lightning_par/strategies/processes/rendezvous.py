@@ -1,4 +1,4 @@
-"""Where the processes of one node meet: on the loopback, which no other host can reach."""
+"""Rendezvous of the processes of one node, on the loopback, which no other host can reach."""
 
 import os
 import socket
@@ -24,8 +24,8 @@ def loopback_store(port: int, rank: int, world_size: int) -> TCPStore:
     import have as long as torch gives them; the timeout of collectives may be shorter.
 
     Args:
-        port: The same on every rank.
-        rank: Rank 0 listens.
+        port: Port of rank 0, the same on every rank.
+        rank: Global rank of this process; rank 0 listens.
         world_size: Number of ranks.
     """
     listening = None

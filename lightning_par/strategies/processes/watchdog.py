@@ -41,12 +41,12 @@ _logger = logging.getLogger(__name__)
 
 
 def open_status_file(rank: int, local_rank: int, activity: Activity) -> RankStatusFile | None:
-    """Make the board of this node; every rank has to call this.
+    """Open the status file of this node; every rank has to call this.
 
     Args:
-        rank: Global rank.
-        local_rank: On this node.
-        activity: Of this rank.
+        rank: Global rank of this process.
+        local_rank: Its rank on this node.
+        activity: What this process is doing.
 
     Returns:
         None if the ranks of this node share no folder for temporary files.
@@ -62,28 +62,28 @@ def open_status_file(rank: int, local_rank: int, activity: Activity) -> RankStat
     dist.all_gather_object(offers, (name, rank - local_rank, path))
     node = rank - local_rank
     ranks = [r for r, (host, first, _) in enumerate(offers) if (host, first) == (name, node)]
-    board = None
+    file = None
     with suppress(OSError):
-        board = RankStatusFile(Path(offers[ranks[0]][2] or ""), ranks, rank, activity)
+        file = RankStatusFile(Path(offers[ranks[0]][2] or ""), ranks, rank, activity)
     dist.barrier()
     if path is not None:
         Path(path).unlink()  # whoever has opened it keeps it; nothing is left behind
-    return board
+    return file
 
 
 class RankWatch:
     """Watches the ranks of this node; see Note [Two ways to end].
 
     Args:
-        board: Of this node.
-        sizes: Tell the place of a rank.
-        timeout: Of the process groups.
+        file: Status file of this node.
+        sizes: Sizes of the mesh, which tell the place of a rank.
+        timeout: Timeout of the process groups.
     """
 
     def __init__(
-        self, board: RankStatusFile, sizes: ParallelSizes, timeout: timedelta | None
+        self, file: RankStatusFile, sizes: ParallelSizes, timeout: timedelta | None
     ) -> None:
-        self._board, self._sizes = board, sizes
+        self._file, self._sizes = file, sizes
         self._timeout = timedelta(minutes=30) if timeout is None else timeout
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -93,7 +93,7 @@ class RankWatch:
         """Stop watching."""
         self._stopping.set()
         self._thread.join()
-        self._board.close()
+        self._file.close()
 
     def explain(self, error: BaseException) -> None:
         """Tell the other ranks of an exception of this one, and the user of its cause.
@@ -103,7 +103,7 @@ class RankWatch:
         """
         cut_off = _is_communication(error)
         status = RankStatus.CUT_OFF if cut_off else RankStatus.FAILED
-        self._board.say(status, f"{type(error).__name__}: {error}".partition("\n")[0])
+        self._file.say(status, f"{type(error).__name__}: {error}".partition("\n")[0])
         if not cut_off:
             if not isinstance(error, LightningParError) and self._sizes.world_size > 1:
                 error.add_note(f"on {self._name(self._mine())}, in {self._mine().activity}")
@@ -111,35 +111,35 @@ class RankWatch:
         began = time.monotonic()
         while not self._is_settled() and time.monotonic() - began < _SETTLE:
             time.sleep(_PERIOD / 4)
-        error.add_note(self._describe(self._board.look()))
-        while not self._is_settled() and self._silent() and time.monotonic() - began < _KILL:
+        error.add_note(self._describe(self._file.look()))
+        while not self._is_settled() and self._unresponsive() and time.monotonic() - began < _KILL:
             time.sleep(_PERIOD / 4)
         if not self._is_settled():
-            self._kill_silent()
+            self._kill_unresponsive()
 
     def _is_settled(self) -> bool:
         """Whether the cause is a rank that ends by itself; then the connections to it break."""
         return any(s.is_dead or s.status is RankStatus.FAILED for s in self._others())
 
     def _mine(self) -> RankState:
-        return next(s for s in self._board.look() if s.rank == self._board.rank)
+        return next(s for s in self._file.look() if s.rank == self._file.rank)
 
     def _others(self) -> list[RankState]:
-        return [s for s in self._board.look() if s.rank != self._board.rank]
+        return [s for s in self._file.look() if s.rank != self._file.rank]
 
-    def _silent(self) -> list[RankState]:
+    def _unresponsive(self) -> list[RankState]:
         return [s for s in self._others() if s.status is RankStatus.RUNNING and s.is_alive]
 
-    def _kill_silent(self) -> None:
-        for state in self._silent():
+    def _kill_unresponsive(self) -> None:
+        for state in self._unresponsive():
             with suppress(ProcessLookupError):
                 os.kill(state.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
         first = None
         while not self._stopping.wait(_PERIOD):
-            states, now = self._board.look(), time.monotonic()
-            mine = next(s for s in states if s.rank == self._board.rank)
+            states, now = self._file.look(), time.monotonic()
+            mine = next(s for s in states if s.rank == self._file.rank)
             if mine.status is not RankStatus.RUNNING:
                 # It is on its way; what Lightning and callbacks do there may take a while.
                 if now - mine.when > self._timeout.total_seconds():
@@ -158,7 +158,7 @@ class RankWatch:
         _logger.critical("%s\nThis rank waited here:", self._describe(states))
         faulthandler.dump_traceback(all_threads=True)
         time.sleep(max(0.0, _KILL - waited))
-        self._kill_silent()
+        self._kill_unresponsive()
         os._exit(1)
 
     def _name(self, state: RankState) -> str:
@@ -166,7 +166,7 @@ class RankWatch:
 
     def _describe(self, states: Sequence[RankState]) -> str:
         """Say which rank is the cause, what it was doing, and what to do."""
-        own = next(s for s in states if s.rank == self._board.rank)
+        own = next(s for s in states if s.rank == self._file.rank)
         text = f"{self._name(own)}, in {own.activity}, could not go on: "
         dead = [f"{self._name(s)} is gone, in {s.activity}" for s in states if s.is_dead]
         if dead:
@@ -179,12 +179,13 @@ class RankWatch:
             failed.sort(key=lambda s: s.when)
             said = [f"{self._name(s)} raised {s.fault} in {s.activity}" for s in failed]
             return text + f"{_few(said)}. The traceback of that rank says where; mend that one."
-        silent = [s for s in states if s.status is RankStatus.RUNNING]
-        if silent:
-            silent = [s for s in silent if s.is_stopped] or silent
-            silent.sort(key=lambda s: s.activity.since)
+        unresponsive = [s for s in states if s.status is RankStatus.RUNNING]
+        if unresponsive:
+            unresponsive = [s for s in unresponsive if s.is_stopped] or unresponsive
+            unresponsive.sort(key=lambda s: s.activity.since)
+            waiting = _few([self._say_unresponsive(s) for s in unresponsive])
             return text + (
-                f"{_few([self._say_silent(s) for s in silent])}. Look at what it does there; if it "
+                f"{waiting}. Look at what it does there; if it "
                 f"is only slow, give the strategy more than timeout={self._timeout}."
             )
         ended = [f"{self._name(s)} has ended" for s in states if s.status is RankStatus.ENDED]
@@ -197,7 +198,7 @@ class RankWatch:
             "another node; see its log."
         )
 
-    def _say_silent(self, state: RankState) -> str:
+    def _say_unresponsive(self, state: RankState) -> str:
         seconds = time.monotonic() - state.activity.since
         why = f", and its process {state.pid} is stopped by a signal" if state.is_stopped else ""
         return f"{self._name(state)} has been in {state.activity} for {seconds:.0f} s{why}"

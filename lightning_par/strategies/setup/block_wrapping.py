@@ -1,7 +1,7 @@
-"""What the forward of a block is wrapped in: gradients that wait, recomputation, compilation."""
+"""Wrapping the forward of blocks: split backward, activation recomputation, `torch.compile`."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from lightning_par.engine.activations.checkpointing import (
     recompute,
     wait_on_host,
 )
-from lightning_par.engine.pipeline.schedules import build_schedule, splits_backward
+from lightning_par.engine.pipeline.schedules import splits_backward
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.engine.pipeline.split_backward import defer_weight_gradients, WeightGradients
 from lightning_par.engine.pipeline.stage import StageStub
@@ -21,18 +21,9 @@ from lightning_par.engine.wrapping import wrap_forward
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.plan import match_pattern
 from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.strategies.options import MeshOptions
 
-__all__ = ["BlockOptions", "check_recomputation", "prepare_blocks", "recompute_blocks"]
-
-
-class BlockOptions(Protocol):
-    """What `prepare_blocks` reads of a strategy."""
-
-    schedule: str
-    num_microbatches: int | None
-    virtual_pipeline_size: int | None
-    compile_blocks: bool | dict[str, Any]
-    recomputation: Recomputation | None
+__all__ = ["check_recomputation", "prepare_blocks", "recompute_blocks"]
 
 
 def prepare_blocks(
@@ -40,19 +31,19 @@ def prepare_blocks(
     resolved: ResolvedPlan,
     bounds: Sequence[tuple[int, int]],
     owners: Sequence[int],
-    options: BlockOptions,
+    options: MeshOptions,
 ) -> WeightGradients:
     """Wrap the blocks of this rank; hooks of sharding and of the pipeline stay outside.
 
     Args:
-        module: Holds stubs for the blocks of other stages.
-        resolved: Of the whole model.
+        module: Module with stubs for the blocks of other stages.
+        resolved: Resolved plan of the whole model.
         bounds: First and one-past-last block of every pipeline stage.
         owners: The pipeline rank that holds each stage.
-        options: The strategy.
+        options: The options of the strategy.
 
     Returns:
-        Where weights' gradients wait; unused unless the schedule splits the backward.
+        Where deferred gradients of weights wait; unused unless the schedule splits the backward.
     """
     gradients = WeightGradients()
     compiles = options.compile_blocks is not False
@@ -74,13 +65,13 @@ def prepare_blocks(
 def check_recomputation(
     module: nn.Module, resolved: ResolvedPlan, what: Recomputation, num_stages: int
 ) -> None:
-    """Refuse a recomputation that does not fit the model.
+    """Raise if the recomputation that was asked for does not fit the model.
 
     Args:
-        module: Whole.
-        resolved: Its plan.
-        what: Asked for.
-        num_stages: Of the pipeline, 1 without one.
+        module: Whole module.
+        resolved: Its resolved plan.
+        what: Recomputation that was asked for.
+        num_stages: Number of pipeline stages, 1 without a pipeline.
 
     Raises:
         ConfigurationError: There are no blocks, a block has none of the parts, or there is not one
@@ -132,14 +123,14 @@ def recompute_blocks(
     *,
     compiled: bool = False,
 ) -> None:
-    """Let the blocks that are here recompute what they are told to.
+    """Wrap the blocks of this rank so that they recompute activations in the backward.
 
     Args:
-        module: Changed in place.
-        resolved: Of the whole model.
-        what: Its `mode` and `stage_modes` have become `modes`.
+        module: Module to change in place.
+        resolved: Resolved plan of the whole model.
+        what: Recomputation that was asked for; its `mode` and `stage_modes` have become `modes`.
         bounds: First and one-past-last block of every stage.
-        modes: Of every stage.
+        modes: Mode of every stage.
         compiled: Whether the blocks will be compiled.
     """
     blocks = _chosen(module, resolved, what.every)
@@ -157,7 +148,7 @@ def recompute_blocks(
 
 
 def _chosen(module: nn.Module, resolved: ResolvedPlan, every: int) -> dict[str, nn.Module]:
-    """Return every so manieth block, by name, as far as it is here."""
+    """Return every `every`-th block that this rank holds, by name."""
     blocks = {name: module.get_submodule(name) for name in resolved.block_names[::every]}
     return {name: b for name, b in blocks.items() if not isinstance(b, StageStub)}
 
@@ -182,7 +173,7 @@ def _stage_modes(
     what: Recomputation,
     bounds: Sequence[tuple[int, int]],
     owners: Sequence[int],
-    options: BlockOptions,
+    options: MeshOptions,
 ) -> list[Mode]:
     """Return the mode of every stage; the stages of one rank share their rank's under "auto"."""
     if isinstance(what.stage_modes, tuple):
@@ -190,12 +181,7 @@ def _stage_modes(
     if what.stage_modes is None or len(owners) < 2:
         return [what.mode] * len(bounds)
     ranks = max(owners) + 1
-    schedule = build_schedule(
-        options.schedule,
-        ranks,
-        options.num_microbatches or 4 * ranks,
-        options.virtual_pipeline_size,
-    )
+    schedule = options.build_schedule(ranks, options.microbatches(ranks))
     blocks = [0] * ranks
     for rank, (low, high) in zip(owners, bounds, strict=True):
         blocks[rank] += len(range(-(-low // what.every), -(-high // what.every)))
@@ -211,7 +197,7 @@ def _compile(module: nn.Module, resolved: ResolvedPlan, options: bool | dict[str
 
 
 def _defer(module: nn.Module, resolved: ResolvedPlan, gradients: WeightGradients) -> None:
-    """Let weights' gradients of the blocks, and of what runs after them, wait."""
+    """Defer gradients of weights in the blocks, and in what runs after them."""
     last = [name for name, place in resolved.units.items() if place == "last"]
     modules = dict(module.named_modules())
     for name in (*resolved.block_names, *last):

@@ -1,5 +1,6 @@
-"""Precision plugins that `MixedPrecision` brings, and what a mesh changes of Lightning's."""
+"""Precision plugins that `MixedPrecision` brings, and the copy of the user's that a mesh uses."""
 
+import copy
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -13,20 +14,49 @@ from typing_extensions import override
 
 from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.master_weights import keep_dtypes, masters_in_place
+from lightning_par.strategies.step.gradient_path import GradientPath, mesh_precision
 from lightning_par.upstream.lightning import after_closure
 
-__all__ = ["Float8Precision", "MasterWeightPrecision", "share_overflows"]
+__all__ = ["AdoptedPrecision", "Float8Precision", "MasterWeightPrecision"]
 
 _FLOAT8_MULTIPLE = 16
 """Sizes of a matrix product in float8 are multiples of this."""
 
 
-def share_overflows(plugin: Precision) -> MeshGradScaler | None:
-    """Let a plugin that scales the loss decide together with all ranks; give its scaler."""
-    scaler = getattr(plugin, "scaler", None)
-    if scaler is not None and not isinstance(scaler, MeshGradScaler):
-        scaler = plugin.scaler = MeshGradScaler.like(scaler)  # type: ignore[attr-defined]
-    return scaler
+class AdoptedPrecision:
+    """The strategy's own copy of the precision plugin that the user chose.
+
+    Lightning clips the gradients of one device, and scales the loss for one, in methods of the
+    plugin. The copy does so for the whole mesh; the user's object stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._given: Precision | None = None
+        self._own: Precision | None = None
+
+    @property
+    def given(self) -> Precision | None:
+        """The plugin that was adopted last, as the user made it."""
+        return self._given
+
+    def adopt(self, plugin: Precision) -> Precision:
+        """Return the copy of a plugin; for one that was adopted last, the same as then.
+
+        Args:
+            plugin: The user's, or the copy itself.
+        """
+        if self._own is None or (plugin is not self._given and plugin is not self._own):
+            self._given, self._own = plugin, copy.copy(plugin)
+            self._own.__class__ = mesh_precision(type(plugin))
+            scaler = getattr(plugin, "scaler", None)
+            if scaler is not None:
+                self._own.scaler = MeshGradScaler.like(scaler)  # type: ignore[attr-defined]
+        return self._own
+
+    def connect(self, gradients: GradientPath) -> None:
+        """Let the copy clip along a path, whose norms and stages know the scaler of the copy."""
+        self._own.gradients = gradients  # type: ignore[union-attr]
+        gradients.scaler = getattr(self._own, "scaler", None)
 
 
 class MasterWeightPrecision(HalfPrecision):
@@ -67,7 +97,7 @@ class Float8Precision(MixedPrecision):
     """bf16-mixed, with the linear maps of the blocks in float8 through torchao.
 
     Args:
-        device: Type of the devices.
+        device: Device type, such as ``"cuda"``.
         blocks: Gives the FQNs of the blocks of a module.
     """
 

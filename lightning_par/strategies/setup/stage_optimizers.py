@@ -1,4 +1,4 @@
-"""Optimizers on a pipeline stage, which may hold none of the parameters that train."""
+"""Optimizers on a pipeline stage, which may hold no trainable parameter."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -39,9 +39,9 @@ def check_optimizers(
     """Refuse an optimizer that has no parameter on any stage.
 
     Args:
-        optimizers: Of this stage; the others have as many.
-        group: The stages.
-        device: Where they meet.
+        optimizers: Optimizers of this stage; the others have as many.
+        group: The pipeline stages.
+        device: Device of the all-reduce.
 
     Raises:
         ConfigurationError: On every rank.

@@ -1,20 +1,16 @@
-"""Objects and batches that all ranks of a replica have to agree on."""
+"""Broadcast of a batch, or of an object, from the first rank of a replica to the others."""
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torchmetrics import Metric
 
 from lightning_par.engine.batch import map_tensors
 from lightning_par.engine.tensor_tree import pack, PackedTree, unpack
 from lightning_par.mesh import ParallelMesh
-from lightning_par.upstream.torchmetrics import set_update_count
 
-__all__ = ["BatchSharing", "bind_metrics", "broadcast_object", "to_cpu"]
+__all__ = ["BatchBroadcast", "broadcast_object", "to_cpu"]
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -34,7 +30,7 @@ def to_cpu(tree: Any) -> Any:
     return map_tensors(tree, lambda t: t.detach().cpu())
 
 
-class BatchSharing:
+class BatchBroadcast:
     """Gives every rank of a replica the batch of its first rank.
 
     Data loader workers are seeded by global rank, so that augmentations, and the order of a shuffle
@@ -42,7 +38,7 @@ class BatchSharing:
     the gradients would be wrong.
 
     Args:
-        mesh: Its replica group shares.
+        mesh: Its replica group gets the batch of the group's first rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -51,12 +47,12 @@ class BatchSharing:
         self._is_source = mesh.rank == self._source
         self._header = b""
 
-    def share(self, batch: Any) -> Any:
+    def broadcast(self, batch: Any) -> Any:
         """Return the first rank's batch.
 
         Args:
-            batch: This rank's; only the first rank's is used, tensors arrive on the device they
-                have there.
+            batch: This rank's batch, of which only the first rank's is used; tensors arrive on
+                the kind of device where they are there.
 
         **Communicates**: over the replica, 16 bytes, then what is not a tensor if it changed, then
         every tensor.
@@ -91,47 +87,3 @@ class BatchSharing:
             dist.broadcast(buffer, self._source, group=self._group)
             self._header = buffer.numpy().tobytes()
         return self._header
-
-
-def bind_metrics(
-    module: nn.Module, mesh: ParallelMesh, rank_of_stage: Sequence[int], in_step: Any
-) -> None:
-    """Make the torchmetrics of `module` right on the mesh.
-
-    They are reduced over the ranks that see other tokens only, and what the last pipeline stage
-    gathered is given to the other stages when a metric is computed outside of a step.
-
-    Args:
-        module: The user's.
-        mesh: Its token group reduces.
-        rank_of_stage: The pipeline rank that holds each stage; the last one updates the metrics.
-        in_step: Called without arguments; tells whether the user's step is running.
-    """
-    for metric in module.modules():
-        if not isinstance(metric, Metric):
-            continue
-        if metric.process_group is None:
-            metric.process_group = mesh.token_group
-        if mesh.sizes.pipeline > 1 and "_lightning_par_compute" not in metric.__dict__:
-            metric.__dict__["_lightning_par_compute"] = metric.compute
-            source = mesh.neighbor("pp", rank_of_stage[-1])
-            metric.compute = _shared_compute(metric, mesh, source, in_step)  # type: ignore[method-assign]
-
-
-def _shared_compute(metric: Metric, mesh: ParallelMesh, source: int, in_step: Any) -> Any:
-    original = metric.compute
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        if not in_step():
-            state = None
-            if mesh.rank == source:
-                values = {name: to_cpu(value) for name, value in metric.metric_state.items()}
-                state = (values, metric.update_count)
-            values, count = broadcast_object(state, source, mesh.group("pp"))
-            if mesh.rank != source:
-                set_update_count(metric, count)
-                for name, value in values.items():
-                    setattr(metric, name, map_tensors(value, lambda t: t.to(metric.device)))
-        return original(*args, **kwargs)
-
-    return compute

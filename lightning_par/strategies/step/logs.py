@@ -16,35 +16,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.step.batch_weights import BatchWeights, weigh, weighted_mean
 from lightning_par.upstream.torchmetrics import last_batch_value, set_last_batch_value
 
-__all__ = ["BatchShares", "LogCall", "adjust_logs", "combine_logs", "record_logs", "replay_logs"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BatchShares:
-    """What this replica's micro-batches weigh in the global batch.
-
-    Attributes:
-        scales: For every micro-batch, ranks * (its valid entries) / (those of the global batch),
-            where the ranks are those that see other tokens; the gradient of a mean over them of
-            losses times these is that of the global mean.
-        total: What this replica weighs: 1 on average over the replicas.
-        samples: Samples in the global batch, or None if nobody counted.
-        silent: Micro-batches of this replica that weigh nothing.
-        divided: Ranks that see other tokens of the same samples; None: this one sees them all.
-    """
-
-    scales: tuple[Tensor, ...]
-    total: Tensor
-    samples: Tensor | None
-    silent: frozenset[int] = frozenset()
-    divided: dist.ProcessGroup | None = None
-
-    @property
-    def own(self) -> Tensor:
-        """What this rank weighs: 1 on average over those that see other tokens."""
-        return torch.stack(self.scales).sum()
+__all__ = ["LogCall", "adjust_logs", "combine_logs", "record_logs", "replay_logs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +27,10 @@ class LogCall:
     """One call of `self.log`.
 
     Attributes:
-        name: Key.
+        name: Logged key.
         value: A number or tensor; for a metric, the value of its last forward.
         metric: FQN of the torchmetrics metric that was logged, or None.
-        options: The other arguments.
+        options: The other arguments of `self.log`.
     """
 
     name: str
@@ -66,7 +41,7 @@ class LogCall:
 
 @contextmanager
 def _shadow_log(module: pl.LightningModule, log: Any) -> Iterator[None]:
-    """Let `self.log` mean `log`; `self.log_dict` goes through it as well."""
+    """Replace `self.log` by `log` inside; `self.log_dict` calls it as well."""
     module.__dict__["log"] = log
     try:
         yield
@@ -76,7 +51,7 @@ def _shadow_log(module: pl.LightningModule, log: Any) -> Iterator[None]:
 
 @contextmanager
 def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[None]:
-    """Keep the calls of `self.log` instead of carrying them out."""
+    """Record the calls of `self.log` in `calls` instead of carrying them out."""
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         if args:
@@ -101,17 +76,17 @@ def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[No
 
 
 @contextmanager
-def adjust_logs(module: pl.LightningModule, shares: BatchShares | None) -> Iterator[None]:
+def adjust_logs(module: pl.LightningModule, weights: BatchWeights | None) -> Iterator[None]:
     """Weight what is logged with ``sync_dist=True`` so that Lightning's mean over replicas is the
     global mean.
     """
-    if shares is None:
+    if weights is None:
         yield
         return
     original = type(module).log
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        value, options = _weighted(value, options, shares)
+        value, options = _weighted(value, options, weights)
         original(module, name, value, *args, **options)
 
     with _shadow_log(module, log):
@@ -119,18 +94,19 @@ def adjust_logs(module: pl.LightningModule, shares: BatchShares | None) -> Itera
 
 
 def _weighted(
-    value: Any, options: dict[str, Any], shares: BatchShares | None
+    value: Any, options: dict[str, Any], weights: BatchWeights | None
 ) -> tuple[Any, dict[str, Any]]:
-    """Scale a mean over replicas; a call with its own ``batch_size`` already says how its value
-    weighs.
+    """Scale a value by the weight of this replica, if Lightning averages it over the replicas.
+
+    A call with its own ``batch_size`` already says how its value weighs.
     """
-    if shares is not None and shares.divided is not None and not isinstance(value, Metric):
-        value, options = _join(value, options, shares)
+    if weights is not None and weights.context_group is not None and not isinstance(value, Metric):
+        value, options = _join(value, options, weights)
     mean = options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
     explicit = options.get("batch_size") is not None
     if (
-        shares is None
-        or shares.samples is None
+        weights is None
+        or weights.samples is None
         or not options.get("sync_dist")
         or not mean
         or explicit
@@ -138,41 +114,38 @@ def _weighted(
         return value, options
     if isinstance(value, Metric):
         return value, options
-    value = torch.as_tensor(value, device=shares.total.device)
+    value = torch.as_tensor(value, device=weights.total.device)
     value = value if value.is_floating_point() else value.float()
-    value = torch.where(shares.total > 0, value, 0) * shares.total
-    return value, {**options, "batch_size": shares.samples}
+    return weigh(value, weights.total), {**options, "batch_size": weights.samples}
 
 
-def _join(value: Any, options: dict[str, Any], shares: BatchShares) -> tuple[Any, dict[str, Any]]:
-    """Return what a rank would have logged that sees the whole samples.
+def _join(value: Any, options: dict[str, Any], weights: BatchWeights) -> tuple[Any, dict[str, Any]]:
+    """Combine a value over the context ranks: what a rank with whole samples would have logged.
 
-    **Communicates**: one all-reduce of one or two numbers over `shares.divided`.
+    **Communicates**: one all-reduce of one or two numbers over `weights.context_group`.
     """
     name = reduction_name(options.get("reduce_fx", "mean"))
-    value = torch.as_tensor(value, device=shares.total.device)
+    value = torch.as_tensor(value, device=weights.total.device)
     kind = value.dtype if value.is_floating_point() else torch.get_default_dtype()
     if name not in ("mean", "avg"):
         operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         joined = value.double()
-        dist.all_reduce(joined, operations[name], group=shares.divided)
+        dist.all_reduce(joined, operations[name], group=weights.context_group)
         return joined.to(kind), options
     size = options.get("batch_size")
-    weight = shares.own if size is None else shares.own.new_tensor(float(size))
-    sums = torch.stack([torch.where(weight > 0, value.double(), 0) * weight, weight])
-    dist.all_reduce(sums, group=shares.divided)
-    joined = (sums[0] / sums[1]).to(kind)  # NaN over no entry, as one process has it
+    weight = weights.own if size is None else weights.own.new_tensor(float(size))
+    mean, total = weighted_mean(value.double(), weight, weights.context_group)
     if size is not None:
-        options = {**options, "batch_size": sums[1]}
-    return joined, options
+        options = {**options, "batch_size": total}
+    return mean.to(kind), options  # NaN over no entry, as one process has it
 
 
 def combine_logs(calls: Sequence[Sequence[LogCall]], weights: Tensor) -> list[LogCall]:
     """Make one call per key of the calls of all micro-batches.
 
     Args:
-        calls: Per micro-batch, in order.
-        weights: [m], valid entries of every micro-batch; for means.
+        calls: Recorded calls of every micro-batch, in order.
+        weights: [m] weights of the micro-batches, for means.
     """
     by_name: dict[str, list[tuple[int, LogCall]]] = {}
     for index, made in enumerate(calls):
@@ -195,12 +168,12 @@ def combine_logs(calls: Sequence[Sequence[LogCall]], weights: Tensor) -> list[Lo
 
 
 def combine_values(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
-    """Reduce [m] values; a micro-batch that weighs nothing does not count, whatever its value."""
+    """Reduce [m] values; see Note [Weight 0], unless all weights are 0."""
     name = reduction_name(reduce_fx)
-    counted = values[weights > 0] if bool((weights > 0).any()) else values
+    has_weight = bool((weights > 0).any())
     if name in ("mean", "avg"):
-        used = weights[weights > 0]
-        return (counted * used).sum() / used.sum() if used.numel() else counted.mean()
+        return weighted_mean(values, weights)[0] if has_weight else values.mean()
+    counted = values[weights > 0] if has_weight else values
     reductions: dict[str, Callable[[], Tensor]] = {
         "sum": values.sum,
         "max": counted.amax,
@@ -224,15 +197,15 @@ def reduction_name(reduce_fx: Any) -> str:
 def replay_logs(
     module: pl.LightningModule,
     calls: Sequence[LogCall],
-    shares: BatchShares | None,
+    weights: BatchWeights | None,
     batch_size: int,
 ) -> None:
     """Carry out, on this rank, the calls that the last stage combined.
 
     Args:
-        module: The user's.
-        calls: From `combine_logs`, the same on every stage.
-        shares: Of this replica, or None if it is the only one.
+        module: The user's LightningModule.
+        calls: What `combine_logs` gave, the same on every stage.
+        weights: Weights of this replica's micro-batches, or None if it is the only replica.
         batch_size: Samples of this replica's batch, for calls that do not say.
     """
     for call in calls:
@@ -241,7 +214,7 @@ def replay_logs(
             set_last_batch_value(metric, call.value)
             module.log(call.name, metric, **{"batch_size": batch_size, **call.options})  # type: ignore[arg-type]
             continue
-        value, options = _weighted(call.value, call.options, shares)
+        value, options = _weighted(call.value, call.options, weights)
         options = {"batch_size": batch_size, **options}
         if isinstance(value, Tensor):
             value = value.to(torch.get_default_dtype()).to(module.device)

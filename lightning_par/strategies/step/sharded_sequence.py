@@ -1,4 +1,4 @@
-"""Steps whose batch is divided along its sequences."""
+"""Steps under context parallelism: every rank sees its own tokens of the batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,82 +11,74 @@ from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan import ParallelPlan
+from lightning_par.strategies.step.batch_weights import weighted_mean
 
-__all__ = ["DividedSteps"]
+__all__ = ["ShardedSequence"]
 
 
-class DividedSteps:
-    """Divides the batch of every step, except for predictions.
+class ShardedSequence:
+    """Shards the batch of every step along its sequences, except for predictions.
 
     What `predict_step` returns has dims of which nobody knows whether they are tokens, so it sees
     whole sequences, on every rank the same.
 
     Args:
-        axis: Of this rank; None: sequences are whole, and nothing happens here.
-        plan: Says which entries have a sequence dim.
-        mesh: Of the axis.
+        shard: This rank's shard of sequences.
+        plan: Says which entries of a batch have a sequence dim.
+        mesh: Mesh whose ``cp`` axis shards the sequences.
     """
 
-    def __init__(self, axis: SequenceShard | None, plan: ParallelPlan, mesh: ParallelMesh) -> None:
-        self.axis = axis
+    def __init__(self, shard: SequenceShard, plan: ParallelPlan, mesh: ParallelMesh) -> None:
+        self.shard = shard
         self._plan, self._mesh = plan, mesh
         self._is_checked = False
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Ranks that see other tokens of the same samples; None: this one sees them all."""
-        return None if self.axis is None else self.axis.group
-
     def open(self, name: str, args: Sequence[Any]) -> Sequence[Any]:
-        """Return the arguments of a step, with this rank's tokens of the batch.
+        """Return the arguments of a step with this rank's tokens of the batch.
+
+        From here to `close`, attention and positions of the model are those of sharded sequences.
 
         Args:
-            name: Of the step.
+            name: Name of the step, such as ``"training_step"``.
             args: The batch, and what else the step takes.
         """
-        if self.axis is None:
-            return args
         if name == "predict_step":
-            self.axis.clear()
+            self.shard.clear()
             return args
-        return [self.axis.shard_batch(args[0], self._plan.batch), *args[1:]]
+        return [self.shard.shard_batch(args[0], self._plan.batch), *args[1:]]
 
     def mean(self, value: Tensor, weight: Tensor) -> Tensor:
         """Return the mean of a loss over the ranks that see tokens of the same samples.
 
         Args:
-            value: Of this rank, any number where it weighs nothing.
-            weight: Of this rank.
+            value: Loss of this rank, any number where its weight is 0.
+            weight: Weight of this rank.
 
-        **Communicates**: one all-reduce of two numbers over these ranks.
+        **Communicates**: one all-reduce of two numbers over the ``cp`` axis.
         """
-        if self.axis is None:
-            return value
-        counted = torch.where(weight.to(value.device) > 0, value.double(), 0)
-        sums = torch.stack([counted.to(weight.device) * weight, weight])
-        dist.all_reduce(sums, group=self.axis.group)
-        return (sums[0] / sums[1]).to(value.device, value.dtype)
+        mean, _ = weighted_mean(value.double().to(weight.device), weight, self.shard.group)
+        return mean.to(value.device, value.dtype)
 
     def close(self) -> None:
-        """Say that the step, with its backward, is over."""
-        if self.axis is not None:
-            self.axis.clear()
+        """End the step; sequences are whole again. Its backward comes before."""
+        self.shard.clear()
 
     def check(self, name: str) -> None:
         """Refuse, after the first step, a model whose attention or positions were out of reach.
 
         Args:
-            name: Of the step.
+            name: Name of the step.
 
         Raises:
-            ConfigurationError: Nothing was divided, so that every rank attended to its own tokens.
+            ConfigurationError: No attention was sharded, so that every rank attended to its own
+                tokens.
 
         **Communicates**: one all-reduce of two numbers over the replica, once.
         """
-        if self.axis is None or self._is_checked or name == "predict_step":
+        if self._is_checked or name == "predict_step":
             return
         self._is_checked = True
-        seen = torch.tensor([self.axis.calls, self.axis.fills], dtype=torch.float64)
+        seen = torch.tensor([self.shard.calls, self.shard.fills], dtype=torch.float64)
         seen = seen.to(self._mesh.device_type)
         dist.all_reduce(seen, group=self._mesh.replica_group)
         calls, fills = seen.tolist()

@@ -1,4 +1,4 @@
-"""Replicas with unequal numbers of batches."""
+"""Data loaders of replicas: batches large enough to split, and as many on every rank."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,26 +9,45 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_par.errors import ConfigurationError
+from lightning_par.sizes import Size
 from lightning_par.upstream.lightning import uses_distributed_sampler
 
-__all__ = ["EqualBatches", "join_ranks", "samples_differ"]
+__all__ = ["EqualBatches", "check_loader", "join_ranks", "samples_differ"]
+
+
+def check_loader(dataloader: object, num_microbatches: Size) -> None:
+    """Refuse a data loader whose batches are smaller than the number of micro-batches.
+
+    Raises:
+        ConfigurationError: The loader's batch size is smaller than `num_microbatches`.
+    """
+    if num_microbatches == "auto" or not isinstance(dataloader, DataLoader):
+        return
+    size = dataloader.batch_size
+    if size is not None and size < num_microbatches:
+        raise ConfigurationError(
+            f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be cut into so "
+            "many. Use "
+            f"num_microbatches={size} or less, or batch_size={num_microbatches} or more."
+        )
 
 
 def join_ranks(dataloader: object, trainer: pl.Trainer, device: torch.device) -> object:
     """Return a loader that gives every rank the same number of batches, if it may not be so.
 
-    Lightning divides the samples of sized datasets equally. Predictions may differ in number.
+    Lightning distributes the samples of sized datasets equally. Predictions may differ in number.
 
     Args:
-        dataloader: The user's.
-        trainer: Its loop is the one that runs.
-        device: Where ranks agree.
+        dataloader: The user's data loader.
+        trainer: Trainer whose loop runs.
+        device: Device on which ranks agree.
     """
-    divided = uses_distributed_sampler(trainer)
+    distributed = uses_distributed_sampler(trainer)
     sized = isinstance(dataloader, DataLoader) and not isinstance(
         dataloader.dataset, IterableDataset
     )
-    if trainer.world_size == 1 or trainer.predicting or (sized and divided):
+    if trainer.world_size == 1 or trainer.predicting or (sized and distributed):
         return dataloader
     return EqualBatches(dataloader, device)  # type: ignore[arg-type]
 
@@ -39,8 +58,8 @@ class EqualBatches:
     A step communicates, hence a rank with more batches than the others would wait for ever.
 
     Args:
-        dataloader: Of this rank; every other attribute is that of the loader.
-        device: Where ranks agree.
+        dataloader: Data loader of this rank; every other attribute is that of the loader.
+        device: Device on which ranks agree.
 
     **Communicates**: one all-reduce of two numbers over all ranks, per batch.
     """
@@ -76,12 +95,12 @@ def samples_differ(dataloader: object, device: torch.device) -> bool:
     """Whether some ranks have other numbers of samples than others, or nobody knows.
 
     Args:
-        dataloader: Of this rank.
-        device: Where ranks agree.
+        dataloader: Data loader of this rank.
+        device: Device on which ranks agree.
 
     **Communicates**: one all-reduce of two numbers over all ranks.
     """
-    # Lightning divides the samples by a batch sampler, beside which `sampler` means nothing.
+    # Lightning distributes the samples by a batch sampler, beside which `sampler` means nothing.
     source: Any = getattr(dataloader, "batch_sampler", None) or dataloader
     try:
         count = len(source.sampler)

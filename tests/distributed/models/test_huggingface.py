@@ -99,10 +99,8 @@ def train(
 
 def count_attentions(strategy: Any) -> int:
     """How often attention was divided over the ranks."""
-    axis = (
-        strategy.parallel_model.steps.sequence.axis if isinstance(strategy, MeshStrategy) else None
-    )
-    return 0 if axis is None else axis.calls
+    sharded = isinstance(strategy, MeshStrategy) and strategy.parallel_model.steps.sequence
+    return sharded.shard.calls if sharded else 0
 
 
 def train_rank(rank: int, world: int, options: dict[str, Any], run: Any) -> Result:

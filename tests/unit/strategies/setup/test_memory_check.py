@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from lightning_par.engine.memory.estimate import MemoryEstimate, MemoryRow, misf
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.models import Mixtral, MixtralConfig
 from lightning_par.resolved_plan import check_plan
-from lightning_par.strategies.setup.memory_check import check_memory, explain_misfit
 
 GIB = 2**30
 ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
@@ -53,7 +53,8 @@ def explain(made: Any, device: float | None, host: float | None) -> str | None:
     model = Large()
     layout = check_plan(model, model.parallel_plan(), made.sizes)
     sizes = [None if size is None else int(size * GIB) for size in (device, host)]
-    return explain_misfit(model, layout, made, device=sizes[0], host=sizes[1])
+    check = replace(made.memory_check(model), resolved=layout)
+    return check.explain_misfit(device=sizes[0], host=sizes[1])
 
 
 def test_bytes_of_the_formulas() -> None:
@@ -135,8 +136,8 @@ def test_sharding_of_a_model_without_blocks_is_warned_of() -> None:
     model, made = Large(), strategy(2, "hybrid3d", **ONES, zero_stage=3)
     bare = check_plan(model, lightning_par.ParallelPlan(), made.sizes)
     with pytest.warns(UserWarning, match="zero_stage=3: the plan of Large names no blocks, so"):
-        check_memory(model, bare, made)
-    check_memory(model, check_plan(model, model.parallel_plan(), made.sizes), made)
+        replace(made.memory_check(model), resolved=bare).check(made.root_device)
+    made.memory_check(model).check(made.root_device)
 
 
 def test_misfit_of_the_host_counts_every_rank() -> None:

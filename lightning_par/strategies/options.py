@@ -1,0 +1,189 @@
+"""`MeshOptions`: what a user chose for a mesh strategy, as one checked, immutable value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_par.engine.activations.checkpointing import Recomputation
+from lightning_par.engine.context.options import ContextOptions
+from lightning_par.engine.data.compression.options import GradientCompression, read_compression
+from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
+from lightning_par.engine.pipeline.actions import Schedule
+from lightning_par.engine.pipeline.schedules import build_schedule, place_stages, SCHEDULES
+from lightning_par.errors import ConfigurationError, either, raise_problems
+from lightning_par.option_fields import read_fields
+from lightning_par.plan import ParallelPlan
+from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
+
+__all__ = ["MeshOptions"]
+
+_NONFINITE = ("raise", "skip", "ignore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    """The options of a `MeshStrategy`, where each is explained, and what callbacks add to them.
+
+    `context_options`, `offload_options` and `gradient_compression` may be given as dicts of their
+    fields; they are read into their classes.
+
+    Attributes:
+        auto_rule: What sizes left to "auto" become; see `fit_sizes`.
+        recomputation: Which blocks recompute their activations; None: none.
+        reduce_dtype: Dtype in which the replicas sum gradients; None: that of the parameters.
+
+    Raises:
+        ConfigurationError: An option has no such value.
+    """
+
+    tensor_parallel_size: Size = "auto"
+    pipeline_parallel_size: Size = "auto"
+    context_parallel_size: Size = "auto"
+    context_options: ContextOptions = field(default_factory=ContextOptions)
+    data_parallel_size: Size = "auto"
+    data_parallel_replicate_size: Size = "auto"
+    expert_parallel_size: Size = "auto"
+    zero_stage: int = 1
+    num_microbatches: Size = "auto"
+    schedule: str = "1f1b"
+    virtual_pipeline_size: Size = "auto"
+    stage_blocks: Sequence[int] | None = None
+    sequence_parallel: bool = True
+    compile_blocks: bool | dict[str, Any] = False
+    save_distributed_checkpoint: bool = True
+    async_save: bool = False
+    plan: ParallelPlan | None = None
+    process_group_backend: str | None = None
+    timeout: timedelta | None = default_pg_timeout
+    on_nonfinite: str = "raise"
+    offload_options: OffloadOptions | None = None
+    gradient_compression: GradientCompression | None = None
+    auto_rule: AutoRule = "balanced"
+    recomputation: Recomputation | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        read: dict[str, Any] = {
+            "offload_options": read_offload_options(self.offload_options),
+            "gradient_compression": read_compression(self.gradient_compression, self.zero_stage),
+        }
+        if self.async_save and not self.save_distributed_checkpoint:
+            raise ConfigurationError(
+                "async_save=True needs save_distributed_checkpoint=True: one file is gathered and "
+                "written while all ranks wait."
+            )
+        raise_problems(ConfigurationError, [*self._schedule_problems(), *self._count_problems()])
+        read["context_options"] = _read_context_options(self.context_options)
+        if self.on_nonfinite not in _NONFINITE:
+            valid = either([repr(choice) for choice in _NONFINITE])
+            raise ConfigurationError(f"on_nonfinite={self.on_nonfinite!r} must be {valid}.")
+        for name, value in read.items():
+            object.__setattr__(self, name, value)  # how a frozen dataclass sets its own fields
+
+    def _schedule_problems(self) -> list[str]:
+        problems, schedule, virtual = [], self.schedule, self.virtual_pipeline_size
+        if schedule not in SCHEDULES and not Path(schedule).is_file():
+            near = get_close_matches(str(schedule), sorted(SCHEDULES), n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            valid = either([*sorted(SCHEDULES), "a file"])
+            problems.append(f"schedule={schedule!r} must be {valid}{hint}")
+        if virtual == "auto":
+            return problems
+        if not _is_count(virtual) or virtual == 1:
+            problems.append(
+                f"virtual_pipeline_size={virtual!r} must be a whole number of 2 or more, or 'auto'."
+            )
+        elif schedule != "interleaved":
+            problems.append(
+                f"virtual_pipeline_size={virtual} needs schedule='interleaved'; "
+                f"schedule={schedule!r} says by itself how many stages a rank holds."
+            )
+        return problems
+
+    def _count_problems(self) -> list[str]:
+        problems, count, blocks = [], self.num_microbatches, self.stage_blocks
+        if count != "auto" and not _is_count(count):
+            problems.append(
+                f"num_microbatches={count!r} must be a whole number of 1 or more, or 'auto'."
+            )
+        listed = isinstance(blocks, Sequence) and not isinstance(blocks, str)
+        if blocks is not None and not (listed and all(map(_is_count, blocks))):
+            problems.append(
+                f"stage_blocks={blocks!r} must list the number of blocks of every stage, "
+                "each 1 or more, as in [3, 4, 5]."
+            )
+        return problems
+
+    def fit_sizes(self, num_devices: int, devices_per_node: int) -> ParallelSizes:
+        """Return the size of every axis.
+
+        Args:
+            num_devices: Ranks of the world.
+            devices_per_node: Ranks of one node.
+
+        Raises:
+            MeshError: The sizes do not fit the devices.
+        """
+        return fit_sizes(
+            num_devices=num_devices,
+            devices_per_node=devices_per_node,
+            tensor=self.tensor_parallel_size,
+            pipeline=self.pipeline_parallel_size,
+            data=self.data_parallel_size,
+            data_replicate=self.data_parallel_replicate_size,
+            context=self.context_parallel_size,
+            expert=self.expert_parallel_size,
+            zero_stage=self.zero_stage,
+            auto=self.auto_rule,
+        )
+
+    def microbatches(self, ranks: int) -> int:
+        """Return the number of micro-batches of a replica's batch on `ranks` pipeline ranks."""
+        return 4 * ranks if self.num_microbatches == "auto" else self.num_microbatches
+
+    def build_schedule(self, ranks: int, num_microbatches: int) -> Schedule:
+        """Return the training schedule of `ranks` pipeline ranks.
+
+        Raises:
+            ScheduleError: The schedule does not fit these numbers.
+        """
+        return build_schedule(self.schedule, ranks, num_microbatches, self._chunks)
+
+    def place_stages(self, ranks: int) -> tuple[int, ...]:
+        """Return the pipeline rank that holds each stage, of `ranks`.
+
+        Raises:
+            ScheduleError: The schedule does not fit the number of ranks, or of micro-batches.
+        """
+        count = 1 if self.num_microbatches == "auto" else self.num_microbatches
+        return place_stages(self.schedule, ranks, self._chunks, num_microbatches=count)
+
+    @property
+    def _chunks(self) -> int | None:
+        return None if self.virtual_pipeline_size == "auto" else self.virtual_pipeline_size
+
+
+def _read_context_options(options: Any) -> ContextOptions:
+    """Return the options of the context axis, read from a dict of its fields or None.
+
+    Raises:
+        ConfigurationError: A field does not exist, has no such value, or names a backend that this
+            machine does not have.
+    """
+    read: ContextOptions = (
+        options
+        if isinstance(options, ContextOptions)
+        else read_fields(ContextOptions, options or {}, "context_options")
+    )
+    read.check()
+    return read
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

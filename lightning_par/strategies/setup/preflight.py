@@ -1,0 +1,57 @@
+"""All checks of a run, in the order in which their messages help most."""
+
+import warnings
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.block_wrapping import check_recomputation
+from lightning_par.strategies.setup.checks import check_module, check_trainer, check_whole
+from lightning_par.strategies.setup.memory_check import MemoryCheck
+
+__all__ = ["check_run"]
+
+
+def check_run(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    options: MeshOptions,
+    sizes: ParallelSizes,
+    device: torch.device,
+    ranks_per_host: int,
+) -> ResolvedPlan:
+    """Refuse what cannot work, before the module is changed; return its resolved plan.
+
+    Args:
+        trainer: The user's Trainer.
+        module: The user's LightningModule, whole; parameters may be on meta.
+        options: The options of the strategy.
+        sizes: Sizes of the mesh.
+        device: Device of this rank.
+        ranks_per_host: Ranks that share the memory of a host.
+
+    Raises:
+        LightningParError: The first check that fails, with every problem that it found.
+    """
+    check_trainer(trainer, module, sizes)
+    check_whole(module)
+    resolved = check_module(module, options, sizes)
+    memory = MemoryCheck(
+        module=module,
+        resolved=resolved,
+        options=options,
+        sizes=sizes,
+        precision=trainer.precision,
+        ranks_per_host=ranks_per_host,
+    )
+    memory.check(device)
+    if options.recomputation is not None:
+        num_stages = len(options.place_stages(sizes.pipeline))
+        check_recomputation(module, resolved, options.recomputation, num_stages)
+    if sizes.data == 1:
+        # All ranks log the same values; Lightning cannot know.
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
+    return resolved

@@ -1,0 +1,387 @@
+"""The path of a gradient from the backward to the optimizer, as one ordered list of stages.
+
+Before it, autograd computes the gradient, and FSDP averages it over the replicas in the backward.
+
+Note [Order of the path]: copies are summed after the average over replicas, as the sum gives all
+its ranks the same bits. Gradients leave for the host when they are final. The norm comes next, as
+it decides, the same on every rank, whether the step is refused, and by how much it is clipped.
+"""
+
+import logging
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn, Tensor
+from torch.optim import Optimizer
+
+from lightning_par.dtensor import local_part
+from lightning_par.engine.data.compression.reduction import CompressedGradients
+from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.engine.data.gradient_norm import clip_by_norm, clip_by_value, total_norm
+from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
+from lightning_par.engine.grad_scaler import MeshGradScaler
+from lightning_par.engine.offload.host_optimizer import HostOptimizer
+from lightning_par.errors import NonFiniteError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.upstream.lightning import clip_gradients
+
+__all__ = ["GradientPath", "GradientStage", "Phase", "mesh_precision"]
+
+_NAMED = 3
+"""How many parameters and ranks a message names."""
+_logger = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    """When a stage runs."""
+
+    BACKWARD = "after the last backward of a step"
+    UNSCALE = "before the optimizer step, by the precision plugin"
+    STEP = "before the optimizer step"
+    CLIP = "before the optimizer step, in configure_gradient_clipping"
+
+
+@dataclass(kw_only=True, eq=False)
+class _Passage:
+    """What one walk along a phase knows of the gradients.
+
+    Attributes:
+        parameters: Parameters of the optimizer.
+        loss: Sum of the losses of the step; None if it does not matter.
+        norm: Norm over all ranks, once a stage has computed it.
+        bound: Largest norm, or largest entry.
+        by_value: Whether entries are clipped, not the norm.
+    """
+
+    parameters: Sequence[nn.Parameter] = ()
+    loss: Tensor | None = None
+    norm: Tensor | None = None
+    bound: float = 0.0
+    by_value: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradientStage:
+    """One stage of the path.
+
+    Attributes:
+        name: What it does to the gradients.
+        phase: When it runs.
+        run: Does it; None where the precision plugin does.
+    """
+
+    name: str
+    phase: Phase
+    run: Callable[[_Passage], None] | None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.phase.value})"
+
+
+class GradientPath:
+    """The stages through which gradients go; `print` shows them in order.
+
+    Args:
+        module: The user's LightningModule, which holds this rank's parameters.
+        mesh: Mesh of this run.
+        sharding: Knows whether gradients are accumulated over batches.
+        shared: Parameters whose gradients are summed, or averaged, over ranks that hold copies.
+        compression: Averages gradients over the replicas; None: FSDP does.
+        counted_elsewhere: Ids of parameters that another rank counts in the norm.
+        options: Says what happens to a step that is not finite.
+
+    Attributes:
+        stages: All stages, in order.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        sharding: Sharding,
+        shared: tuple[SharedGradients | ReplicatedGradients, ...],
+        compression: CompressedGradients | None,
+        counted_elsewhere: frozenset[int],
+        options: MeshOptions,
+    ) -> None:
+        self.shared, self.compression = shared, compression
+        self.counted_elsewhere = counted_elsewhere
+        self._module, self._sizes, self._sharding = module, mesh.sizes, sharding
+        self._on_nonfinite = options.on_nonfinite
+        self._host: HostOptimizer | None = None
+        self._scaler: MeshGradScaler | None = None
+        self._loss: Tensor | None = None  # sum over the batches since the last optimizer step
+        self._norm: Tensor | None = None  # known between judging a step and clipping it
+        self.stages = tuple(self._list_stages())
+
+    def __str__(self) -> str:
+        return "\n".join(f"{number}. {stage}" for number, stage in enumerate(self.stages, 1))
+
+    @property
+    def host(self) -> HostOptimizer | None:
+        """Optimizer on the host, for which gradients leave; None: it is on the device."""
+        return self._host
+
+    @host.setter
+    def host(self, host: HostOptimizer | None) -> None:
+        self._host = host
+        self._connect()
+
+    @property
+    def scaler(self) -> MeshGradScaler | None:
+        """Scaler of the loss, which judges overflows and leaves such steps out."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: MeshGradScaler | None) -> None:
+        self._scaler = scaler
+        self._connect()
+
+    def _connect(self) -> None:
+        if self._scaler is not None:
+            # The scaler divides the gradients on the host, too, by a factor of their update.
+            host = self._host
+            self._scaler.offloaded_gradients = None if host is None else host.offloaded_gradients
+        self.stages = tuple(self._list_stages())
+
+    def _list_stages(self) -> Iterator[GradientStage]:
+        def stage(name: str, phase: Phase, run: Callable[[_Passage], None] | None) -> GradientStage:
+            return GradientStage(name=name, phase=phase, run=run)
+
+        if self.compression is not None:
+            yield stage("average over the replicas, compressed", Phase.BACKWARD, self._compress)
+        for copies in self.shared:
+            verb = "sum" if isinstance(copies, SharedGradients) else "average"
+            name = f"{verb} copies over {_axes(copies.group, self._sizes)}"
+            yield stage(name, Phase.BACKWARD, partial(_reduce, copies))
+        if self._host is not None:
+            yield stage("send to the host", Phase.BACKWARD, self._send)
+        if self._scaler is not None:
+            name = "divide by the loss scale; on overflow leave the step out"
+            yield stage(name, Phase.UNSCALE, None)
+        judges = self._on_nonfinite != "ignore" and self._scaler is None
+        yield stage("norm over all ranks", Phase.STEP if judges else Phase.CLIP, self._find_norm)
+        if judges:
+            verdict = "raise" if self._on_nonfinite == "raise" else "leave the step out"
+            yield stage(f"{verdict} if the norm or a loss is not finite", Phase.STEP, self._refuse)
+        yield stage("clip", Phase.CLIP, self._clip)
+
+    def _walk(self, phase: Phase, passage: _Passage) -> None:
+        for stage in self.stages:
+            if stage.phase is phase and stage.run is not None:
+                stage.run(passage)
+
+    @property
+    def reduced_late(self) -> frozenset[int]:
+        """Ids of parameters whose gradients are not final when autograd and FSDP have them."""
+        late = (*self.shared, *([] if self.compression is None else [self.compression]))
+        return frozenset(id(p) for reduced in late for p in reduced.parameters)
+
+    def add_loss(self, loss: Tensor, counts: Tensor | None = None) -> None:
+        """Remember the loss of one backward; those of accumulated batches add up.
+
+        Args:
+            loss: Scalar loss, weighted and scaled.
+            counts: Whether it counts: the mean over no valid entry is NaN by itself.
+        """
+        if self._on_nonfinite != "ignore":
+            loss = loss.detach()
+            if counts is not None:
+                loss = torch.where(counts.to(loss.device), loss, 0)
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    def after_backward(self) -> None:
+        """Run the stages that follow a step's last backward; none while batches accumulate.
+
+        **Communicates**: compressed gradients, over the replicas; one all-reduce for every group
+        that shares parameters.
+        """
+        if self._host is not None and self._host.keeps_gradients:
+            return
+        if self._sharding.synchronizes:
+            self._walk(Phase.BACKWARD, _Passage(loss=self._loss))
+
+    def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Run the stages that judge a step, before its gradients are clipped.
+
+        Args:
+            optimizer: The optimizer that is about to step.
+            parameters: Its parameters.
+
+        Raises:
+            NonFiniteError: On every rank, if a loss or gradient of any is not finite.
+
+        **Communicates**: one all-reduce of one number over all ranks, which clipping then spares.
+        """
+        passage, self._loss = _Passage(parameters=parameters, loss=self._loss), None
+        if self._module.automatic_optimization:
+            self._walk(Phase.STEP, passage)
+        own = is_overridden("configure_gradient_clipping", self._module, pl.LightningModule)
+        # A module that clips in its own way may change gradients first.
+        self._norm = None if own else passage.norm
+
+    def clip(self, parameters: Sequence[nn.Parameter], bound: float, *, by_value: bool) -> None:
+        """Run the stages that clip.
+
+        Args:
+            parameters: Parameters of the optimizer.
+            bound: Largest norm of the whole model's gradient, or largest absolute entry.
+            by_value: Whether entries are clamped, not the norm.
+
+        **Communicates**: one all-reduce of one number over all ranks, unless the norm is known or
+        entries are clamped.
+        """
+        passage = _Passage(parameters=parameters, norm=self._norm, bound=bound, by_value=by_value)
+        self._walk(Phase.CLIP, passage)
+
+    def end_step(self) -> None:
+        """Forget what held for one optimizer step."""
+        self._norm = None
+
+    def _compress(self, passage: _Passage) -> None:
+        assert self.compression is not None
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        self.compression.reduce(scale, loss=passage.loss)
+
+    def _send(self, _: _Passage) -> None:
+        assert self._host is not None
+        self._host.finish()
+
+    def _find_norm(self, passage: _Passage) -> None:
+        if passage.norm is None and not passage.by_value:
+            passage.norm = self._total_norm(passage)
+
+    def _total_norm(self, passage: _Passage) -> Tensor:
+        norms: Sequence[tuple[Tensor, float]] = ()
+        if self._host is not None:
+            norms = self._host.offloaded_gradients.norms(
+                lambda parameter: id(parameter) not in self.counted_elsewhere
+            )
+        return total_norm(
+            passage.parameters,
+            device=self._module.device,
+            elsewhere=self.counted_elsewhere,
+            loss=passage.loss,
+            offloaded_norms=norms,
+        )
+
+    def _refuse(self, passage: _Passage) -> None:
+        """Raise, or leave the step out, if the loss or a gradient is not finite on any rank."""
+        norm = passage.norm
+        assert norm is not None
+        if bool(norm.isfinite()):
+            return
+        passage.norm = None
+        text = self._explain(norm, passage.loss)
+        if self._on_nonfinite == "raise":
+            raise NonFiniteError(
+                f"{text} No weight was changed. Trainer(detect_anomaly=True) names the operation; "
+                "on_nonfinite='skip' leaves such steps out, on_nonfinite='ignore' takes them."
+            )
+        for parameter in passage.parameters:
+            parameter.grad = None
+        if self._host is not None:
+            self._host.drop()
+        if dist.get_rank() == 0:
+            _logger.warning("%s The step is left out.", text)
+
+    def _clip(self, passage: _Passage) -> None:
+        parameters, bound = passage.parameters, passage.bound
+        if passage.by_value:
+            clip_by_value(parameters, bound)
+            if self._host is not None:
+                self._host.offloaded_gradients.largest = bound
+            return
+        # Known, unless the step was judged and the module clips in its own way.
+        norm = self._total_norm(passage) if passage.norm is None else passage.norm
+        clip_by_norm(parameters, norm, bound)
+        if self._host is not None:
+            self._host.offloaded_gradients.clip_by_norm(norm, bound)
+
+    def _explain(self, norm: Tensor, loss: Tensor | None) -> str:
+        """Say on which ranks what is not finite, the same on every rank.
+
+        **Communicates**: a few names, between all ranks.
+        """
+        bad_loss = None if loss is None or bool(loss.isfinite().all()) else float(loss)
+        found: list[Any] = [None] * self._sizes.world_size
+        on_host = set() if self._host is None else self._host.offloaded_gradients.nonfinite()
+        mine = bad_loss, _nonfinite_names(self._module.named_parameters(), on_host)
+        dist.all_gather_object(found, mine)
+        with_loss = [rank for rank, (bad, _) in enumerate(found) if bad is not None]
+        ranks = with_loss or [rank for rank, (_, names) in enumerate(found) if names]
+        said = [_say(self._sizes.describe(rank), *found[rank]) for rank in ranks[:_NAMED]]
+        if len(ranks) > _NAMED:
+            said.append(f"and {len(ranks) - _NAMED} more ranks")
+        step = self._module.trainer.global_step
+        return f"step {step}: the norm of loss and gradients is {float(norm)}: {'; '.join(said)}."
+
+
+class _MeshPrecision(Precision):
+    """Sends the gradients along a `GradientPath` where a plugin would clip those of one device."""
+
+    gradients: GradientPath
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=False)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=True)
+
+    def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.gradients.before_step(optimizer, list(self.main_params(optimizer)))
+        try:
+            clip_gradients(super(), model, optimizer, *args, **kwargs)
+        finally:
+            self.gradients.end_step()
+
+
+def mesh_precision(kind: type[Precision]) -> type[_MeshPrecision]:
+    """Return a subclass of a precision plugin's class whose clipping is that of a `GradientPath`.
+
+    It keeps the name, by which checkpoints find the plugin's state.
+    """
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (_MeshPrecision, kind), names)
+
+
+def _reduce(copies: SharedGradients | ReplicatedGradients, _: _Passage) -> None:
+    copies.reduce()
+
+
+def _axes(group: dist.ProcessGroup, sizes: ParallelSizes) -> str:
+    """Return the mesh axes along which the ranks of a group differ, as in ``pp x cp``."""
+    places = [sizes.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
+    return " x ".join(a for a in places[0] if len({place[a] for place in places}) > 1) or "one rank"
+
+
+def _say(rank: str, loss: float | None, names: Sequence[str]) -> str:
+    parts = [] if loss is None else [f"a loss of {loss}"]
+    if names:
+        more = "" if len(names) <= _NAMED else f" and {len(names) - _NAMED} more"
+        parts.append(f"a gradient of {', '.join(names[:_NAMED])}{more} that is not finite")
+    return f"{rank} has {' and '.join(parts)}"
+
+
+@torch.no_grad()
+def _nonfinite_names(
+    named: Iterable[tuple[str, nn.Parameter]], on_host: Container[nn.Parameter]
+) -> list[str]:
+    found = []
+    for name, parameter in named:
+        grad = None if parameter.grad is None else local_part(parameter.grad)
+        bad = parameter in on_host or (grad is not None and not bool(grad.isfinite().all()))
+        if bad:
+            found.append(name)
+    return found

@@ -1,0 +1,385 @@
+"""A step whose batch goes through a pipeline in micro-batches.
+
+The schedule runs forwards and backwards inside `training_step`, before Lightning calls for a
+backward. So the gradients are set aside, and the loss that Lightning gets puts them in place in its
+own backward: accumulation, hooks and loss scaling then see them where they expect them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+
+from lightning_par.engine.batch import batch_size, signature, split_batch
+from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.engine.grad_scaler import MeshGradScaler
+from lightning_par.engine.pipeline.actions import Schedule, TimedAction
+from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
+from lightning_par.engine.pipeline.schedules import forward_only
+from lightning_par.errors import ConfigurationError, NonFiniteError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.step.batch_broadcast import broadcast_object, to_cpu
+from lightning_par.strategies.step.batch_weights import (
+    BatchWeigher,
+    BatchWeights,
+    weigh,
+    weighted_mean,
+)
+from lightning_par.strategies.step.logs import combine_logs, LogCall, record_logs, replay_logs
+from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+
+__all__ = ["PipelinedSteps", "loss_of", "merge_results"]
+
+StepContext = Callable[[], AbstractContextManager[Any]]
+"""Precision plugin's context of a step."""
+UserStep = Callable[[Any, int], AbstractContextManager[None]]
+"""Surrounds the user's step for a key and the number of a micro-batch; see `StepRunner`."""
+
+
+class PipelinedSteps:
+    """Runs the user's steps through the stages of a pipeline.
+
+    Args:
+        module: The user's LightningModule, which holds the stages of this rank.
+        mesh: Mesh with a ``pp`` axis.
+        executor: Runs the stages of this rank.
+        sharding: Zeroes gradients of losses with weight 0.
+        weigher: Weighs micro-batches.
+        user_step: Surrounds the user's step.
+        sequence: Shards sequences over context ranks, if there are several.
+        num_microbatches: Number of micro-batches of a batch that has as many samples.
+        schedule: Gives the training schedule for a number of micro-batches.
+        rank_of_stage: The pipeline rank that holds each stage.
+
+    Attributes:
+        last_run: When the actions of the last training step ran; None before one.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        executor: PipelineExecutor,
+        sharding: Sharding,
+        weigher: BatchWeigher,
+        user_step: UserStep,
+        sequence: ShardedSequence | None,
+        num_microbatches: int,
+        schedule: Callable[[int], Schedule],
+        rank_of_stage: Sequence[int],
+    ) -> None:
+        self.module, self.executor = module, executor
+        self.last_run: PipelineRun | None = None
+        self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
+        self._sequence, self._num_microbatches = sequence, num_microbatches
+        self._schedule, self._rank_of_stage = schedule, rank_of_stage
+        self._is_only_replica = mesh.sizes.data == 1
+        self._source = mesh.neighbor("pp", rank_of_stage[-1])  # the last stage, of this replica
+        self._group = mesh.group("pp")
+        self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
+
+    def training(
+        self,
+        context: StepContext,
+        args: Sequence[Any],
+        key: Any,
+        scaler: MeshGradScaler | None,
+    ) -> tuple[Any, Tensor]:
+        """Run `training_step` and its backward on the batch of this replica.
+
+        Args:
+            context: Precision plugin's context of the step.
+            args: The batch, and what else the step takes.
+            key: Seed of the step, without its micro-batch.
+            scaler: Scales the loss, and with it the small gradients between stages.
+
+        Returns:
+            What the step returned, the same on every stage, with a loss whose backward puts the
+            gradients in place; and whether any entry of the global batch counts.
+        """
+        parts = split_batch(args[0], self._num_microbatches)
+        weights = self._weigher.weigh(parts)
+        calls: list[list[LogCall]] = [[] for _ in parts]
+        step = self._stepper("training_step", context, parts, args[1:], key, calls)
+        losses: dict[int, Tensor] = {}
+        factor = None if scaler is None else scaler.current(self.module.device)
+
+        def scaled_loss(index: int, result: Any) -> Tensor:
+            loss, scale = loss_of(result), weights.scales[index]
+            losses[index] = loss.detach()
+            if index in weights.zero and self._is_only_replica:
+                return loss.detach()  # no replica waits for this backward
+            weighted = weigh(loss, scale.to(loss.dtype))
+            return weighted if factor is None else weighted * factor
+
+        signatures = [signature(part, "training") for part in parts]
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        with self._gradients_aside(parameters) as computed:
+            prepared = self._sharding.zero_weight.prepared() if weights.zero else nullcontext()
+            with prepared:
+                schedule = self._schedule(len(parts))
+                around = lambda i: self._around(i in weights.zero)  # noqa: E731
+                run = self.executor.run(schedule, step, signatures, scaled_loss, around)
+        self.last_run = run
+        if self._sequence is not None:
+            self._sequence.check("training_step")
+        stacked = torch.stack(weights.scales)
+        value, extras, logs = self._from_last_stage(run, losses, calls, stacked)
+        if self._sequence is not None:
+            value = self._sequence.mean(value, weights.own)
+        self._check_stub(value, signatures, stacked)
+        replay_logs(self.module, logs, weights, batch_size(args[0]))
+        loss = self._deferred_loss(value, parameters, computed, factor)
+        output = loss if extras is None else {**extras, "loss": loss}
+        return output, weights.total > 0
+
+    def evaluation(self, name: str, context: StepContext, args: Sequence[Any], key: Any) -> Any:
+        """Run a step without a backward on the batch of this replica; every stage gets the result.
+
+        Args:
+            name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+            context: Precision plugin's context of the step.
+            args: The batch, and what else the step takes.
+            key: Seed of the step, without its micro-batch.
+        """
+        parts = split_batch(args[0], self._num_microbatches)
+        # A prediction needs no labels, and replicas may have unequal numbers of batches.
+        predicts = name == "predict_step"
+        weights = BatchWeights.by_samples(parts) if predicts else self._weigher.weigh(parts)
+        calls: list[list[LogCall]] = [[] for _ in parts]
+        step = self._stepper(name, context, parts, args[1:], key, calls)
+        signatures = [signature(part, "evaluation") for part in parts]
+        run = self.executor.run(
+            forward_only(self._rank_of_stage, len(parts)), step, signatures, None
+        )
+        found = None
+        if run.results:
+            stacked = torch.stack(weights.scales)
+            merged = merge_results([run.results[i] for i in sorted(run.results)], stacked)
+            found = to_cpu(merged), [_log_to_cpu(c) for c in combine_logs(calls, stacked)]
+        output, logs = self._broadcast(found)
+        replay_logs(self.module, logs, weights, batch_size(args[0]))
+        return output
+
+    def timeline(self) -> list[list[TimedAction]]:
+        """Return when every stage ran its actions in the last training step, in seconds; an empty
+        list before one.
+
+        **Communicates**: the actions of every stage, over the ``pp`` axis.
+        """
+        if self.last_run is None:
+            return []
+        rows: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(rows, self.last_run.events, group=self._group)
+        return rows
+
+    def _stepper(
+        self,
+        name: str,
+        context: StepContext,
+        parts: Sequence[Any],
+        rest: Sequence[Any],
+        key: Any,
+        calls: list[list[LogCall]],
+    ) -> Callable[[int], Any]:
+        step = getattr(self.module, name)
+
+        def run(index: int) -> Any:
+            logs = record_logs(self.module, calls[index])
+            with context(), logs, self._user_step(key, index):
+                return step(parts[index], *rest)
+
+        return run
+
+    @contextmanager
+    def _gradients_aside(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
+        """Set gradients of earlier batches aside; inside, the list is empty, after it, it holds the
+        gradients that were computed.
+        """
+        held = take_gradients(parameters)
+        computed: list[Tensor | None] = []
+        try:
+            yield computed
+        finally:
+            computed += take_gradients(parameters)
+            for parameter, grad in zip(parameters, held, strict=True):
+                parameter.grad = grad
+
+    @contextmanager
+    def _around(self, is_zero_weight: bool) -> Iterator[bool]:
+        """Surrounds the backward of a loss; gives whether the loss counts."""
+        if not is_zero_weight:
+            yield True
+            return
+        with self._sharding.zero_weight.zero_gradients():
+            yield False
+
+    def _from_last_stage(
+        self,
+        run: PipelineRun,
+        losses: Mapping[int, Tensor],
+        calls: Sequence[Sequence[LogCall]],
+        weights: Tensor,
+    ) -> tuple[Tensor, dict[str, Any] | None, list[LogCall]]:
+        """Give every stage the loss, the other results and the logs of the last one."""
+        found = None
+        if losses:
+            values, used = torch.stack([losses[i] for i in sorted(losses)]).cpu(), weights.cpu()
+            mean, total = weighted_mean(values, used)
+            value = mean if bool(total > 0) else values.mean()
+            results = [run.results[i] for i in sorted(run.results)]
+            extras = None
+            if isinstance(results[0], Mapping):
+                others = [{k: v for k, v in r.items() if k != "loss"} for r in results]
+                extras = to_cpu(merge_results(others, weights))
+            logs = [_log_to_cpu(call) for call in combine_logs(calls, weights)]
+            found = (value.to(values.dtype), extras, logs)
+        run.results.clear()
+        received: tuple[Tensor, dict[str, Any] | None, list[LogCall]] = self._broadcast(found)
+        return received
+
+    def _deferred_loss(
+        self,
+        value: Tensor,
+        parameters: Sequence[nn.Parameter],
+        computed: list[Tensor | None],
+        factor: Tensor | None,
+    ) -> Tensor:
+        """Return a loss whose backward puts the computed gradients in place."""
+        anchor = torch.zeros((), requires_grad=True, device=self.module.device)
+        undo = 1 if factor is None else 1 / factor  # the plugin scales once more
+        install = lambda g: put_gradients(parameters, computed, g * undo)  # noqa: E731
+        loss: Tensor = ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _broadcast(self, value: Any) -> Any:
+        return broadcast_object(value, self._source, self._group)
+
+    def _check_stub(self, loss: Tensor, signatures: Sequence[Any], weights: Tensor) -> None:
+        """Refuse a NaN loss in the first step of every batch shape: it may come from another
+        stage's stub. The mean over no valid entry is NaN by itself.
+        """
+        shapes = tuple(signatures)
+        if shapes in self._checked or not bool((weights > 0).any()):
+            return
+        self._checked.add(shapes)
+        if bool(loss.isnan()):
+            raise NonFiniteError(
+                "the loss of the first pipelined step is NaN. Either the model itself gives NaN, "
+                "or the step uses a "
+                "value that lives on another pipeline stage (such values are NaN on purpose): name "
+                "its module in "
+                "ParallelPlan(replicated=...), or run once with pipeline_parallel_size=1 to tell. "
+                "No weight was "
+                "changed."
+            )
+
+
+def _log_to_cpu(call: LogCall) -> LogCall:
+    return LogCall(
+        name=call.name, value=to_cpu(call.value), metric=call.metric, options=call.options
+    )
+
+
+class ScheduledLoss(torch.autograd.Function):
+    """The loss of a step whose gradients a schedule has computed; backward(g) puts them in place,
+    times g.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, value: Tensor, install: Callable[[Tensor], None]
+    ) -> Tensor:
+        """Return the value; `install` puts the gradients in place, times the one it is given."""
+        ctx.install = install
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Put the gradients in place."""
+        ctx.install(grad)
+        return torch.zeros_like(grad), None, None
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the loss in what `training_step` returned.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = "None" if result is None else f"a {type(result).__name__}"
+        if isinstance(result, Mapping):
+            kind += f" with the keys {sorted(map(str, result))}"
+        if isinstance(loss, Tensor):
+            kind += f" whose loss has the shape {tuple(loss.shape)}"
+        raise ConfigurationError(
+            f"training_step returned {kind}; under a pipeline it has to return "
+            "the loss as a "
+            "scalar tensor, or a dict with one under 'loss'."
+        )
+    return loss.reshape(())
+
+
+def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """Return the gradients and leave none."""
+    grads = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return grads
+
+
+@torch.no_grad()
+def put_gradients(
+    parameters: Sequence[nn.Parameter], computed: list[Tensor | None], factor: Tensor
+) -> None:
+    """Add the computed gradients times `factor`; without a gradient before, they move without a
+    copy.
+    """
+    scales = factor.device.type != "cpu" or float(factor) != 1  # asking another device would wait
+    for index, parameter in enumerate(parameters):
+        grad, computed[index] = computed[index], None
+        if grad is None:
+            continue
+        if scales:
+            grad.mul_(factor.to(grad.dtype))
+        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+def merge_results(results: Sequence[Any], weights: Tensor) -> Any:
+    """Merge what a step returned for every micro-batch.
+
+    Mappings and tuples merge entry by entry, tensors with dims and lists are joined along dim 0,
+    scalars give their mean, and values that are all equal stay; anything else becomes a list.
+
+    Args:
+        results: In order of the micro-batches.
+        weights: [m], for the means.
+    """
+    first = results[0]
+    if isinstance(first, Mapping):
+        return {key: merge_results([r[key] for r in results], weights) for key in first}
+    if isinstance(first, tuple):
+        parts = [merge_results(list(p), weights) for p in zip(*results, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    if isinstance(first, list):
+        return [item for result in results for item in result]
+    if isinstance(first, Tensor):
+        return torch.cat(list(results)) if first.ndim else _mean(results, weights)
+    if isinstance(first, float):
+        return float(_mean([torch.tensor(r) for r in results], weights))
+    return first if all(result == first for result in results) else list(results)
+
+
+def _mean(values: Sequence[Tensor], weights: Tensor) -> Tensor:
+    stacked = torch.stack([v.detach() for v in values])
+    used = weights.to(stacked.device)
+    if not stacked.is_floating_point() or not bool(used.any()):
+        return stacked.float().mean()
+    return weighted_mean(stacked, used)[0].to(stacked.dtype)
