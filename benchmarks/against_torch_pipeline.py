@@ -23,7 +23,7 @@ from lightning_par.engine.pipeline.module_split import cut_stages
 from lightning_par.engine.pipeline.schedules import build_schedule
 from lightning_par.engine.pipeline.stage_links import connect, group_name
 from lightning_par.models.gpt.model import GPT
-from lightning_par.resolved_plan import resolve_plan
+from lightning_par.plan.resolved_plan import resolve_plan
 from lightning_par.strategies import Pipeline1F1BStrategy
 
 BATCH_SIZE, MICROBATCHES, STAGES = 8, 8, 2

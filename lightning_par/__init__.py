@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from lightning_par.engine.context.options import ContextOptions
     from lightning_par.engine.data.compression.options import GradientCompression
     from lightning_par.errors import LightningParError
-    from lightning_par.plan import BatchLayout, ParallelPlan
-    from lightning_par.resolved_plan import check_plan
+    from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
+    from lightning_par.plan.resolved_plan import check_plan
     from lightning_par.sizes import ParallelSizes
     from lightning_par.strategies import (
         Hybrid3DStrategy,

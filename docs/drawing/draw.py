@@ -29,8 +29,8 @@ from matplotlib.figure import Figure
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.pipeline.schedules import build_schedule
 from lightning_par.engine.pipeline.simulator import simulate
+from lightning_par.plan.resolved_plan import balance_blocks
 from lightning_par.profiling.timeline_plot import draw_timeline
-from lightning_par.resolved_plan import balance_blocks
 from lightning_par.sizes import ParallelSizes
 
 COLUMNS = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_par.engine.memory.estimate import estimate_memory, MemoryEstimate
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.plan import ParallelPlan
-from lightning_par.resolved_plan import resolve_plan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.resolved_plan import resolve_plan
 from lightning_par.sizes import ParallelSizes
 
 RANKS, BLOCKS, WIDTH = 4, 32, 4096

@@ -6,10 +6,10 @@ from matplotlib.figure import Figure
 
 from lightning_par.engine.pipeline.schedules import build_schedule
 from lightning_par.engine.pipeline.simulator import simulate, Simulation
-from lightning_par.plan import ParallelPlan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.profiling.pipeline_record import StepRecord
 from lightning_par.profiling.pipeline_summary import PipelineSummary, summarize_pipeline
-from lightning_par.resolved_plan import balance_blocks, ResolvedPlan
 
 BLOCKS, STAGES, MICRO_BATCHES, MESSAGE, HEAD = 12, 3, 6, 0.5, 2.0
 SCHEDULE = build_schedule("1f1b", STAGES, MICRO_BATCHES)

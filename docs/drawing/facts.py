@@ -24,8 +24,8 @@ from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.tensor.apply import apply_tensor_parallel
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.models import GPT, GPTConfig
+from lightning_par.plan.resolved_plan import balance_blocks, resolve_plan, ResolvedPlan
 from lightning_par.profiling.comm_volume import CommVolume
-from lightning_par.resolved_plan import balance_blocks, resolve_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 
 __all__ = [

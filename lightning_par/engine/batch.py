@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_par.engine.annotations import Float
 from lightning_par.errors import ConfigurationError, PlanError
-from lightning_par.plan import BatchLayout
+from lightning_par.plan.parallel_plan import BatchLayout
 
 __all__ = [
     "batch_entry",

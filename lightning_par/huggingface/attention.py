@@ -18,7 +18,7 @@ from lightning_par.engine.context.attention import attention
 from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.errors import ConfigurationError
 from lightning_par.huggingface.lookup import find_model
-from lightning_par.plan import BatchLayout
+from lightning_par.plan.parallel_plan import BatchLayout
 
 __all__ = ["divide_attention"]
 

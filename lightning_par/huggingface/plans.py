@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.huggingface.styles import InBlockStyles
-from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
+from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan, TensorStyle
 
 __all__ = ["derive_plan", "find_huggingface_plan"]
 

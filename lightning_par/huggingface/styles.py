@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_par.huggingface.tp_plans import FAMILY_PLANS
-from lightning_par.plan import match_pattern, TensorStyle
+from lightning_par.plan.parallel_plan import match_pattern, TensorStyle
 
 __all__ = ["InBlockStyles"]
 

@@ -14,8 +14,8 @@ exit of sharded weights    with sequence parallelism: reduce-scatter n y, all-ga
 ``colwise_gather_output``  as an entry; all-gather y, nothing
 =========================  =========================================================================
 
-Entries and exits are the rows of `lightning_par.tensor_styles.TENSOR_STYLES` with a `crossing`. A
-backward communicates only if x or y requires grad.
+Entries and exits are the rows of `lightning_par.plan.tensor_styles.TENSOR_STYLES` with a
+`crossing`. A backward communicates only if x or y requires grad.
 
 A pipeline stage sends the output of its last block, and the gradient of the input of its first.
 The all-gathers and reduce-scatters of the ZeRO stages (see `lightning_par.engine.data.fsdp`) are
@@ -45,9 +45,9 @@ from lightning_par.engine.pipeline.actions import Action, ActionKind
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.pipeline.stage_links import group_name
 from lightning_par.mesh import ParallelMesh
+from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.plan.tensor_styles import StyleSpec, TENSOR_STYLES
 from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, ring_bytes
-from lightning_par.resolved_plan import ResolvedPlan
-from lightning_par.tensor_styles import StyleSpec, TENSOR_STYLES
 from lightning_par.upstream.autograd import is_in_backward
 from lightning_par.upstream.pytree import tree_leaves
 

@@ -20,8 +20,8 @@ from statistics import mean, median
 
 from lightning_par.engine.pipeline.actions import ActionKind, Schedule, TimedAction
 from lightning_par.engine.pipeline.simulator import bubble_fraction, simulate, Simulation
+from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.profiling.pipeline_record import StepRecord
-from lightning_par.resolved_plan import balance_blocks, ResolvedPlan
 
 __all__ = ["PipelineSummary", "RankTimes", "Split", "summarize_pipeline"]
 

@@ -27,8 +27,8 @@ from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.errors import LightningParError
 from lightning_par.mesh import ParallelMesh
-from lightning_par.plan import ParallelPlan
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import AutoRule, ParallelSizes, Size
 from lightning_par.strategies.components.checkpoint_load import CheckpointLoad
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave

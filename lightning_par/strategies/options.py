@@ -18,7 +18,7 @@ from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.schedules import build_schedule, place_stages, SCHEDULES
 from lightning_par.errors import ConfigurationError, either, raise_problems
 from lightning_par.option_fields import read_fields
-from lightning_par.plan import ParallelPlan
+from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
 
 __all__ = ["MeshOptions"]

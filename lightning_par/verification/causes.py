@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_par.plan import ParallelPlan
+from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.verification.comparison import Difference
 from lightning_par.verification.run_trace import Trace

@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_par.plan import ParallelPlan
-from lightning_par.plan_lookup import find_plan
+from lightning_par.plan.lookup import find_plan
+from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.upstream.lightning import forget_trainer

@@ -12,7 +12,7 @@ from torch import nn, Tensor
 from lightning_par import Hybrid3DStrategy, SequenceRingStrategy
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.errors import ConfigurationError, MeshError, PlanError
-from lightning_par.plan import BatchLayout, ParallelPlan
+from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from tests.support.faults.user_mistakes import Case, fit, planned
 from tests.support.models.toy_gpt import ToyLM, ToyModule
 from tests.support.ranks.api import RankError, run_ranks

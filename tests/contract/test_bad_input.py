@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch.utils.data import DataLoader
 
 from lightning_par.errors import ConfigurationError, MeshError, NonFiniteError, PlanError
-from lightning_par.plan import BatchLayout, ParallelPlan
+from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from tests.support.faults.user_mistakes import (
     Bare,
     Case,

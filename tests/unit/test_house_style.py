@@ -193,7 +193,7 @@ PLANTED: list[tuple[Check, str, int]] = [
     (check_function_length, 'def f():\n    """A."""\n' + "    x = 1\n" * (FUNCTION_LINES - 1), 0),
     (check_no_lightning, "def f():\n    import lightning.pytorch as pl\n", 1),
     (check_no_lightning, "from pytorch_lightning import Trainer\n", 1),
-    (check_no_lightning, "import lightning_par.plan\n", 0),
+    (check_no_lightning, "import lightning_par.plan.parallel_plan\n", 0),
     (check_exports, "x = 1\n", 1),
     (check_exports, '__all__ = ["b", "a"]\n', 1),
     (check_exports, '__all__ = ["AXES", "Batch", "a"]\n', 0),

@@ -18,8 +18,8 @@ from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import nearest, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
-from lightning_par.plan import match_pattern, ParallelPlan
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.parallel_plan import match_pattern, ParallelPlan
+from lightning_par.plan.resolved_plan import ResolvedPlan
 
 __all__ = ["apply_context_parallel", "build_axis", "check_context"]
 

@@ -27,7 +27,7 @@ from lightning_par.engine.context.ring_p2p import RingChannel
 from lightning_par.engine.context.ring_schedule import RingSchedule, TokenLayout
 from lightning_par.engine.context.ulysses import gather_tokens, scatter_tokens
 from lightning_par.errors import ConfigurationError, PlanError
-from lightning_par.plan import BatchLayout
+from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["SequenceShard"]

@@ -36,7 +36,7 @@ from lightning_par.engine.data.zero_weight_loss import ZeroWeightBackward
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.mesh import ParallelMesh
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.upstream.fsdp import initialize, reduce_gradients, unshard_without_streams
 
 __all__ = ["Sharding", "shard_model"]

@@ -8,7 +8,7 @@ from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, Sh
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.tensor.apply import TensorParallel
 from lightning_par.mesh import ParallelMesh
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.resolved_plan import ResolvedPlan
 
 __all__ = ["find_copies"]
 

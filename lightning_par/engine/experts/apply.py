@@ -31,8 +31,8 @@ from lightning_par.engine.tensor.parameters import local_parameters
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import either, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
-from lightning_par.plan import match_pattern
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.parallel_plan import match_pattern
+from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 
 __all__ = [

@@ -31,7 +31,7 @@ from torch import nn
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 
 __all__ = ["MemoryEstimate", "MemoryRow", "estimate_memory", "misfits"]

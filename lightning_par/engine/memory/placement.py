@@ -11,10 +11,10 @@ from torch.distributed.tensor import Shard
 from lightning_par.dtensor import cut_box
 from lightning_par.engine.experts.apply import expert_shard_dim
 from lightning_par.engine.tensor.parameters import tensor_placements
-from lightning_par.plan import match_pattern
-from lightning_par.resolved_plan import balance_blocks, ResolvedPlan
+from lightning_par.plan.parallel_plan import match_pattern
+from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
+from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from lightning_par.sizes import EXPERT_AXES, ParallelSizes
-from lightning_par.tensor_styles import TENSOR_STYLES
 
 __all__ = ["Cut", "ParameterPlacement", "find_placements"]
 

@@ -20,7 +20,7 @@ from lightning_par.engine.pipeline.stubs import (
     LaterBlock,
     poison,
 )
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.resolved_plan import ResolvedPlan
 
 __all__ = ["cut_stages"]
 

@@ -27,8 +27,8 @@ from lightning_par.engine.tensor.parameters import local_parameters, tensor_plac
 from lightning_par.engine.tensor.sequence_parallel import Region, Regions
 from lightning_par.engine.tensor.styles import plain, Style, STYLE_FUNCTIONS
 from lightning_par.engine.wrapping import Forward, wrap_forward
-from lightning_par.resolved_plan import ResolvedPlan
-from lightning_par.tensor_styles import TENSOR_STYLES
+from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.plan.tensor_styles import TENSOR_STYLES
 
 __all__ = ["TensorParallel", "apply_tensor_parallel"]
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from lightning_par.engine.collectives import split_sizes
-from lightning_par.resolved_plan import ResolvedPlan
-from lightning_par.tensor_styles import TENSOR_STYLES
+from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from lightning_par.upstream.dispatch import any_true_operator
 
 __all__ = ["local_parameters", "shard_parameter", "swap", "tensor_placements"]

@@ -19,8 +19,8 @@ from lightning_par.engine.collectives import (
     slice_to_shard,
 )
 from lightning_par.errors import PlanError
-from lightning_par.resolved_plan import ResolvedPlan
-from lightning_par.tensor_styles import TENSOR_STYLES
+from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from lightning_par.upstream.pytree import tree_flatten, tree_unflatten
 
 __all__ = ["SEQUENCE_DIM", "Region", "Regions", "on_first_tensor"]

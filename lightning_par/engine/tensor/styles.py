@@ -1,6 +1,6 @@
 """How a module computes under each tensor style.
 
-`lightning_par.tensor_styles` says what a style means and how to add one. A function here runs
+`lightning_par.plan.tensor_styles` says what a style means and how to add one. A function here runs
 instead of the module's forward, while the module's parameters stand for their local shards; see
 Note [Local computation] in `lightning_par.engine.tensor.apply`.
 
@@ -30,7 +30,7 @@ from lightning_par.engine.tensor.parameters import swap
 from lightning_par.engine.tensor.sequence_parallel import on_first_tensor, Region, SEQUENCE_DIM
 from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
 from lightning_par.errors import PlanError
-from lightning_par.tensor_styles import TensorStyle
+from lightning_par.plan.tensor_styles import TensorStyle
 
 __all__ = ["STYLE_FUNCTIONS", "Style", "plain"]
 

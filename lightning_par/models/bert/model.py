@@ -11,7 +11,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 
 from lightning_par.models.bert.config import BertConfig
-from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
+from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan, TensorStyle
 
 __all__ = ["Bert", "EncoderBlock", "from_hugging_face_bert"]
 

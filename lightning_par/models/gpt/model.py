@@ -17,7 +17,7 @@ from lightning_par.models.layers import (
     RotaryEmbedding,
     SwiGLU,
 )
-from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
+from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan, TensorStyle
 
 __all__ = ["GPT", "Block"]
 

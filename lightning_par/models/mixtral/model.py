@@ -13,7 +13,7 @@ from torch import nn, Tensor
 from lightning_par.models.layers import Attention, make_norm, RotaryEmbedding
 from lightning_par.models.mixtral.config import MixtralConfig
 from lightning_par.models.mixtral.moe import MoELayer
-from lightning_par.plan import BatchLayout, ParallelPlan, TensorStyle
+from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan, TensorStyle
 
 __all__ = ["Mixtral", "MixtralBlock", "from_hugging_face_mixtral"]
 

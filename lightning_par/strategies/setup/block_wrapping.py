@@ -19,8 +19,8 @@ from lightning_par.engine.pipeline.split_backward import defer_weight_gradients,
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.wrapping import wrap_forward
 from lightning_par.errors import ConfigurationError, raise_problems
-from lightning_par.plan import match_pattern
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.parallel_plan import match_pattern
+from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.options import MeshOptions
 
 __all__ = ["check_recomputation", "prepare_blocks", "recompute_blocks"]

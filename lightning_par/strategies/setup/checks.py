@@ -18,9 +18,9 @@ from lightning_par.engine.data.compression.options import check_compression
 from lightning_par.engine.experts.apply import check_experts
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError, either, nearest, PlanError, raise_problems
-from lightning_par.plan import ParallelPlan
-from lightning_par.plan_lookup import find_plan
-from lightning_par.resolved_plan import check_plan, ResolvedPlan
+from lightning_par.plan.lookup import find_plan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.resolved_plan import check_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.upstream.lightning import synchronizes_batchnorm

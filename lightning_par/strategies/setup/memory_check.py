@@ -12,7 +12,7 @@ from lightning_par.engine.memory.estimate import estimate_memory, MemoryEstimate
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.errors import ConfigurationError
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 

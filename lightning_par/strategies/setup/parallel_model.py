@@ -12,7 +12,7 @@ from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.mesh import ParallelMesh
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.runner import StepRunner

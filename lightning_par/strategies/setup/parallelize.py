@@ -35,7 +35,7 @@ from lightning_par.engine.pipeline.stage_links import connect, group_name, Stage
 from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParallel
 from lightning_par.huggingface import divide_attention
 from lightning_par.mesh import ParallelMesh
-from lightning_par.resolved_plan import balance_blocks, ResolvedPlan
+from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks

@@ -5,7 +5,7 @@ import warnings
 import lightning.pytorch as pl
 import torch
 
-from lightning_par.resolved_plan import ResolvedPlan
+from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.block_wrapping import check_recomputation

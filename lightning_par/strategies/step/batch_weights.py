@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_par.engine.batch import batch_size, count_valid
 from lightning_par.mesh import ParallelMesh
-from lightning_par.plan import BatchLayout
+from lightning_par.plan.parallel_plan import BatchLayout
 
 __all__ = ["BatchWeigher", "BatchWeights", "weigh", "weighted_mean"]
 

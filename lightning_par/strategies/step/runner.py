@@ -19,7 +19,7 @@ from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.rng import fork_all_rng, seed_all_generators, seed_of
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.mesh import ParallelMesh
-from lightning_par.plan import BatchLayout
+from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.batch_broadcast import BatchBroadcast
 from lightning_par.strategies.step.batch_weights import BatchWeigher, weigh

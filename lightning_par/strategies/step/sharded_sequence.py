@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
-from lightning_par.plan import ParallelPlan
+from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.strategies.step.batch_weights import weighted_mean
 
 __all__ = ["ShardedSequence"]

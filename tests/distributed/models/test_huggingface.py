@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_par import check_plan, Hybrid3DStrategy, ParallelSizes
 from lightning_par.engine.memory.placement import find_placements
-from lightning_par.plan_lookup import find_plan
+from lightning_par.plan.lookup import find_plan
 from lightning_par.strategies import MeshStrategy
 from lightning_par.verification.determinism import DoublePrecision
 from tests.support.models.huggingface import ADAPTED, FAMILIES, HFModule, MODELS, PaddedText

@@ -18,8 +18,8 @@ from lightning_par.engine.pipeline.schedules import (
 )
 from lightning_par.engine.pipeline.split_backward import defer_weight_gradients, WeightGradients
 from lightning_par.engine.pipeline.stage_links import connect, group_name
-from lightning_par.plan import ParallelPlan
-from lightning_par.resolved_plan import resolve_plan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.resolved_plan import resolve_plan
 
 WIDTH = 3
 

@@ -9,7 +9,7 @@ from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_par.plan import BatchLayout, ParallelPlan
+from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 
 VOCAB, WIDTH, TOKENS = 19, 24, 12
 

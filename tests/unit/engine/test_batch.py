@@ -15,7 +15,7 @@ from lightning_par.engine.batch import (
     tensors_of,
 )
 from lightning_par.errors import ConfigurationError, PlanError
-from lightning_par.plan import BatchLayout
+from lightning_par.plan.parallel_plan import BatchLayout
 
 Pair = namedtuple("Pair", ["ids", "name"])
 

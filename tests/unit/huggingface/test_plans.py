@@ -16,9 +16,9 @@ from lightning_par.engine.context.apply import check_context
 from lightning_par.errors import PlanError
 from lightning_par.huggingface import derive_plan
 from lightning_par.mesh import ParallelSizes
-from lightning_par.plan import ParallelPlan
-from lightning_par.plan_lookup import find_plan
-from lightning_par.resolved_plan import check_plan
+from lightning_par.plan.lookup import find_plan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.resolved_plan import check_plan
 from lightning_par.verification.determinism import DoublePrecision
 from tests.support.models.huggingface import FAMILIES, HFModule
 
@@ -181,7 +181,7 @@ for name in [n for n in sys.modules if n.partition(".")[0] == "transformers"]:
 sys.meta_path.insert(0, Refuse())
 from torch import nn
 import lightning_par.huggingface
-from lightning_par.plan_lookup import find_plan
+from lightning_par.plan.lookup import find_plan
 assert find_plan(nn.Linear(2, 3)) is None
 """
 

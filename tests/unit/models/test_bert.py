@@ -17,7 +17,7 @@ from lightning_par.models.data.sentence_pairs import (
     split_sentences,
 )
 from lightning_par.models.data.token_windows import PADDING
-from lightning_par.resolved_plan import check_plan
+from lightning_par.plan.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 
 transformers = pytest.importorskip("transformers")

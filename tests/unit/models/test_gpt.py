@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_par.errors import ConfigurationError
 from lightning_par.models.gpt.config import GPTConfig, PRESETS
 from lightning_par.models.gpt.model import GPT
-from lightning_par.resolved_plan import check_plan
+from lightning_par.plan.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 
 SIZES = {

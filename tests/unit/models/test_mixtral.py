@@ -11,7 +11,7 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.models import from_hugging_face_mixtral, Mixtral, MixtralConfig
 from lightning_par.models.mixtral.grouped_linear import GroupedLinear, supports_grouped
 from lightning_par.models.mixtral.moe import MoELayer, Router
-from lightning_par.resolved_plan import check_plan
+from lightning_par.plan.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 
 SIZES = {"model_dim": 12, "num_heads": 3, "ff_dim": 20, "num_experts": 5, "num_layers": 2}

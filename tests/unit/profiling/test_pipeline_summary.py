@@ -8,10 +8,10 @@ import pytest
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.schedules import build_schedule
 from lightning_par.engine.pipeline.simulator import simulate
-from lightning_par.plan import ParallelPlan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.profiling.pipeline_record import StepRecord, TimedTransfer
 from lightning_par.profiling.pipeline_summary import summarize_pipeline
-from lightning_par.resolved_plan import ResolvedPlan
 
 
 def resolved(blocks):

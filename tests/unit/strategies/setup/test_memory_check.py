@@ -15,7 +15,7 @@ from lightning_par.cli import main
 from lightning_par.engine.memory.estimate import MemoryEstimate, MemoryRow, misfits
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.models import Mixtral, MixtralConfig
-from lightning_par.resolved_plan import check_plan
+from lightning_par.plan.resolved_plan import check_plan
 
 GIB = 2**30
 ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_par.errors import PlanError
-from lightning_par.plan import ParallelPlan
-from lightning_par.resolved_plan import balance_blocks, check_plan, resolve_plan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.resolved_plan import balance_blocks, check_plan, resolve_plan
 from lightning_par.sizes import ParallelSizes
 from tests.support.models.toy_gpt import ToyLM
 

@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_par.errors import PlanError
 from lightning_par.huggingface.plans import find_huggingface_plan
-from lightning_par.plan import ParallelPlan
+from lightning_par.plan.parallel_plan import ParallelPlan
 
 __all__ = ["find_plan"]
 

@@ -15,16 +15,16 @@ from typing import TypeVar
 from torch import nn
 
 from lightning_par.errors import either, nearest, PlanError, raise_problems
-from lightning_par.plan import match_pattern, ParallelPlan
-from lightning_par.sizes import ParallelSizes
-from lightning_par.stage_partition import (
+from lightning_par.plan.parallel_plan import match_pattern, ParallelPlan
+from lightning_par.plan.stage_partition import (
     classify_units,
     edge_weights,
     partition_blocks,
     Place,
     role_problems,
 )
-from lightning_par.tensor_styles import TENSOR_STYLES, TensorStyle
+from lightning_par.plan.tensor_styles import TENSOR_STYLES, TensorStyle
+from lightning_par.sizes import ParallelSizes
 
 __all__ = ["ResolvedPlan", "balance_blocks", "check_plan", "resolve_plan"]
 

@@ -13,10 +13,10 @@ from lightning_par.engine.tensor.parameters import tensor_placements
 from lightning_par.engine.tensor.sequence_parallel import on_first_tensor
 from lightning_par.engine.tensor.styles import STYLE_FUNCTIONS
 from lightning_par.errors import PlanError
-from lightning_par.plan import ParallelPlan
-from lightning_par.resolved_plan import check_plan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.resolved_plan import check_plan
+from lightning_par.plan.tensor_styles import StyleSpec, TENSOR_STYLES, TensorStyle
 from lightning_par.sizes import ParallelSizes
-from lightning_par.tensor_styles import StyleSpec, TENSOR_STYLES, TensorStyle
 
 TP2 = ParallelSizes(tensor=2)
 

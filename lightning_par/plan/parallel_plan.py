@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lightning_par.errors import nearest, PlanError, raise_problems
-from lightning_par.tensor_styles import TENSOR_STYLES, TensorStyle
+from lightning_par.plan.tensor_styles import TENSOR_STYLES, TensorStyle
 
 __all__ = ["BatchLayout", "ParallelPlan", "TensorStyle", "match_pattern"]
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_par.plan import ParallelPlan
+from lightning_par.plan.parallel_plan import ParallelPlan
 
 __all__ = ["Place", "classify_units", "edge_weights", "partition_blocks", "role_problems"]
 
