@@ -50,7 +50,7 @@ else:
     # Imported when they are asked for (PEP 562): the engine has to work without Lightning.
     _EXPORTS = {
         "BatchLayout": "plan",
-        "ContextOptions": "engine.context.sequence_shard",
+        "ContextOptions": "engine.context.options",
         "GradientCompression": "engine.data.compression.options",
         "Hybrid3DStrategy": "strategies",
         "LightningParError": "errors",
@@ -61,8 +61,8 @@ else:
         "TensorParallelStrategy": "strategies",
         "ZeROOffloadStrategy": "strategies",
         "attention": "engine.context.attention",
-        "check_plan": "resolved_plan",
-        "memory_estimate": "strategies.setup.memory_check",
+        "check_plan": "plan.resolved_plan",
+        "memory_estimate": "strategies.mesh_strategy",
         "verify": "verification",
     }
     _PACKAGES = ("callbacks", "huggingface", "models", "strategies", "verification")
