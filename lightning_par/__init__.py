@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 else:
     # Imported when they are asked for (PEP 562): the engine has to work without Lightning.
     _EXPORTS = {
-        "BatchLayout": "plan",
+        "BatchLayout": "plan.parallel_plan",
         "ContextOptions": "engine.context.options",
         "GradientCompression": "engine.data.compression.options",
         "Hybrid3DStrategy": "strategies",
         "LightningParError": "errors",
-        "ParallelPlan": "plan",
+        "ParallelPlan": "plan.parallel_plan",
         "ParallelSizes": "sizes",
         "Pipeline1F1BStrategy": "strategies",
         "SequenceRingStrategy": "strategies",

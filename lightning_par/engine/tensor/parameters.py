@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from lightning_par.engine.collectives import split_sizes
+from lightning_par.errors import PlanError
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from lightning_par.upstream.dispatch import any_true_operator
@@ -55,12 +56,19 @@ def shard_parameter(
 
     Returns:
         A DTensor parameter with this rank's part.
+
+    Raises:
+        PlanError: A placement is neither Shard nor Replicate.
     """
     local = full
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             sizes = split_sizes(full.shape[placement.dim], mesh.size(axis))
             local = local.split(sizes, placement.dim)[mesh.get_local_rank(axis)]
+        elif not isinstance(placement, Replicate):
+            raise PlanError(
+                f"a parameter cannot be placed as {placement}: a shard is one block of one dim."
+            )
     if local is not full:
         local = local.clone(memory_format=torch.contiguous_format)
     sharded = DTensor.from_local(
