@@ -424,7 +424,7 @@ class MeshStrategy(ParallelStrategy):
             if self.offload is not None:
                 self.offload.before_backward()
             weighted = step.weigh(loss)
-            model.gradients.add_loss(weighted, step.counts)
+            model.gradients.add_loss(weighted, step.has_valid_labels)
             with model.steps.backward(step):
                 plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
         model.gradients.after_backward()
