@@ -102,8 +102,8 @@ def make_executor(model: GPT) -> PipelineExecutor:
     stages = cut_stages(model, layout, [rank], [(0, half), (half, CONFIG.num_layers)])
     names = (group_name("activations", 0, 1), group_name("gradients", 1, 0))
     groups = {name: dist.new_group() for name in names}
-    boundaries = connect(range(STAGES), rank, groups.__getitem__, int, CPU)
-    return PipelineExecutor(stages, boundaries, _NoHooks())
+    links = connect(range(STAGES), rank, groups.__getitem__, int, CPU)
+    return PipelineExecutor(stages, links, _NoHooks())
 
 
 def engine_loop(arguments: Arguments, turn: Turn) -> None:

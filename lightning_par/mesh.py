@@ -73,7 +73,7 @@ class ParallelMesh:
         others = {"data": self.data_group, "replica": self.replica_group}
         return {**axes, **others, "tokens": self.token_group}
 
-    def neighbor(self, axis: str, coordinate: int) -> int:
+    def rank_at(self, axis: str, coordinate: int) -> int:
         """Return the global rank at `coordinate` of `axis` and this rank's place on the others."""
         place = {**self.place, axis: coordinate}
         rank = 0

@@ -158,9 +158,9 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
             return 0, 0
         if self._tokens is not None:
             return batch_size(batch), self._tokens(batch)
-        batch_spec = strategy.parallel_model.resolved.plan.batch
+        batch_layout = strategy.parallel_model.resolved.plan.batch
         # Every sequence of a batch has the same tokens: the first entry is enough.
-        for name, dim in batch_spec.sequence_dims.items():
+        for name, dim in batch_layout.sequence_dims.items():
             entry = batch_entry(batch, name)
             return batch_size(batch), entry.shape[0] * entry.shape[dim]
         return batch_size(batch), 0

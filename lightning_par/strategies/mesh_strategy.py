@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
+from types import EllipsisType
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
@@ -69,8 +71,8 @@ class MeshStrategy(ParallelStrategy):
         expert_parallel_size: Ranks of ``dp_shard x cp`` over which experts are sharded ("auto": 1).
         zero_stage: What the replicas shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
             parameters.
-        num_microbatches: Micro-batches per batch of a replica ("auto": 4 per stage, or the batch
-            size if smaller).
+        num_microbatches: Micro-batches per batch of a replica ("auto": 4 per pipeline rank, or the
+            batch size if smaller).
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
             or the path of one written by hand (see
             `engine.pipeline.schedules.read_schedule`).
@@ -196,16 +198,20 @@ class MeshStrategy(ParallelStrategy):
         """Name or path of the pipeline schedule."""
         return self.options.schedule
 
-    def change_options(self, **changes: Any) -> None:
-        """Change options before `setup`, as callbacks do.
+    def change_options(
+        self,
+        *,
+        recomputation: Recomputation | EllipsisType | None = ...,
+        reduce_dtype: torch.dtype | EllipsisType | None = ...,
+    ) -> None:
+        """Change, before `setup`, the options that callbacks add; what is left out stays.
 
         Args:
-            **changes: Fields of `MeshOptions`.
-
-        Raises:
-            ConfigurationError: An option has no such value.
+            recomputation: Which blocks recompute their activations; None: none.
+            reduce_dtype: Dtype in which the replicas sum gradients; None: that of the parameters.
         """
-        self.options = replace(self.options, **changes)
+        changes: dict[str, Any] = {"recomputation": recomputation, "reduce_dtype": reduce_dtype}
+        self.options = replace(self.options, **{n: v for n, v in changes.items() if v is not ...})
 
     def pipeline_timeline(self) -> list[list[TimedAction]]:
         """Return when every stage ran its actions in the last pipelined step, in seconds.
@@ -240,10 +246,7 @@ class MeshStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {
-            "num_replicas": self.sizes.data,
-            "rank": self.sizes.data_rank(self.global_rank),
-        }
+        return {"num_replicas": self.sizes.data, "rank": self.sizes.data_rank(self.global_rank)}
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
@@ -424,7 +427,8 @@ class MeshStrategy(ParallelStrategy):
             if self.offload is not None:
                 self.offload.before_backward()
             weighted = step.weigh(loss)
-            model.gradients.add_loss(weighted, step.counts)
+            model.gradients.add_loss(weighted, step.has_valid_labels)
+            # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
             with model.steps.backward(step):
                 plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
         model.gradients.after_backward()

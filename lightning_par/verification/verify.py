@@ -101,7 +101,7 @@ def count_parts(strategy: MeshStrategy, sizes: ParallelSizes) -> tuple[int, int]
         strategy: The user's strategy.
         sizes: Mesh sizes that are run.
     """
-    # 4 per stage is what num_microbatches="auto" takes.
+    # 4 per pipeline rank is what num_microbatches="auto" takes.
     ranks = sizes.pipeline
     return sizes.data, strategy.options.microbatches(ranks) if ranks > 1 else 1
 

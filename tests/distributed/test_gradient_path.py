@@ -1,4 +1,4 @@
-"""The path of a gradient: its stages are printed in order, and run in that order."""
+"""The path of a gradient: its actions are printed in order, and run in that order."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import MixedPrecision
-from lightning_par.strategies.step.gradient_path import GradientPath, GradientStage
+from lightning_par.strategies.step.gradient_path import GradientAction, GradientPath
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
@@ -69,7 +69,7 @@ PATHS: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
 
 
 class Observer(Callback):
-    """Writes down the path, and its stages as they run."""
+    """Writes down the path, and its actions as they run."""
 
     def __init__(self) -> None:
         self.printed: list[str] = []
@@ -79,10 +79,10 @@ class Observer(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         path: GradientPath = trainer.strategy.parallel_model.gradients
         self.printed = str(path).splitlines()
-        self.names = [stage.name for stage in path.stages]
-        path.stages = tuple(
-            stage if stage.run is None else replace(stage, run=self._noted(stage))
-            for stage in path.stages
+        self.names = [action.name for action in path.actions]
+        path.actions = tuple(
+            action if action.run is None else replace(action, run=self._noted(action))
+            for action in path.actions
         )
         if path.scaler is not None:
             unscale, name = path.scaler.unscale_, self.names[1]
@@ -91,9 +91,9 @@ class Observer(Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         self.ran.append([])
 
-    def _noted(self, stage: GradientStage) -> Callable[..., Any]:
-        assert stage.run is not None
-        return self._after_note(stage.name, stage.run)
+    def _noted(self, action: GradientAction) -> Callable[..., Any]:
+        assert action.run is not None
+        return self._after_note(action.name, action.run)
 
     def _after_note(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:

@@ -8,8 +8,8 @@ other, and merges the partial outputs by their log-sum-exp. The backward compute
 the log-sum-exp of the whole, so that nothing is saved but what plain attention saves.
 
 **Source**: Liu et al. 2310.01889 (Ring Attention), Li et al. 2105.13120 (Ring Self-Attention). We
-differ in what is sent (see Note [Direct schedule]), and add the gradients at their owner in the
-order of the steps, in float32 or wider, so that reruns are equal bit by bit.
+differ in what is sent (see Note [Direct schedule] in `ring_schedule.py`), and add the gradients at
+their owner in the order of the steps, in float32 or wider, so that reruns are equal bit by bit.
 """
 
 import math

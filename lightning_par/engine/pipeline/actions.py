@@ -46,7 +46,8 @@ class Action:
     """One unit of work of a pipeline; prints as ``2F0`` (stage 2, forward, micro-batch 0).
 
     Args:
-        stage: Index of the stage, from 0 (holds the input) to p - 1 (holds the loss).
+        stage: Index of the stage, from 0 (holds the input) to the number of stages - 1 (holds the
+            loss).
         kind: What is computed.
         microbatch: Index of the micro-batch, from 0 to m - 1.
     """

@@ -134,7 +134,7 @@ class PipelineExecutor:
         schedule: Schedule,
         step: Callable[[int], Any],
         signatures: Sequence[Hashable],
-        loss_of: Callable[[int, Any], Tensor] | None,
+        scaled_loss_of: Callable[[int, Any], Tensor] | None,
         around: Callable[[int], AbstractContextManager[bool]] = lambda _: nullcontext(True),
     ) -> PipelineRun:
         """Run every action of this rank.
@@ -143,19 +143,19 @@ class PipelineExecutor:
             schedule: The same on every rank; it places the stages where they are.
             step: Runs the user's step for a micro-batch; unwound early on all but the last stage.
             signatures: For every micro-batch, a value that determines the shapes of its messages.
-            loss_of: Returns the scalar to differentiate, from a micro-batch's result; None runs
-                forward only.
+            scaled_loss_of: Returns the scalar to differentiate (the loss, weighted and scaled) from
+                a micro-batch's result; None runs forward only.
             around: Context around the backward of a micro-batch's loss; its value says whether the
                 gradients count, and the previous stage gets 0 for those that do not.
 
         **Communicates**: every activation once to the next stage, every gradient of one once to the
         previous.
         """
-        walk = _Walk(self, step, signatures, loss_of, around)
+        walk = _Walk(self, step, signatures, scaled_loss_of, around)
         walk.go(schedule.actions[schedule.rank_of_stage[self.stages[0].index]])
-        for boundary in self.links.values():
-            boundary.activations.drain()
-            boundary.gradients.drain()
+        for link in self.links.values():
+            link.activations.drain()
+            link.gradients.drain()
         return walk.run
 
 
@@ -167,13 +167,13 @@ class _Walk:
         executor: PipelineExecutor,
         step: Callable[[int], Any],
         signatures: Sequence[Hashable],
-        loss_of: Callable[[int, Any], Tensor] | None,
+        scaled_loss_of: Callable[[int, Any], Tensor] | None,
         around: Callable[[int], AbstractContextManager[bool]],
     ) -> None:
         self.stages = {stage.index: stage for stage in executor.stages}
         self.links, self.hooks = executor.links, executor.hooks
         self.gradients, self.activity = executor.gradients, executor.activity
-        self.step, self.signatures, self.loss_of = step, signatures, loss_of
+        self.step, self.signatures, self.scaled_loss_of = step, signatures, scaled_loss_of
         self.around = around
         self.run = PipelineRun(clock=executor.clock)
         self.flying: dict[tuple[int, int], _InFlight] = {}
@@ -253,7 +253,7 @@ class _Walk:
 
     def _forward(self, action: Action, pending: PendingMessage | None) -> None:
         stage, index, flight = self.stages[action.stage], action.microbatch, _InFlight()
-        trains = self.loss_of is not None
+        trains = self.scaled_loss_of is not None
         if pending is not None:
             flight.state.received, flight.received = pending.unpack(with_grad=trains)
 
@@ -264,8 +264,8 @@ class _Walk:
         result = self.hooks.call(forward)
         if stage.is_last:
             self.run.results[index] = result
-            if self.loss_of is not None:
-                flight.loss = self.loss_of(index, result)
+            if self.scaled_loss_of is not None:
+                flight.loss = self.scaled_loss_of(index, result)
         else:
             channel = self.links[stage.index].activations
             tensors = channel.send_message(result, self.signatures[index])

@@ -64,7 +64,7 @@ class StageLink:
 
 
 def group_name(kind: str, source: int, target: int) -> str:
-    """Name the process group in which a rank sends to another; see Note [Two groups].
+    """Name the group in which a rank sends to another; see Note [Two groups] in `p2p.py`.
 
     Where ranks hold several stages, activations also travel against the order of the ranks. They
     then use groups of their own, since a rank that sends in one direction must not wait for what

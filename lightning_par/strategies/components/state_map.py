@@ -311,7 +311,7 @@ class StateMap:
         if self._mesh.sizes.pipeline == 1:
             return [value]
         parts: list[Any] | None = [None] * self._mesh.sizes.pipeline if place["pp"] == 0 else None
-        target = self._mesh.neighbor("pp", 0)
+        target = self._mesh.rank_at("pp", 0)
         dist.gather_object(value, parts, dst=target, group=self._mesh.group("pp"))
         return parts or []
 

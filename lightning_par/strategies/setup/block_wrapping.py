@@ -30,7 +30,7 @@ def prepare_blocks(
     module: nn.Module,
     resolved: ResolvedPlan,
     bounds: Sequence[tuple[int, int]],
-    owners: Sequence[int],
+    rank_of_stage: Sequence[int],
     options: MeshOptions,
 ) -> WeightGradients:
     """Wrap the blocks of this rank; hooks of sharding and of the pipeline stay outside.
@@ -39,19 +39,19 @@ def prepare_blocks(
         module: Module with stubs for the blocks of other stages.
         resolved: Resolved plan of the whole model.
         bounds: First and one-past-last block of every pipeline stage.
-        owners: The pipeline rank that holds each stage.
+        rank_of_stage: The pipeline rank that holds each stage.
         options: The options of the strategy.
 
     Returns:
         Where deferred gradients of weights wait; unused unless the schedule splits the backward.
     """
-    gradients = WeightGradients()
+    weight_gradients = WeightGradients()
     compiles = options.compile_blocks is not False
-    ranks = max(owners) + 1
+    ranks = max(rank_of_stage) + 1
     if ranks > 1 and not compiles and splits_backward(options.schedule, ranks):
-        _defer(module, resolved, gradients)
+        _defer(module, resolved, weight_gradients)
     if options.recomputation is not None:
-        modes = _stage_modes(options.recomputation, bounds, owners, options)
+        modes = _stage_modes(options.recomputation, bounds, rank_of_stage, options)
         recompute_blocks(module, resolved, options.recomputation, bounds, modes, compiled=compiles)
     if compiles:
         _compile(module, resolved, options.compile_blocks)
@@ -59,7 +59,7 @@ def prepare_blocks(
         # A compiled block saves its tensors when it runs, and not where its code says so.
         for block in _chosen(module, resolved, options.recomputation.every).values():
             wait_on_host(block)
-    return gradients
+    return weight_gradients
 
 
 def check_recomputation(
@@ -172,22 +172,22 @@ def _parts_of(
 def _stage_modes(
     what: Recomputation,
     bounds: Sequence[tuple[int, int]],
-    owners: Sequence[int],
+    rank_of_stage: Sequence[int],
     options: MeshOptions,
 ) -> list[Mode]:
     """Return the mode of every stage; the stages of one rank share their rank's under "auto"."""
     if isinstance(what.stage_modes, tuple):
         return list(what.stage_modes)
-    if what.stage_modes is None or len(owners) < 2:
+    if what.stage_modes is None or len(rank_of_stage) < 2:
         return [what.mode] * len(bounds)
-    ranks = max(owners) + 1
+    ranks = max(rank_of_stage) + 1
     schedule = options.build_schedule(ranks, options.microbatches(ranks))
     blocks = [0] * ranks
-    for rank, (low, high) in zip(owners, bounds, strict=True):
+    for rank, (low, high) in zip(rank_of_stage, bounds, strict=True):
         blocks[rank] += len(range(-(-low // what.every), -(-high // what.every)))
     peaks = simulate(schedule).peak_per_rank
     modes = choose_modes(peaks, blocks, what.mode)
-    return [modes[rank] for rank in owners]
+    return [modes[rank] for rank in rank_of_stage]
 
 
 def _compile(module: nn.Module, resolved: ResolvedPlan, options: bool | dict[str, Any]) -> None:
@@ -196,10 +196,10 @@ def _compile(module: nn.Module, resolved: ResolvedPlan, options: bool | dict[str
         wrap_forward(block, lambda inner: torch.compile(inner, **chosen), "compile")
 
 
-def _defer(module: nn.Module, resolved: ResolvedPlan, gradients: WeightGradients) -> None:
+def _defer(module: nn.Module, resolved: ResolvedPlan, weight_gradients: WeightGradients) -> None:
     """Defer gradients of weights in the blocks, and in what runs after them."""
     last = [name for name, place in resolved.units.items() if place == "last"]
     modules = dict(module.named_modules())
     for name in (*resolved.block_names, *last):
         if name in modules and not isinstance(modules[name], StageStub):
-            defer_weight_gradients(modules[name], gradients)
+            defer_weight_gradients(modules[name], weight_gradients)

@@ -34,8 +34,9 @@ class ParallelModel:
         steps: Runs the user's steps.
         gradients: The path of a gradient from the backward to the optimizer.
         states: Translates weights and optimizer states.
-        groups: Name -> process group, for a `CommVolume`: the mesh axes, and the two
-            directions of the pipeline.
+        groups: Name -> process group, for a `CommVolume`: the mesh axes; ``data``, ``replica`` and
+            ``tokens``; ``pp activations`` and ``pp gradients``, and, where ranks hold several
+            stages, those with `` back``, which go against the order of the ranks.
     """
 
     module: pl.LightningModule

@@ -1,7 +1,9 @@
 """The one order in which parallelism is applied to a model.
 
-split stages -> experts -> tensor -> context -> defer -> recompute -> compile -> materialize and
-shard, unit by unit (whole replicas that compress gradients: materialize) -> optimizer
+split stages -> sums over replicas inside the forward, as of expert loads -> experts -> tensor ->
+context -> defer weight gradients -> recompute -> compile -> tensors kept by recomputation to the
+host -> materialize and shard, unit by unit (whole replicas that compress gradients: materialize)
+-> optimizer
 """
 
 from collections.abc import Sequence
@@ -74,20 +76,20 @@ def parallelize(
     names = [name for name, _ in module.named_parameters()]
     states = StateMap(mesh, list(module.state_dict()), names, resolved.canonical)
     parts = _apply(module, resolved, mesh, options)
-    stages, bounds, owners = parts.stages, parts.bounds, parts.rank_of_stage
+    stages, bounds, rank_of_stage = parts.stages, parts.bounds, parts.rank_of_stage
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
     groups = mesh.named_groups()
-    boundaries = _connect(mesh, owners, device, groups)
-    executor = PipelineExecutor(stages, boundaries, sharding, parts.gradients, activity)
+    links = _connect(mesh, rank_of_stage, device, groups)
+    executor = PipelineExecutor(stages, links, sharding, parts.weight_gradients, activity)
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
     steps = StepRunner(
         module=module,
         mesh=mesh,
-        batch_spec=resolved.plan.batch,
+        batch_layout=resolved.plan.batch,
         sharding=sharding,
         sequence=parts.sequence,
         executor=executor if stages else None,
-        rank_of_stage=owners,
+        rank_of_stage=rank_of_stage,
         options=options,
         device=device,
         seed=seed,
@@ -98,7 +100,7 @@ def parallelize(
         resolved=resolved,
         mesh=mesh,
         bounds=bounds,
-        rank_of_stage=owners,
+        rank_of_stage=rank_of_stage,
         sharding=sharding,
         steps=steps,
         gradients=gradients,
@@ -116,7 +118,7 @@ class _Parts:
     rank_of_stage: tuple[int, ...]
     experts: ExpertParallel | None
     tensor: TensorParallel | None
-    gradients: WeightGradients
+    weight_gradients: WeightGradients
     sequence: ShardedSequence | None
 
 
@@ -126,7 +128,7 @@ def _apply(
     """Split the model into stages and change its modules; parameters are still whole, or on
     meta.
     """
-    stages, bounds, owners = _split_stages(module, resolved, mesh, options)
+    stages, bounds, rank_of_stage = _split_stages(module, resolved, mesh, options)
     apply_replica_sums(module, resolved, mesh.token_group)
     experts = apply_expert_parallel(module, resolved, mesh)
     tensor = _apply_tensor(module, resolved, mesh, sequence_parallel=options.sequence_parallel)
@@ -134,10 +136,10 @@ def _apply(
     return _Parts(
         stages=stages,
         bounds=bounds,
-        rank_of_stage=owners,
+        rank_of_stage=rank_of_stage,
         experts=experts,
         tensor=tensor,
-        gradients=prepare_blocks(module, resolved, bounds, owners, options),
+        weight_gradients=prepare_blocks(module, resolved, bounds, rank_of_stage, options),
         sequence=sequence,
     )
 
@@ -250,12 +252,12 @@ def _split_stages(
     """Split the model, if there are several stages; return those of this rank, and the blocks and
     the rank of every stage.
     """
-    owners = options.place_stages(mesh.sizes.pipeline)
-    bounds = balance_blocks(resolved, len(owners), options.stage_blocks)
-    if len(owners) == 1:
-        return (), bounds, owners
-    held = [stage for stage, rank in enumerate(owners) if rank == mesh.place["pp"]]
-    return cut_stages(module, resolved, held, bounds), bounds, owners
+    rank_of_stage = options.place_stages(mesh.sizes.pipeline)
+    bounds = balance_blocks(resolved, len(rank_of_stage), options.stage_blocks)
+    if len(rank_of_stage) == 1:
+        return (), bounds, rank_of_stage
+    held = [stage for stage, rank in enumerate(rank_of_stage) if rank == mesh.place["pp"]]
+    return cut_stages(module, resolved, held, bounds), bounds, rank_of_stage
 
 
 def _apply_tensor(
@@ -287,18 +289,18 @@ def _agree_on_seed(device: torch.device) -> int:
 
 def _connect(
     mesh: ParallelMesh,
-    owners: Sequence[int],
+    rank_of_stage: Sequence[int],
     device: torch.device,
     groups: dict[str, dist.ProcessGroup],
 ) -> dict[int, StageLink]:
-    """Make the groups of the pipeline, the same on every rank, and this rank's boundaries."""
+    """Make the groups of the pipeline, the same on every rank, and this rank's links."""
     ranks = [list(range(mesh.sizes.pipeline))]
-    for earlier, later in pairwise(owners):
+    for earlier, later in pairwise(rank_of_stage):
         ways = (("activations", earlier, later), ("gradients", later, earlier))
         for name in (group_name(*way) for way in ways if earlier != later):
             if name not in groups:
                 group = mesh.subgroup(("pp",), ranks)
                 assert group is not None
                 groups[name] = group
-    neighbor = partial(mesh.neighbor, "pp")
-    return connect(owners, mesh.place["pp"], groups.__getitem__, neighbor, device)
+    rank_at = partial(mesh.rank_at, "pp")
+    return connect(rank_of_stage, mesh.place["pp"], groups.__getitem__, rank_at, device)

@@ -54,7 +54,7 @@ class AdoptedPrecision:
         return self._own
 
     def connect(self, gradients: GradientPath) -> None:
-        """Let the copy clip along a path, whose norms and stages know the scaler of the copy."""
+        """Let the copy clip along a path, whose norms and actions know the scaler of the copy."""
         self._own.gradients = gradients  # type: ignore[union-attr]
         gradients.scaler = getattr(self._own, "scaler", None)
 

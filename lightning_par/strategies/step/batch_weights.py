@@ -79,12 +79,12 @@ class BatchWeigher:
 
     Args:
         mesh: Its replicas and context ranks see other tokens.
-        batch_spec: Says where the labels are.
+        batch_layout: Says where the labels are.
     """
 
-    def __init__(self, mesh: ParallelMesh, batch_spec: BatchLayout) -> None:
+    def __init__(self, mesh: ParallelMesh, batch_layout: BatchLayout) -> None:
         sizes = mesh.sizes
-        self._batch_spec = batch_spec
+        self._batch_layout = batch_layout
         self._ranks, self._replicas = sizes.shares, sizes.data
         self._data_group = mesh.data_group
         self._context_group = mesh.group("cp") if sizes.context > 1 else None
@@ -94,11 +94,11 @@ class BatchWeigher:
         """Whether several ranks see other tokens, so that a mean over ranks needs weights."""
         return self._ranks > 1
 
-    def counts(self, batch: Any) -> Tensor | None:
+    def has_valid_labels(self, batch: Any) -> Tensor | None:
         """Return whether any label of a batch counts; None if there are no labels."""
-        if self._batch_spec.labels is None:
+        if self._batch_layout.labels is None:
             return None
-        return count_valid(batch, self._batch_spec) > 0
+        return count_valid(batch, self._batch_layout) > 0
 
     def weigh(self, microbatches: Sequence[Any]) -> BatchWeights:
         """Return the weights of this replica's micro-batches.
@@ -109,7 +109,7 @@ class BatchWeigher:
         **Communicates**: one all-reduce of one number per micro-batch over the context ranks, and
         one of two numbers over the replicas, where there are several.
         """
-        counts = torch.stack([count_valid(b, self._batch_spec) for b in microbatches])
+        counts = torch.stack([count_valid(b, self._batch_layout) for b in microbatches])
         samples, replica = None, counts
         if self._context_group is not None:
             replica = counts.clone()
@@ -121,7 +121,7 @@ class BatchWeigher:
             dist.all_reduce(sums, group=self._data_group)
             total, samples = sums[0], sums[1]
         zero: frozenset[int] = frozenset()
-        if self._batch_spec.labels is not None:  # without labels every sample counts
+        if self._batch_layout.labels is not None:  # without labels every sample counts
             zero = frozenset(i for i, count in enumerate(replica.tolist()) if count == 0)
         valid = total.clamp(min=1)
         return BatchWeights(

@@ -1,4 +1,4 @@
-"""The path of a gradient from the backward to the optimizer, as one ordered list of stages.
+"""The path of a gradient from the backward to the optimizer, as one ordered list of actions.
 
 Before it, autograd computes the gradient, and FSDP averages it over the replicas in the backward.
 
@@ -40,7 +40,7 @@ from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.upstream.lightning import CLIP_GRADIENTS
 
-__all__ = ["GradientPath", "GradientStage", "Phase", "mesh_precision"]
+__all__ = ["GradientAction", "GradientPath", "Phase", "mesh_precision"]
 
 _NAMED = 3
 """How many parameters and ranks a message names."""
@@ -48,7 +48,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Phase(Enum):
-    """When a stage runs."""
+    """When an action runs."""
 
     BACKWARD = "after the last backward of a step"
     UNSCALE = "before the optimizer step, by the precision plugin"
@@ -63,7 +63,7 @@ class _Passage:
     Attributes:
         parameters: Parameters of the optimizer.
         loss: Sum of the losses of the step; None if it does not matter.
-        norm: Norm over all ranks, once a stage has computed it.
+        norm: Norm over all ranks, once an action has computed it.
         bound: Largest norm, or largest entry.
         by_value: Whether entries are clipped, not the norm.
     """
@@ -76,8 +76,8 @@ class _Passage:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GradientStage:
-    """One stage of the path.
+class GradientAction:
+    """One action on the gradients, such as a sum of copies.
 
     Attributes:
         name: What it does to the gradients.
@@ -94,7 +94,7 @@ class GradientStage:
 
 
 class GradientPath:
-    """The stages through which gradients go; `print` shows them in order.
+    """The actions on the gradients, in order; `print` shows them.
 
     Args:
         module: The user's LightningModule, which holds this rank's parameters.
@@ -106,7 +106,7 @@ class GradientPath:
         options: Says what happens to a step that is not finite.
 
     Attributes:
-        stages: All stages, in order.
+        actions: All actions, in order.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class GradientPath:
         self._scaler: MeshGradScaler | None = None
         self._loss: Tensor | None = None  # sum over the batches since the last optimizer step
         self._norm: Tensor | None = None  # known between judging a step and clipping it
-        self.stages = tuple(self._list_stages())
+        self.actions = tuple(self._list_actions())
 
     def __str__(self) -> str:
-        return "\n".join(f"{number}. {stage}" for number, stage in enumerate(self.stages, 1))
+        return "\n".join(f"{number}. {action}" for number, action in enumerate(self.actions, 1))
 
     @property
     def host(self) -> HostOptimizer | None:
@@ -158,34 +158,36 @@ class GradientPath:
             # The scaler divides the gradients on the host, too, by a factor of their update.
             host = self._host
             self._scaler.offloaded_gradients = None if host is None else host.offloaded_gradients
-        self.stages = tuple(self._list_stages())
+        self.actions = tuple(self._list_actions())
 
-    def _list_stages(self) -> Iterator[GradientStage]:
-        def stage(name: str, phase: Phase, run: Callable[[_Passage], None] | None) -> GradientStage:
-            return GradientStage(name=name, phase=phase, run=run)
+    def _list_actions(self) -> Iterator[GradientAction]:
+        def action(
+            name: str, phase: Phase, run: Callable[[_Passage], None] | None
+        ) -> GradientAction:
+            return GradientAction(name=name, phase=phase, run=run)
 
         if self.compression is not None:
-            yield stage("average over the replicas, compressed", Phase.BACKWARD, self._compress)
+            yield action("average over the replicas, compressed", Phase.BACKWARD, self._compress)
         for copies in self.shared:
             verb = "sum" if isinstance(copies, SharedGradients) else "average"
             name = f"{verb} copies over {_axes(copies.group, self._sizes)}"
-            yield stage(name, Phase.BACKWARD, partial(_reduce, copies))
+            yield action(name, Phase.BACKWARD, partial(_reduce, copies))
         if self._host is not None:
-            yield stage("send to the host", Phase.BACKWARD, self._send)
+            yield action("send to the host", Phase.BACKWARD, self._send)
         if self._scaler is not None:
             name = "divide by the loss scale; on overflow leave the step out"
-            yield stage(name, Phase.UNSCALE, None)
+            yield action(name, Phase.UNSCALE, None)
         judges = self._on_nonfinite != "ignore" and self._scaler is None
-        yield stage("norm over all ranks", Phase.STEP if judges else Phase.CLIP, self._find_norm)
+        yield action("norm over all ranks", Phase.STEP if judges else Phase.CLIP, self._find_norm)
         if judges:
             verdict = "raise" if self._on_nonfinite == "raise" else "leave the step out"
-            yield stage(f"{verdict} if the norm or a loss is not finite", Phase.STEP, self._refuse)
-        yield stage("clip", Phase.CLIP, self._clip)
+            yield action(f"{verdict} if the norm or a loss is not finite", Phase.STEP, self._refuse)
+        yield action("clip", Phase.CLIP, self._clip)
 
     def _walk(self, phase: Phase, passage: _Passage) -> None:
-        for stage in self.stages:
-            if stage.phase is phase and stage.run is not None:
-                stage.run(passage)
+        for action in self.actions:
+            if action.phase is phase and action.run is not None:
+                action.run(passage)
 
     @property
     def reduced_late(self) -> frozenset[int]:
@@ -193,21 +195,22 @@ class GradientPath:
         late = (*self.shared, *([] if self.compression is None else [self.compression]))
         return frozenset(id(p) for reduced in late for p in reduced.parameters)
 
-    def add_loss(self, loss: Tensor, counts: Tensor | None = None) -> None:
+    def add_loss(self, loss: Tensor, has_valid_labels: Tensor | None = None) -> None:
         """Remember the loss of one backward; those of accumulated batches add up.
 
         Args:
             loss: Scalar loss, weighted and scaled.
-            counts: Whether it counts: the mean over no valid entry is NaN by itself.
+            has_valid_labels: Whether it counts, as the mean over no valid entry is NaN by itself;
+                None: it does.
         """
         if self._on_nonfinite != "ignore":
             loss = loss.detach()
-            if counts is not None:
-                loss = torch.where(counts.to(loss.device), loss, 0)
+            if has_valid_labels is not None:
+                loss = torch.where(has_valid_labels.to(loss.device), loss, 0)
             self._loss = loss if self._loss is None else self._loss + loss
 
     def after_backward(self) -> None:
-        """Run the stages that follow a step's last backward; none while batches accumulate.
+        """Run the actions that follow a step's last backward; none while batches accumulate.
 
         **Communicates**: compressed gradients, over the replicas; one all-reduce for every group
         that shares parameters.
@@ -217,12 +220,11 @@ class GradientPath:
         if self._sharding.synchronizes:
             self._walk(Phase.BACKWARD, _Passage(loss=self._loss))
 
-    def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Run the stages that judge a step, before its gradients are clipped.
+    def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Run the actions that judge a step, before its gradients are clipped.
 
         Args:
-            optimizer: The optimizer that is about to step.
-            parameters: Its parameters.
+            parameters: Parameters of the optimizer that is about to step.
 
         Raises:
             NonFiniteError: On every rank, if a loss or gradient of any is not finite.
@@ -237,7 +239,7 @@ class GradientPath:
         self._norm = None if own else passage.norm
 
     def clip(self, parameters: Sequence[nn.Parameter], bound: float, *, by_value: bool) -> None:
-        """Run the stages that clip.
+        """Run the actions that clip.
 
         Args:
             parameters: Parameters of the optimizer.
@@ -345,7 +347,7 @@ class _MeshPrecision(Precision):
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=True)
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.gradients.before_step(optimizer, list(self.main_params(optimizer)))
+        self.gradients.before_step(list(self.main_params(optimizer)))
         try:
             getattr(super(), CLIP_GRADIENTS)(model, optimizer, *args, **kwargs)
         finally:

@@ -168,7 +168,7 @@ def combine_logs(calls: Sequence[Sequence[LogCall]], weights: Tensor) -> list[Lo
 
 
 def combine_values(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
-    """Reduce [m] values; see Note [Weight 0], unless all weights are 0."""
+    """Reduce [m] values; see Note [Weight 0] in `batch_weights.py`, unless all weights are 0."""
     name = reduction_name(reduce_fx)
     has_weight = bool((weights > 0).any())
     if name in ("mean", "avg"):

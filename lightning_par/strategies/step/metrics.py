@@ -41,7 +41,7 @@ def bind_metrics(
             metric.process_group = mesh.token_group
         if mesh.sizes.pipeline > 1 and "_lightning_par_compute" not in metric.__dict__:
             metric.__dict__["_lightning_par_compute"] = metric.compute
-            source = mesh.neighbor("pp", rank_of_stage[-1])
+            source = mesh.rank_at("pp", rank_of_stage[-1])
             metric.compute = _shared_compute(metric, mesh, source, in_step)  # type: ignore[method-assign]
 
 

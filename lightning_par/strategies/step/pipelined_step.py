@@ -79,7 +79,7 @@ class PipelinedSteps:
         self._sequence, self._num_microbatches = sequence, num_microbatches
         self._schedule, self._rank_of_stage = schedule, rank_of_stage
         self._is_only_replica = mesh.sizes.data == 1
-        self._source = mesh.neighbor("pp", rank_of_stage[-1])  # the last stage, of this replica
+        self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
         self._group = mesh.group("pp")
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 

@@ -36,17 +36,20 @@ __all__ = ["Step", "StepRunner"]
 class Step:
     """What the forward of one training step found out for its backward.
 
-    `StepRunner.training` makes it, the backward consumes it and closes it.
+    `StepRunner.training` makes it, the backward consumes it and closes it. Under a pipeline it only
+    says whether labels are valid; gradients and loss scale are with the loss (`ScheduledLoss`).
 
     Attributes:
         loss_scale: Factor of the loss before its backward; None: 1.
-        counts: Whether any entry of the batch counts; None: nobody asked, and all do.
-        is_zero_weight: Whether the loss has weight 0; see Note [Zero-weight loss].
+        has_valid_labels: Bool tensor, whether any entry of the batch counts; None: every entry
+            counts.
+        is_zero_weight: Whether the loss has weight 0; see Note [Zero-weight loss] in
+            `engine/data/zero_weight_loss.py`.
         opened: What has to stay open until the backward is over, as recomputation needs it.
     """
 
     loss_scale: Tensor | None = None
-    counts: Tensor | None = None
+    has_valid_labels: Tensor | None = None
     is_zero_weight: bool = False
     opened: ExitStack = field(default_factory=ExitStack)
 
@@ -65,7 +68,7 @@ class StepRunner:
     Args:
         module: The user's LightningModule.
         mesh: Mesh of this run.
-        batch_spec: Where labels and sequence dims of a batch are.
+        batch_layout: Where labels and sequence dims of a batch are.
         sharding: Surrounds every forward and backward.
         sequence: Shards sequences over context ranks, if there are several.
         executor: Runs the stages of this rank; None without a pipeline.
@@ -86,7 +89,7 @@ class StepRunner:
         *,
         module: pl.LightningModule,
         mesh: ParallelMesh,
-        batch_spec: BatchLayout,
+        batch_layout: BatchLayout,
         sharding: Sharding,
         sequence: ShardedSequence | None,
         executor: PipelineExecutor | None,
@@ -99,7 +102,7 @@ class StepRunner:
         sizes = mesh.sizes
         self.module, self.sequence = module, sequence
         self.seed, self.evaluations = seed, 0
-        self._batch_spec, self._sharding, self._activity = batch_spec, sharding, activity
+        self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
         self._in_step = False
         # Each is asked for in every step or micro-batch: properties of the mesh compute them anew.
         self._shares_replica = sizes.world_size > sizes.data
@@ -109,7 +112,7 @@ class StepRunner:
         self._pads = sizes.context > 1
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         self._broadcast = BatchBroadcast(mesh)
-        self._weigher = BatchWeigher(mesh, batch_spec)
+        self._weigher = BatchWeigher(mesh, batch_layout)
         self.pipeline: PipelinedSteps | None = None
         if executor is not None:
             ranks = sizes.pipeline
@@ -196,17 +199,18 @@ class StepRunner:
                 scaler = getattr(plugin, "scaler", None)
                 with self._random_restored():
                     context = plugin.train_step_context
-                    output, counts = self.pipeline.training(context, args, key, scaler)
-                return output, Step(counts=counts)
+                    output, has_valid_labels = self.pipeline.training(context, args, key, scaler)
+                return output, Step(has_valid_labels=has_valid_labels)
             weights = self._weigher.weigh([args[0]]) if self._weigher.is_needed else None
             is_zero_weight = weights is not None and bool(weights.zero)
             if is_zero_weight:
                 opened.enter_context(self._sharding.zero_weight.prepared())
             with adjust_logs(self.module, weights):
                 output = self._whole("training_step", plugin.train_step_context, args, key)
+            weigher = self._weigher
             return output, Step(
                 loss_scale=None if weights is None else weights.own,
-                counts=self._weigher.counts(args[0]) if weights is None else None,
+                has_valid_labels=weigher.has_valid_labels(args[0]) if weights is None else None,
                 is_zero_weight=is_zero_weight,
                 opened=opened.pop_all(),
             )
@@ -290,11 +294,11 @@ class StepRunner:
         Sequences that context ranks shard are padded, except in predictions, whose batches may lack
         the labels.
         """
-        degree, spec = self._tensor_degree, self._batch_spec
+        degree, layout = self._tensor_degree, self._batch_layout
         if degree == 1 or (self._pads and not predicts):
             return
-        for entry, dim in sequence_entries(batch, spec).items():
-            if entry == spec.labels and predicts:
+        for entry, dim in sequence_entries(batch, layout).items():
+            if entry == layout.labels and predicts:
                 continue
             shape = tuple(getattr(batch_entry(batch, entry), "shape", ()))
             if not -len(shape) <= dim < len(shape):

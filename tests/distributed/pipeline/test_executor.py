@@ -299,8 +299,8 @@ class LoggingChannel(Channel):
 def test_receives_are_posted_before_the_compute_that_they_overlap(rank, world):
     staged = Staged(build(), TWO, channel=LoggingChannel)
     log, batch = [], data(4)
-    for boundary in staged.boundaries.values():
-        boundary.activations.log = boundary.gradients.log = log
+    for link in staged.links.values():
+        link.activations.log = link.gradients.log = log
 
     def step(index):
         log.append(f"F{index}")

@@ -112,7 +112,7 @@ def test_the_input_gradient_leaves_before_the_weights_are_done(rank, world):
     staged = Staged(build(block=CountingBlock, blocks=2), ((0, 1), (1, 2)), schedule="zb-h1")
     log = CountingBlock.log = []
     if rank == 1:
-        channel = staged.boundaries[0].gradients
+        channel = staged.links[0].gradients
         send = channel.send_tensors
         channel.send_tensors = lambda tensors: (log.append("send"), send(tensors))
     run = staged.train(data(4), 4)

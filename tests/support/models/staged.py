@@ -96,8 +96,8 @@ class Staged:
         layout = resolve_plan(model, ParallelPlan(blocks="blocks", **(plan or {})))
         self.model, self.bounds, self.schedule = model, bounds, schedule
         self.chunks = len(bounds) // self.world
-        self.owners = place_stages(schedule, self.world, self.chunks)
-        held = [stage for stage, rank in enumerate(self.owners) if rank == self.rank]
+        self.rank_of_stage = place_stages(schedule, self.world, self.chunks)
+        held = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.rank]
         self.stages = cut_stages(model, layout, held, bounds)
         self.stage = self.stages[0]
         gradients = WeightGradients()
@@ -106,11 +106,11 @@ class Staged:
                 if splits_backward(schedule, self.world):
                     defer_weight_gradients(block, gradients)
                 wrap(block)
-        self.boundaries = connect(
-            self.owners, self.rank, pipeline_group, int, torch.device("cpu"), channel
+        self.links = connect(
+            self.rank_of_stage, self.rank, pipeline_group, int, torch.device("cpu"), channel
         )
         self.hooks = Hooks()
-        self.executor = PipelineExecutor(self.stages, self.boundaries, self.hooks, gradients)
+        self.executor = PipelineExecutor(self.stages, self.links, self.hooks, gradients)
 
     def train(self, batch, count, schedule=None, step=None):
         """Run a training step on `count` micro-batches, weighted by their samples."""
@@ -127,7 +127,7 @@ class Staged:
     def evaluate(self, batch, count):
         parts = split_batch(batch, count)
         return self.executor.run(
-            forward_only(self.owners, len(parts)),
+            forward_only(self.rank_of_stage, len(parts)),
             lambda index: self.model.loss(parts[index]),
             [signature(part, "evaluation") for part in parts],
             None,
