@@ -49,20 +49,20 @@ if TYPE_CHECKING:
 else:
     # Imported when they are asked for (PEP 562): the engine has to work without Lightning.
     _EXPORTS = {
-        "BatchLayout": "plan",
-        "ContextOptions": "engine.context.sequence_shard",
+        "BatchLayout": "plan.parallel_plan",
+        "ContextOptions": "engine.context.options",
         "GradientCompression": "engine.data.compression.options",
         "Hybrid3DStrategy": "strategies",
         "LightningParError": "errors",
-        "ParallelPlan": "plan",
+        "ParallelPlan": "plan.parallel_plan",
         "ParallelSizes": "sizes",
         "Pipeline1F1BStrategy": "strategies",
         "SequenceRingStrategy": "strategies",
         "TensorParallelStrategy": "strategies",
         "ZeROOffloadStrategy": "strategies",
         "attention": "engine.context.attention",
-        "check_plan": "resolved_plan",
-        "memory_estimate": "strategies.setup.memory_check",
+        "check_plan": "plan.resolved_plan",
+        "memory_estimate": "strategies.mesh_strategy",
         "verify": "verification",
     }
     _PACKAGES = ("callbacks", "huggingface", "models", "strategies", "verification")

@@ -46,6 +46,12 @@ def local_box(name: str, tensor: Tensor) -> Box:
     assert place is not None
     shards = [(i, p) for i, p in enumerate(tensor.placements) if hasattr(p, "dim")]
     shards.sort(key=lambda shard: type(shard[1]) is not Shard)  # strided ones were made last
+    plain = {p.dim for _, p in shards if type(p) is Shard}
+    if any(p.dim not in plain for _, p in shards):  # nothing was cut before: these are strips
+        raise CheckpointError(
+            f"{name} is sharded as {tensor.placements}: a rank holds several strips of a dim, not "
+            "one block. Keep the weight whole, or store it with a dim of its own for the strips."
+        )
     cuts = [(p.dim, mesh.size(i), place[i]) for i, p in shards]
     box = cut_box(name, tuple(tensor.shape), cuts)
     held = tuple(tensor.to_local().shape)

@@ -26,6 +26,7 @@ __all__ = [
     "signature",
     "split_batch",
     "tensors_of",
+    "to_cpu",
     "with_entries",
 ]
 
@@ -234,3 +235,8 @@ def count_valid(batch: Any, layout: BatchLayout) -> Float[Tensor, ""]:
 def signature(batch: Any, *extra: Hashable) -> Hashable:
     """Return the shapes and dtypes of a batch, and `extra`, as a key that ranks agree on."""
     return (tuple((tuple(t.shape), t.dtype) for t in tensors_of(batch)), *extra)
+
+
+def to_cpu(tree: Any) -> Any:
+    """Return the nest with every tensor detached and on the CPU."""
+    return map_tensors(tree, lambda t: t.detach().cpu())

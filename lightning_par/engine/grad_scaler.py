@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
-from lightning_par.engine.data.gradient_norm import is_counted_here, local_gradients
+from lightning_par.engine.data.gradient_reduction import is_counted_here, local_gradients
 from lightning_par.engine.offload.offloaded_gradients import OffloadedGradients
 from lightning_par.upstream.aten import unscale_and_check_
 from lightning_par.upstream.autograd import OverridableGradScaler, scaler_device

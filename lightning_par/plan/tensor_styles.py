@@ -5,10 +5,14 @@ Weights are [out, in], activations [B, T, D].
 
 To add a tensor style:
 
-1. Add its name to `TensorStyle` and its row to `TENSOR_STYLES`. The resolved plan, the placement of
-   parameters, the sums of gradients and the expected communication volume read nothing else.
+1. Add its name to `TensorStyle` and its row to `TENSOR_STYLES`, both sorted. The resolved plan, the
+   placement of parameters, the sums of gradients and the expected communication volume read it.
 2. Where the module has to compute something else than its own forward on the local shards, add one
-   function of the same name to `lightning_par.engine.tensor.styles.STYLE_FUNCTIONS`.
+   function, and an entry of the style's name, to
+   `lightning_par.engine.tensor.styles.STYLE_FUNCTIONS`.
+
+A shard is one contiguous block of one dim. Two strips of it, as a fused gate and up would need,
+either leave the weight whole (as `fused_qkv_transposed` does) or want a weight [2, F, in].
 """
 
 from collections.abc import Mapping

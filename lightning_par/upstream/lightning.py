@@ -1,6 +1,8 @@
 """Private names of Lightning; the only module here that imports it.
 
 ============================  ===============================================================
+`CLIP_GRADIENTS`              name of the method of a precision plugin between a closure and
+                              `configure_gradient_clipping`, which no hook of a strategy reaches
 `SubprocessScriptLauncher`    the launcher that starts a script once per device; a strategy that
                               wants to act before and after it has to derive from it. Its
                               `_call_children_scripts` starts the processes
@@ -37,19 +39,18 @@ with names_of("lightning"):
     from lightning.pytorch.utilities.exceptions import _TunerExitException
 
     _after_closure = Precision._after_closure
+    CLIP_GRADIENTS = Precision._clip_gradients.__name__
     # Called by, or overridden in, classes of ours: a Lightning that renames one would not call it.
     _HOOKS = (
         _SubprocessScriptLauncher._call_children_scripts,
         Strategy._configure_launcher,
-        # What a plugin does with gradients between a closure and `configure_gradient_clipping`.
-        Precision._clip_gradients,
     )
 
 __all__ = [
+    "CLIP_GRADIENTS",
     "SubprocessScriptLauncher",
     "TunerExit",
     "after_closure",
-    "clip_gradients",
     "compute_dtype",
     "forget_trainer",
     "init_process_group",
@@ -80,17 +81,6 @@ def after_closure(plugin: Precision, module: pl.LightningModule, optimizer: Opti
     A precision plugin with an `optimizer_step` of its own has to call it; Lightning's own do.
     """
     _after_closure(plugin, module, optimizer)
-
-
-def clip_gradients(plugin: Any, *args: Any, **kwargs: Any) -> None:
-    """Do what a precision plugin does between a closure and `configure_gradient_clipping`.
-
-    Args:
-        plugin: The plugin, or `super()` in a method of one.
-        args: The module, the optimizer, the bound and the algorithm.
-        kwargs: The same by name.
-    """
-    plugin._clip_gradients(*args, **kwargs)
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:

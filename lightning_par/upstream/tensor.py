@@ -1,11 +1,13 @@
 """Tensors: their memory and changes, and how a subclass of Tensor is made.
 
+`make_wrapper` returns a tensor of a class that has a shape and no memory, from the class, the
+shape, `dtype` and `device`. Torch's notes on wrapper subclasses use it; there is no public name.
+
 `plain_functions` is a context in which no ``__torch_function__`` is called. Torch's notes on
 extending torch tell subclasses to use it; there is no public name.
 """
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +15,8 @@ from torch import Tensor
 from lightning_par.upstream.presence import names_of
 
 with names_of("torch"):
+    make_wrapper = Tensor._make_wrapper_subclass
     _make_subclass = Tensor._make_subclass
-    _make_wrapper_subclass = Tensor._make_wrapper_subclass
     plain_functions = torch._C.DisableTorchFunctionSubclass
     # Read where they are used; looked up here so that nothing is read from a torch without them.
     _CHECKED = (Tensor._version, torch.UntypedStorage._cdata)
@@ -56,16 +58,4 @@ def make_subclass(kind: type[T], data: Tensor, requires_grad: bool) -> T:
     `nn.Parameter` does so. `Tensor.as_subclass`, which is public, would be seen by a dispatch mode.
     """
     made: T = _make_subclass(kind, data, requires_grad)
-    return made
-
-
-def make_wrapper(
-    kind: type[T], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
-) -> T:
-    """Return a tensor of class `kind` that has a shape and no memory.
-
-    Torch's notes on wrapper subclasses use it; there is no public name.
-    """
-    made: Any = _make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
-    assert isinstance(made, kind)
     return made

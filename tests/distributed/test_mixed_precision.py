@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import MixedPrecision
-from lightning_par.engine.data.gradient_norm import local_gradients
+from lightning_par.engine.data.gradient_reduction import local_gradients
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer, Recorder
 from tests.support.ranks.api import ranks, run_ranks

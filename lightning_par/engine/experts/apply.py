@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from lightning_par.engine.collectives import all_reduce
 from lightning_par.engine.experts.token_dispatch import dispatch_tokens
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.tensor.parameters import local_parameters
+from lightning_par.engine.tensor.styles import local_parameters
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import either, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh

@@ -8,7 +8,7 @@ import torch
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_par.engine.data.gradient_norm import is_counted_here
+from lightning_par.engine.data.gradient_reduction import is_counted_here
 
 __all__ = ["OffloadedGradients"]
 

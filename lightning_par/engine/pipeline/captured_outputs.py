@@ -40,7 +40,7 @@ def keep_outputs(block: nn.Module, captured: Mapping[str, int]) -> None:
 
 def add_stand_ins(
     stub: nn.Module, block: nn.Module, captured: Mapping[str, int], base: type[nn.Module]
-) -> Callable[[], None]:
+) -> Callable[[], None] | None:
     """Put fakes of the captured modules into the stub of a block.
 
     Args:
@@ -50,8 +50,8 @@ def add_stand_ins(
         base: Base class of all stubs.
 
     Returns:
-        A function that calls the fakes; before it, the stub gets the attributes of
-        `captured_names`.
+        A function that calls the fakes, None if there are none; before it, the stub gets the
+        attributes of `captured_names`.
     """
     modules = dict(block.named_modules())
     fakes = []
@@ -77,7 +77,7 @@ def add_stand_ins(
         for fake in fakes:
             fake()
 
-    return replay
+    return replay if fakes else None
 
 
 def _attribute(path: str) -> str:

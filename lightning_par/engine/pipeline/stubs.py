@@ -37,7 +37,7 @@ class _EarlierBlock(StageStub):
 
     _stage: Stage
     _number: int
-    _replay: Callable[[], None]
+    _replay: Callable[[], None] | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._stage.current
@@ -47,7 +47,8 @@ class _EarlierBlock(StageStub):
             value = state.received.get(f"{self._number}.{name}")
             if value is not None:
                 object.__setattr__(self, name, value)
-        self._replay()
+        if self._replay is not None:
+            self._replay()
         answer = state.received[str(self._number)]
         if self._number == self._stage.first_block - 1:
             return answer

@@ -23,9 +23,9 @@ from torch.distributed.tensor import Placement
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.engine.rng import fork_torch_rng, seed_generators
 from lightning_par.engine.tensor.huggingface_layers import enter_region, leave_region
-from lightning_par.engine.tensor.parameters import local_parameters, tensor_placements
+from lightning_par.engine.tensor.parameters import tensor_placements
 from lightning_par.engine.tensor.sequence_parallel import Region, Regions
-from lightning_par.engine.tensor.styles import plain, Style, STYLE_FUNCTIONS
+from lightning_par.engine.tensor.styles import apply_style
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
@@ -54,7 +54,7 @@ def _shard_between_blocks(
     """Cut the input of the first block along T, and make the output of the last one whole."""
     for fqn, style in ((block_names[0], enter_region), (block_names[-1], leave_region)):
         if fqn in modules:
-            _apply_style(modules[fqn], style, region)
+            apply_style(modules[fqn], style, region)
 
 
 def apply_tensor_parallel(
@@ -83,7 +83,7 @@ def apply_tensor_parallel(
         if fqn not in modules:
             continue
         module, region = modules[fqn], regions.of(fqn)
-        _apply_style(module, STYLE_FUNCTIONS.get(style, plain), region)
+        apply_style(module, style, region)
         spec = TENSOR_STYLES[style]
         sums = ("always", "sequence_parallel") if region.sequence_parallel else ("always",)
         if spec.partial_gradients in sums:
@@ -102,21 +102,6 @@ def apply_tensor_parallel(
     return TensorParallel(
         mesh=mesh, placements=placements, partial=frozenset(partial_names & set(placements))
     )
-
-
-def _apply_style(module: nn.Module, style: Style, context: Region) -> None:
-    direct = next(module.parameters(recurse=False), None) is not None
-
-    def around(inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not direct:
-                return style(module, inner, context, args, kwargs)
-            with local_parameters(module):
-                return style(module, inner, context, args, kwargs)
-
-        return forward
-
-    wrap_forward(module, around, "tensor_parallel")
 
 
 def _draws_random_numbers(block: nn.Module) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.engine.collectives import copy_to_group, reduce_to_whole
-from lightning_par.engine.tensor.sequence_parallel import on_first_tensor, Region
+from lightning_par.engine.tensor.sequence_parallel import Region
+from lightning_par.engine.tensor_tree import on_first_tensor
 from lightning_par.upstream.transformers import mark_as_expert_parallel
 
 __all__ = [

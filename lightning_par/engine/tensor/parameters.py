@@ -1,11 +1,7 @@
-"""Parameters under tensor parallelism: where each is sharded, and its local shard in a forward.
+"""Parameters under tensor parallelism: where each is sharded, and how a rank's shard is made."""
 
-See Note [Local computation] in `lightning_par.engine.tensor.apply`.
-"""
-
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn, Tensor
@@ -14,11 +10,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from lightning_par.engine.collectives import split_sizes
+from lightning_par.errors import PlanError
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from lightning_par.upstream.dispatch import any_true_operator
 
-__all__ = ["local_parameters", "shard_parameter", "swap", "tensor_placements"]
+__all__ = ["shard_parameter", "tensor_placements"]
 
 
 @register_sharding(any_true_operator)  # type: ignore[untyped-decorator]
@@ -59,44 +56,22 @@ def shard_parameter(
 
     Returns:
         A DTensor parameter with this rank's part.
+
+    Raises:
+        PlanError: A placement is neither Shard nor Replicate.
     """
     local = full
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             sizes = split_sizes(full.shape[placement.dim], mesh.size(axis))
             local = local.split(sizes, placement.dim)[mesh.get_local_rank(axis)]
+        elif not isinstance(placement, Replicate):
+            raise PlanError(
+                f"a parameter cannot be placed as {placement}: a shard is one block of one dim."
+            )
     if local is not full:
         local = local.clone(memory_format=torch.contiguous_format)
     sharded = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
     return nn.Parameter(sharded, requires_grad=requires_grad)
-
-
-@contextmanager
-def local_parameters(module: nn.Module) -> Iterator[None]:
-    """Replace a module's own DTensor parameters by their local shards within the context.
-
-    Args:
-        module: Changed in place; parameters of its submodules stay what they are.
-    """
-    items = cast(dict[str, Any], module._parameters).items()
-    saved = {name: value for name, value in items if isinstance(value, DTensor)}
-    try:
-        for name, parameter in saved.items():
-            swap(module, name, parameter.to_local())
-        yield
-    finally:
-        for name, parameter in saved.items():
-            swap(module, name, parameter)
-
-
-def swap(module: nn.Module, name: str, value: Any) -> None:
-    """Set what ``module.name`` means, without the checks that make it a registered parameter.
-
-    Args:
-        module: Changed in place.
-        name: Name of one of its own parameters.
-        value: A plain tensor, a parameter or None.
-    """
-    module._parameters[name] = value

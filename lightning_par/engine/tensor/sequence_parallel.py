@@ -4,8 +4,7 @@ Shapes: B batch, T tokens, D model dim; under sequence parallelism a rank holds 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,42 +17,39 @@ from lightning_par.engine.collectives import (
     reduce_to_whole,
     slice_to_shard,
 )
-from lightning_par.errors import PlanError
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
-from lightning_par.upstream.pytree import tree_flatten, tree_unflatten
 
-__all__ = ["SEQUENCE_DIM", "Region", "Regions", "on_first_tensor"]
+__all__ = ["SEQUENCE_DIM", "Region", "Regions"]
 
 SEQUENCE_DIM = 1
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
     """The tp group, and whether activations in a part of the model are sharded along T.
 
-    Attributes:
+    Args:
         group: The ``tp`` ranks.
         sequence_parallel: Whether activations between sharded weights are shards along T.
+
+    Attributes:
+        enter: All-gathers along T what enters sharded weights; the gradient is reduce-scattered.
+            Without sequence parallelism the input is whole, and its gradient is all-reduced.
+        leave: Reduce-scatters along T, or all-reduces, the partial output of sharded weights.
     """
 
-    group: dist.ProcessGroup
-    sequence_parallel: bool
+    enter: Callable[[Tensor], Tensor]
+    leave: Callable[[Tensor], Tensor]
 
-    def enter(self, x: Tensor) -> Tensor:
-        """All-gather along T what enters sharded weights; the gradient is reduce-scattered.
-
-        Without sequence parallelism the input is whole, and its gradient is all-reduced.
-        """
-        if self.sequence_parallel:
-            return gather_partial(x, SEQUENCE_DIM, self.group)
-        return copy_to_group(x, self.group)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """Reduce-scatter along T, or all-reduce, the partial output of sharded weights."""
-        if self.sequence_parallel:
-            return reduce_to_shards(x, SEQUENCE_DIM, self.group)
-        return reduce_to_whole(x, self.group)
+    def __init__(self, *, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+        self.group, self.sequence_parallel = group, sequence_parallel
+        # Bound here, not chosen in every call: every sharded layer enters and leaves.
+        if sequence_parallel:
+            self.enter = partial(gather_partial, dim=SEQUENCE_DIM, group=group)
+            self.leave = partial(reduce_to_shards, dim=SEQUENCE_DIM, group=group)
+        else:
+            self.enter = partial(copy_to_group, group=group)
+            self.leave = partial(reduce_to_whole, group=group)
 
     def cut(self, x: Tensor) -> Tensor:
         """Keep this rank's T/tp tokens of a whole tensor; the gradient is whole again."""
@@ -88,29 +84,3 @@ class Regions:
         """Return the region of the module `fqn`."""
         inside = fqn.startswith(self._sharded) and not fqn.startswith(self._whole)
         return self.sharded if inside else self.whole
-
-
-def on_first_tensor(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply `function` to the first tensor of a tree: the hidden states.
-
-    Args:
-        function: Maps a tensor to a tensor.
-        tree: The arguments or the output of a module.
-
-    Returns:
-        The tree with that tensor replaced.
-
-    Raises:
-        PlanError: The tree has no tensor.
-    """
-    # Other nodes, such as a cache of keys that the module updates in place, are not rebuilt.
-    leaves, spec = tree_flatten(tree, is_leaf=_is_no_container)
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            leaves[place] = function(leaf)
-            return tree_unflatten(leaves, spec)
-    raise PlanError("a module with a tensor style was called without a tensor.")
-
-
-def _is_no_container(node: Any) -> bool:
-    return not isinstance(node, tuple | list | dict)

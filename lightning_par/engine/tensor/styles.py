@@ -8,11 +8,13 @@ A function takes the module, its original forward, the `Region` with the ``tp`` 
 positional and keyword arguments of the call, and returns what the module returns.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_par.engine.collectives import (
     copy_to_group,
@@ -26,19 +28,19 @@ from lightning_par.engine.tensor.huggingface_layers import (
     rowwise_transposed,
     whole_inside,
 )
-from lightning_par.engine.tensor.parameters import swap
-from lightning_par.engine.tensor.sequence_parallel import on_first_tensor, Region, SEQUENCE_DIM
+from lightning_par.engine.tensor.sequence_parallel import Region, SEQUENCE_DIM
 from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
+from lightning_par.engine.tensor_tree import on_first_tensor
+from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import PlanError
 from lightning_par.plan.tensor_styles import TensorStyle
 
-__all__ = ["STYLE_FUNCTIONS", "Style", "plain"]
+__all__ = ["STYLE_FUNCTIONS", "Style", "apply_style", "local_parameters"]
 
-Forward = Callable[..., Any]
 Style = Callable[[nn.Module, Forward, Region, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def plain(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+def _plain(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Run the module on its local shards."""
     return call(*args, **kwargs)
 
@@ -55,11 +57,11 @@ def _colwise_gather_output(
 def _rowwise(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Sum the partial outputs, then add the whole bias, which must not be summed."""
     bias = module._parameters.get("bias")
-    swap(module, "bias", None)
+    _swap(module, "bias", None)
     try:
         out = call(*args, **kwargs)
     finally:
-        swap(module, "bias", bias)
+        _swap(module, "bias", bias)
     out = ctx.leave(out)
     return out if bias is None else out + bias
 
@@ -143,4 +145,56 @@ STYLE_FUNCTIONS: Mapping[TensorStyle, Style] = {
     "whole_inside": whole_inside,
     "whole_sequence": _whole_sequence,
 }
-"""The styles whose modules compute something else than `plain`."""
+"""The styles whose modules compute something else than `_plain`."""
+
+
+def apply_style(module: nn.Module, style: TensorStyle | Style, region: Region) -> None:
+    """Let a module compute as a style says, on the local shards of its own parameters.
+
+    Args:
+        module: Changed in place.
+        style: The name of a style, or a function as described above.
+        region: The ``tp`` group, and whether activations are sharded along T around the module.
+    """
+    run = STYLE_FUNCTIONS.get(style, _plain) if isinstance(style, str) else style
+    has_parameters = next(module.parameters(recurse=False), None) is not None
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not has_parameters:
+                return run(module, inner, region, args, kwargs)
+            with local_parameters(module):
+                return run(module, inner, region, args, kwargs)
+
+        return forward
+
+    wrap_forward(module, around, "tensor_parallel")
+
+
+@contextmanager
+def local_parameters(module: nn.Module) -> Iterator[None]:
+    """Replace a module's own DTensor parameters by their local shards within the context.
+
+    Args:
+        module: Changed in place; parameters of its submodules stay what they are.
+    """
+    items = cast(dict[str, Any], module._parameters).items()
+    saved = {name: value for name, value in items if isinstance(value, DTensor)}
+    try:
+        for name, parameter in saved.items():
+            _swap(module, name, parameter.to_local())
+        yield
+    finally:
+        for name, parameter in saved.items():
+            _swap(module, name, parameter)
+
+
+def _swap(module: nn.Module, name: str, value: Any) -> None:
+    """Set what ``module.name`` means, without the checks that make it a registered parameter.
+
+    Args:
+        module: Changed in place.
+        name: Name of one of its own parameters.
+        value: A plain tensor, a parameter or None.
+    """
+    module._parameters[name] = value

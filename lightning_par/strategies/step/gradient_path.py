@@ -25,15 +25,20 @@ from torch.optim import Optimizer
 from lightning_par.dtensor import local_part
 from lightning_par.engine.data.compression.reduction import CompressedGradients
 from lightning_par.engine.data.fsdp import Sharding
-from lightning_par.engine.data.gradient_norm import clip_by_norm, clip_by_value, total_norm
-from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
+from lightning_par.engine.data.gradient_reduction import (
+    clip_by_norm,
+    clip_by_value,
+    ReplicatedGradients,
+    SharedGradients,
+    total_norm,
+)
 from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.errors import NonFiniteError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.upstream.lightning import clip_gradients
+from lightning_par.upstream.lightning import CLIP_GRADIENTS
 
 __all__ = ["GradientAction", "GradientPath", "Phase", "mesh_precision"]
 
@@ -344,7 +349,7 @@ class _MeshPrecision(Precision):
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.gradients.before_step(list(self.main_params(optimizer)))
         try:
-            clip_gradients(super(), model, optimizer, *args, **kwargs)
+            getattr(super(), CLIP_GRADIENTS)(model, optimizer, *args, **kwargs)
         finally:
             self.gradients.end_step()
 

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
-from lightning_par.engine.batch import batch_size, signature, split_batch
+from lightning_par.engine.batch import batch_size, signature, split_batch, to_cpu
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
+from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import ConfigurationError, NonFiniteError
 from lightning_par.mesh import ParallelMesh
-from lightning_par.strategies.step.batch_broadcast import broadcast_object, to_cpu
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
     BatchWeights,

@@ -17,11 +17,11 @@ from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.rng import fork_all_rng, seed_all_generators, seed_of
+from lightning_par.engine.tensor_tree import BatchBroadcast
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.step.batch_broadcast import BatchBroadcast
 from lightning_par.strategies.step.batch_weights import BatchWeigher, weigh
 from lightning_par.strategies.step.logs import adjust_logs
 from lightning_par.strategies.step.metrics import bind_metrics

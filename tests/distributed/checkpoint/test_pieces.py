@@ -6,10 +6,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor, Shard
+from torch.distributed.tensor import distribute_tensor, DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_par.checkpoint.pieces import assign_writers, cut_piece
 from lightning_par.dtensor import Box
+from lightning_par.engine.tensor.parameters import shard_parameter
+from lightning_par.errors import CheckpointError, PlanError
 from tests.support.ranks.api import ranks
 
 ROWS = (1, 2, 3, 5, 7, 8)
@@ -54,3 +57,16 @@ def test_what_several_ranks_hold_is_written_once_and_evenly() -> None:
     load = [100 + 10 * (len(shares[0]) - 1), *(60 + 10 * (len(s) - 1) for s in shares[1:])]
     assert max(load) == 100
     assert min(load) >= 90
+
+
+@ranks(2)
+def test_strips_of_a_dim_are_refused_and_not_taken_for_a_block(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    strips = [_StridedShard(0, split_factor=2)]
+    held = DTensor.from_local(
+        torch.zeros(4, 2), mesh, strips, run_check=False, shape=(8, 2), stride=(2, 1)
+    )
+    with pytest.raises(CheckpointError, match="several strips of a dim"):
+        cut_piece("weight", held)
+    with pytest.raises(PlanError, match="one block of one dim"):
+        shard_parameter(torch.zeros(8, 2), strips, mesh, requires_grad=True)

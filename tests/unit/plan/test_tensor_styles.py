@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from lightning_par.engine.memory.placement import find_placements
 from lightning_par.engine.tensor.parameters import tensor_placements
-from lightning_par.engine.tensor.sequence_parallel import on_first_tensor
 from lightning_par.engine.tensor.styles import STYLE_FUNCTIONS
+from lightning_par.engine.tensor_tree import on_first_tensor
 from lightning_par.errors import PlanError
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan

@@ -42,6 +42,10 @@ def make_schedule(*rows, m=1, owners=None):
     )
 
 
+def test_every_schedule_is_tested_here():
+    assert STAGES.keys() == SCHEDULES.keys(), "say in STAGES how many stages a rank holds"
+
+
 @pytest.mark.parametrize("text", ["2F0", "0B13", "11I7", "3W2"])
 def test_an_action_parses_what_it_prints(text):
     assert str(Action.parse(text)) == text
