@@ -106,7 +106,7 @@ def stage_modules(index: int, num_stages: int, names: list[str]) -> Mapping[str,
     for name in names:
         kind = type(model.get_submodule(name))
         # The stub of an earlier block is of a class made of the engine's and the block's.
-        ours = [c for c in kind.__mro__ if c.__module__ == StageStub.__module__]
+        ours = [c for c in kind.__mro__ if c.__module__.startswith("lightning_par.engine.")]
         named = [c.__name__.strip("_").removesuffix("Module") for c in ours if c is not StageStub]
         found[name] = named[-1] if issubclass(kind, StageStub) else "here"
     return found

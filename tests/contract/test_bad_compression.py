@@ -74,5 +74,5 @@ def test_all_at_once() -> None:
 @pytest.mark.parametrize("chosen", ["int8", {"method": "int8"}])
 def test_plain_names_and_fields_are_the_same(chosen: Any) -> None:
     wanted = lightning_par.GradientCompression(method="int8")
-    assert replicas(chosen).compression_options == wanted
-    assert replicas(wanted).compression_options == wanted
+    assert replicas(chosen).options.gradient_compression == wanted
+    assert replicas(wanted).options.gradient_compression == wanted

@@ -143,11 +143,11 @@ class SequenceShard:
     def attend(
         self,
         query: Float[Tensor, "B N t H"],
-        key: Float[Tensor, "B K t H"],
-        value: Float[Tensor, "B K t H"],
+        key: Float[Tensor, "B K s H"],
+        value: Float[Tensor, "B K s H"],
         *,
         causal: bool = False,
-        visible: Shaped[Tensor, "#B t"] | None = None,
+        visible: Shaped[Tensor, "#B s"] | None = None,
         documents: Sequence[int] = (),
         scale: float | None = None,
     ) -> Float[Tensor, "B N t H"]:
@@ -155,8 +155,8 @@ class SequenceShard:
 
         Args:
             query: [B, N, t, H].
-            key: [B, K, t, H]; N is a multiple of K.
-            value: [B, K, t, H].
+            key: [B, K, s, H], where s has to be t; N is a multiple of K.
+            value: [B, K, s, H].
             causal: Whether a token sees only itself and those before it in its sequence.
             visible: [B or 1, t], which keys of this rank may be seen: bool, or numbers to be added
                 to the products, 0 or as good as minus infinity.
@@ -173,6 +173,7 @@ class SequenceShard:
         the output; the mask once for a batch.
         """
         assert self.layout is not None
+        # Also refuses a user's s that is not t, hence two letters in the annotations.
         self._check_shapes(query, key, value)
         self.calls += 1
         schedule = RingSchedule(
