@@ -244,6 +244,7 @@ class StepRunner:
     @contextmanager
     def backward(self, step: Step) -> Iterator[None]:
         """Surrounds the backward of a step, and closes it."""
+        self._activity.begin("backward")
         try:
             with (
                 self._sharding.zero_weight.zero_gradients()
