@@ -1,0 +1,1 @@
+"""Code as strangers write it, on meshes."""

@@ -1,0 +1,37 @@
+"""The module that the other cases change: equal on every layout."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases()
+
+
+@CASES.add(equal="tp2 tp2_whole_sequence pp2 pp2_one_microbatch tp2pp2 zero0 zero1 zero3 cp2")
+def plain() -> Any:
+    return PlainModule(), token_pairs()
+
+
+@CASES.add(equal="pp2 zero3")
+def loss_in_a_criterion() -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.criterion = nn.NLLLoss()
+
+        def loss(self, batch: Any) -> Any:
+            x, y = batch
+            return self.criterion(F.log_softmax(self.net(x), -1).flatten(0, 1), y.flatten())
+
+    return Module(), token_pairs()
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)

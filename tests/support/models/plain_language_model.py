@@ -1,0 +1,97 @@
+"""A small language model with a plan, as a user writes both; cases change one thing of it."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+
+from lightning_par import BatchLayout, ParallelPlan
+
+__all__ = ["PlainModule", "PlainNet", "token_pairs"]
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(32), _Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class PlainNet(nn.Module):
+    """Tokens [B, T] -> logits [B, T, 64]; no token sees another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(_Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+class PlainModule(pl.LightningModule):
+    """Next-token prediction on pairs (tokens, labels) [B, T]; subclasses change one thing."""
+
+    lr = 0.5
+    batch = BatchLayout(sequence_dims={"0": 1, "1": 1}, labels="1")
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net or PlainNet()
+
+    def unpack(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Tokens and labels of a batch."""
+        return batch
+
+    def loss(self, batch: Any) -> Tensor:
+        """The loss of a batch."""
+        x, y = self.unpack(batch)
+        return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def parallel_plan(self) -> ParallelPlan:
+        """The plan of `PlainNet`."""
+        return ParallelPlan(
+            blocks="net.blocks",
+            tensor={
+                "net.emb": "vocab_embedding",
+                "net.blocks.*.norm": "sequence_parallel",
+                "net.blocks.*.mlp": "gather_sequence",
+                "net.blocks.*.mlp.up": "colwise",
+                "net.blocks.*.mlp.down": "rowwise",
+                "net.norm": "sequence_parallel",
+                "net.head": "vocab_head",
+            },
+            batch=self.batch,
+            positions={},
+        )
+
+
+def token_pairs(count: int = 32, length: int = 12) -> list[tuple[Tensor, Tensor]]:
+    """Random samples: tokens and labels, both [T] int64."""
+    rows = torch.randint(64, (count, length + 1))
+    return [(row[:-1], row[1:]) for row in rows]

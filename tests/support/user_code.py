@@ -1,0 +1,189 @@
+"""Modules as strangers write them, trained on one process and on meshes: equal, or refused.
+
+A test file keeps its modules in a `Cases`, and checks every cell of its table:
+
+    CASES = Cases()
+
+    @CASES.add(equal="tp2 zero3", refused={"pp2": "parameters of another stage"})
+    def weight_decay_by_hand():
+        return Module(), samples
+
+    @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+    def test_equal_or_refused(case, layout, refusal):
+        CASES.check(case, layout, refusal)
+
+A cell trains 4 steps in float64 and compares losses and weights with one process. A crash that is
+no error of this package, or a hang, fails the test.
+"""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_par import Hybrid3DStrategy
+from lightning_par.errors import LightningParError
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+
+__all__ = ["LAYOUTS", "Case", "Cases"]
+
+_ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {**_ONES, "tensor_parallel_size": 2},
+    "tp2_whole_sequence": {**_ONES, "tensor_parallel_size": 2, "sequence_parallel": False},
+    "pp2": {**_ONES, "pipeline_parallel_size": 2},
+    "pp2_one_microbatch": {**_ONES, "pipeline_parallel_size": 2, "num_microbatches": 1},
+    "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "zero0": {**_ONES, "zero_stage": 0},
+    "zero1": {**_ONES, "zero_stage": 1},
+    "zero3": {**_ONES, "zero_stage": 3},
+    "cp2": {**_ONES, "context_parallel_size": 2},
+}
+"""Name of a layout -> options of the strategy. The zero layouts have two replicas."""
+_STEPS, _BATCH_SIZE = 4, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A module as a stranger writes it.
+
+    Attributes:
+        make: Returns the module, its samples (a list, or a data loader's dataset), and, if it needs
+            one, the `collate_fn`.
+        cells: Layout -> pattern of the refusal, or None where the run equals one process.
+        strategy: More options of the strategy.
+        trainer: More options of the Trainer, or a function that returns them.
+        tolerance: Allowed difference of weights, absolute; logged losses, which Lightning may keep
+            in float32, may differ by 1e-6 or by this, if it is more.
+    """
+
+    make: Callable[[], tuple[Any, ...]]
+    cells: Mapping[str, str | None]
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
+    tolerance: float = 1e-8
+
+
+class Cases:
+    """The cases of a test file."""
+
+    def __init__(self) -> None:
+        self._file = inspect.stack()[1].frame.f_globals["__name__"]
+        self.cases: dict[str, Case] = {}
+
+    def add(
+        self, *, equal: str = "", refused: Mapping[str, str] | None = None, **options: Any
+    ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+        """Add a case, which has the name of the decorated function.
+
+        Args:
+            equal: Layouts on which the run equals one process, separated by blanks.
+            refused: Layout -> pattern that the text of the refusal holds; several layouts may be
+                separated by blanks.
+            options: Other fields of `Case`.
+        """
+        cells: dict[str, str | None] = dict.fromkeys(equal.split())
+        for layouts, pattern in (refused or {}).items():
+            cells |= dict.fromkeys(layouts.split(), pattern)
+
+        def decorate(make: Callable[[], Any]) -> Callable[[], Any]:
+            self.cases[make.__name__] = Case(make=make, cells=cells, **options)
+            return make
+
+        return decorate
+
+    def cells(self) -> list[Any]:
+        """Return the parameters of the test: case, layout, pattern of its refusal."""
+        return [
+            pytest.param(name, layout, refusal, id=f"{name}-{layout}")
+            for name, case in self.cases.items()
+            for layout, refusal in case.cells.items()
+        ]
+
+    def check(self, case: str, layout: str, refusal: str | None) -> None:
+        """Assert that a case on a layout equals one process, or is refused on every rank."""
+        world = 4 if layout == "tp2pp2" else 2
+        results = run_ranks(_train_rank, world, self._file, case, layout, timeout=180)
+        refusals = [result.get("refused") for result in results]
+        if refusal is not None:
+            for rank, text in enumerate(refusals):
+                assert text is not None, f"rank {rank} trained on"
+                assert re.search(refusal, text), text
+            return
+        assert refusals == [None] * world, next(filter(None, refusals))
+        wanted = _one_process(self._file, case)
+        tolerance = self.cases[case].tolerance
+        for result in results:
+            torch.testing.assert_close(
+                result["losses"], wanted["losses"], rtol=0, atol=max(1e-6, tolerance)
+            )
+        weights = results[0]["weights"]
+        assert set(weights) == set(wanted["weights"])
+        for name, weight in weights.items():
+            note = lambda m, n=name: f"{n}: {m}"  # noqa: E731
+            torch.testing.assert_close(
+                weight, wanted["weights"][name], rtol=0, atol=tolerance, msg=note
+            )
+
+
+class _Losses(Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.found.append(float(trainer.callback_metrics["loss"]))
+
+
+def _train_rank(rank: int, world: int, file: str, name: str, layout: str) -> dict[str, Any]:
+    case = importlib.import_module(file).CASES.cases[name]
+    return _train(case, layout, rank, world)
+
+
+@cache
+def _one_process(file: str, name: str) -> dict[str, Any]:
+    try:
+        return _train(importlib.import_module(file).CASES.cases[name], None, 0, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _train(case: Case, layout: str | None, rank: int, world: int) -> dict[str, Any]:
+    """Train 4 steps; the module logs its loss as "loss"."""
+    seed_everything(0, verbose=False)
+    module, samples, *rest = case.make()
+    replicas = 2 if (layout or "").startswith("zero") else 1
+    sampler = DistributedSampler(samples, replicas, rank, shuffle=False) if replicas > 1 else None
+    loader = DataLoader(
+        samples, _BATCH_SIZE // replicas, sampler=sampler, collate_fn=rest[0] if rest else None
+    )
+    losses = _Losses()
+    options = dict(case.trainer() if callable(case.trainer) else case.trainer)
+    callbacks = [*options.pop("callbacks", []), losses]
+    strategy = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout], **case.strategy)
+    try:
+        trainer = quiet_trainer(
+            devices=world,
+            strategy=strategy,
+            callbacks=callbacks,
+            max_steps=_STEPS,
+            num_sanity_val_steps=0,
+            **{"precision": "64-true", **options},
+        )
+        trainer.fit(module, loader)
+        weights = getattr(trainer.strategy, "gather_state_dict", module.state_dict)()
+    except LightningParError as error:
+        if layout is None:
+            raise
+        return {"refused": "\n".join([str(error), *getattr(error, "__notes__", [])])}
+    kept = {k: v.detach().clone() for k, v in weights.items() if isinstance(v, torch.Tensor)}
+    return {"losses": losses.found, "weights": kept}
