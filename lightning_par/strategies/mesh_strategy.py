@@ -24,7 +24,6 @@ from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
-from lightning_par.engine.memory.estimate import MemoryEstimate
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.errors import LightningParError
@@ -34,6 +33,7 @@ from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import AutoRule, ParallelSizes, Size
 from lightning_par.strategies.components.checkpoint_load import CheckpointLoad
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave
+from lightning_par.strategies.components.gather_after_run import gather_after_run
 from lightning_par.strategies.components.host_offload import (
     check_offload,
     HostOffload,
@@ -51,7 +51,7 @@ from lightning_par.strategies.setup.stage_optimizers import check_optimizers, op
 from lightning_par.strategies.step.runner import Step
 from lightning_par.upstream.lightning import move_optimizer_states, set_launcher
 
-__all__ = ["MeshStrategy", "memory_estimate"]
+__all__ = ["MeshStrategy"]
 
 
 class MeshStrategy(ParallelStrategy):
@@ -96,6 +96,8 @@ class MeshStrategy(ParallelStrategy):
         gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
             ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its
             fields).
+        gather_after_run: Give every rank the whole, plain module again once a run has ended;
+            "auto": where one for each rank takes no more than a quarter of the host's free memory.
 
     Attributes:
         options: What the user chose, and what callbacks added; see `change_options`.
@@ -137,6 +139,7 @@ class MeshStrategy(ParallelStrategy):
         on_nonfinite: str = "raise",
         offload_options: OffloadOptions | dict[str, Any] | None = None,
         gradient_compression: GradientCompression | dict[str, Any] | str | None = None,
+        gather_after_run: bool | str = "auto",
         **lightning_options: Any,
     ) -> None:
         names = {field.name for field in fields(MeshOptions)}
@@ -265,7 +268,7 @@ class MeshStrategy(ParallelStrategy):
         """Refuse what cannot work before any other process starts."""
         if trainer is not None and isinstance(model, pl.LightningModule):
             check_trainer(trainer, model, self.sizes)
-            if self._parallel_model is None and next(model.parameters(), None) is not None:
+            if not self._on_mesh(model) and next(model.parameters(), None) is not None:
                 check_module(model, self.options, self.sizes)
 
     @override
@@ -304,7 +307,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Inside `configure_model`, parameters are made on the meta device."""
-        if self._parallel_model is not None:
+        if self._on_mesh(self.lightning_module):
             yield
             return
         with record_construction() as self._record:
@@ -318,7 +321,7 @@ class MeshStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         plugin = self.precision_plugin = self._precision.adopt(self.precision_plugin)
-        if self._parallel_model is None or self._parallel_model.module is not module:
+        if not self._on_mesh(module):
             resolved = self._check(trainer, module)
             if self._record is not None:
                 self._record.remember(module)
@@ -344,6 +347,11 @@ class MeshStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             move_optimizer_states(self.optimizers, self.root_device)
+
+    def _on_mesh(self, module: pl.LightningModule | None) -> bool:
+        """Whether a module is in its parallel form already, as in the middle of a run."""
+        model = self._parallel_model
+        return model is not None and model.module is module and not model.forms.is_whole
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedPlan:
         """Refuse what cannot work; of the processes that a script started, the first one speaks."""
@@ -470,25 +478,28 @@ class MeshStrategy(ParallelStrategy):
         Every rank has to call this.
         """
         self.flush_offload()
-        return self.parallel_model.gather_weights()
+        with self.parallel_model.in_parallel_form():
+            return self.parallel_model.gather_weights()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.flush_offload()
-        return self._saving.weights(self.parallel_model)
+        with self.parallel_model.in_parallel_form():
+            return self._saving.weights(self.parallel_model)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.flush_offload()
-        return self._saving.optimizer(self.parallel_model, optimizer)
+        with self.parallel_model.in_parallel_form():
+            return self._saving.optimizer(self.parallel_model, optimizer)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        self._saving.save(
-            self.parallel_model, checkpoint, filepath, storage_options, self.checkpoint_io
-        )
+        model, plugin = self.parallel_model, self.checkpoint_io
+        with model.in_parallel_form():
+            self._saving.save(model, checkpoint, filepath, storage_options, plugin)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -577,7 +588,7 @@ class MeshStrategy(ParallelStrategy):
         self._drop_step()
         self._close_offload()
         if self._parallel_model is not None:
-            self._parallel_model.sharding.release()
+            gather_after_run(self._parallel_model, self.options, self.processes)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -585,16 +596,3 @@ class MeshStrategy(ParallelStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.processes.close()
-
-
-def memory_estimate(model: nn.Module, strategy: MeshStrategy) -> MemoryEstimate:
-    """Return the bytes that the fullest rank will hold, on its device and on its host, by kind.
-
-    Args:
-        model: Whole, as the user made it; parameters may be on meta.
-        strategy: A strategy that a Trainer has, so that it knows the devices.
-
-    Raises:
-        PlanError: The model does not fit the mesh.
-    """
-    return strategy.memory_check(model).estimate()

@@ -64,6 +64,7 @@ class MeshOptions:
     on_nonfinite: str = "raise"
     offload_options: OffloadOptions | None = None
     gradient_compression: GradientCompression | None = None
+    gather_after_run: bool | str = "auto"
     auto_rule: AutoRule = "balanced"
     recomputation: Recomputation | None = None
     reduce_dtype: torch.dtype | None = None
@@ -80,6 +81,10 @@ class MeshOptions:
             )
         raise_problems(ConfigurationError, [*self._schedule_problems(), *self._count_problems()])
         read["context_options"] = _read_context_options(self.context_options)
+        if self.gather_after_run not in (True, False, "auto"):
+            raise ConfigurationError(
+                f"gather_after_run={self.gather_after_run!r} must be True, False or 'auto'."
+            )
         if self.on_nonfinite not in _NONFINITE:
             valid = either([repr(choice) for choice in _NONFINITE])
             raise ConfigurationError(f"on_nonfinite={self.on_nonfinite!r} must be {valid}.")

@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -58,7 +58,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._preflight, self._explain = preflight, explain
         self.weights_only: bool | None = None
-        self.observes, self._observing = True, False
+        self.observes = True
 
     @override
     def launch(
@@ -75,40 +75,57 @@ class PreflightLauncher(SubprocessScriptLauncher):
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
         if not self.procs and not self.cluster_environment.creates_processes_externally:
-            os.environ[_LAUNCHER] = str(os.getpid())
+            os.environ[_LAUNCHER] = str(os.getpid())  # the other processes inherit it
             launch_scripts(self)
-            self._start(self._observe_children)
+            del os.environ[_LAUNCHER]
+        with self._observed():
+            set_threads(num_processes=self.num_processes)
+            try:
+                return function(*args, **kwargs)
+            except TunerExit:
+                raise
+            except BaseException as error:
+                self._explain(error)
+                raise
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Surrounds a run, in which a thread watches for the end of other processes."""
+        observe = None
+        if self.procs:
+            observe = self._observe_children
         elif os.environ.get(_LAUNCHER) == str(os.getppid()):
-            self._start(self._observe_launcher)
-        set_threads(num_processes=self.num_processes)
+            observe = self._observe_launcher
+        if observe is None:
+            yield
+            return
+        over = threading.Event()
+        thread = threading.Thread(
+            target=observe, args=(over,), name="process-observer", daemon=True
+        )
+        thread.start()
         try:
-            return function(*args, **kwargs)
-        except TunerExit:
-            raise
-        except BaseException as error:
-            self._explain(error)
-            raise
+            yield
+        finally:
+            over.set()
+            thread.join()
 
-    def _start(self, observe: Callable[[], None]) -> None:
-        if not self._observing:
-            self._observing = True
-            threading.Thread(target=observe, name="process-observer", daemon=True).start()
-
-    def _observe_launcher(self) -> None:
-        """End this process if the one that started it is gone before the first run."""
+    def _observe_launcher(self, over: threading.Event) -> None:
+        """End this process if the one that started it is gone while nobody else watches."""
         launcher = os.getppid()
-        while self.observes:
-            if os.getppid() != launcher:
+        while not over.wait(_PERIOD):
+            if self.observes and os.getppid() != launcher:
                 _logger.critical("the process that started this one (pid %d) is gone.", launcher)
                 os._exit(1)
-            time.sleep(_PERIOD)
 
-    def _observe_children(self) -> None:
-        """End all processes of this node if one that was started here fails."""
-        while not any(process.poll() for process in self.procs) or not self.observes:
-            time.sleep(_PERIOD)
-        time.sleep(_GRACE)
-        if self.observes:
+    def _observe_children(self, over: threading.Event) -> None:
+        """End all processes of this node if one that was started here fails while nobody else
+        watches.
+        """
+        while not self.observes or not any(process.poll() for process in self.procs):
+            if over.wait(_PERIOD):
+                return
+        if not over.wait(_GRACE) and self.observes:
             _logger.critical("%s All processes of this node end.", _describe(self.procs))
             self.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
             os._exit(1)

@@ -1,5 +1,7 @@
 """The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for."""
 
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +21,11 @@ from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.interruption import Interruption
 from lightning_par.strategies.processes.launcher import PreflightLauncher
-from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
+from lightning_par.strategies.processes.rendezvous import (
+    INTERFACE,
+    loopback_store,
+    use_loopback,
+)
 from lightning_par.strategies.processes.watchdog import open_status_file, RankWatch
 from lightning_par.upstream.lightning import init_process_group, reduce_tensor
 
@@ -48,12 +54,14 @@ class MeshProcesses:
         self._mesh: ParallelMesh | None = None
         self._launcher: PreflightLauncher | None = None
         self._watch: RankWatch | None = None
+        self._names_interface = False
+        self._filter: Any = None
         self.activity = Activity()
         self.interruption = Interruption(options.timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
-        left = dict.fromkeys(("_mesh", "_launcher", "_watch"))
+        left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
         return {**vars(self), **left, "interruption": Interruption(self._options.timeout)}
 
     def attach(
@@ -160,9 +168,14 @@ class MeshProcesses:
         **Communicates**: makes process groups over all ranks, then a few names between them.
         """
         sizes = self.sizes
-        reset_seed()
+        if self.world_size > 1:
+            reset_seed()  # one device goes on with its random numbers, as a plain Trainer does
         self.attach(self._devices, self._num_nodes, self._environment)
         self._rendezvous()
+        if sizes.data == 1 < self.world_size and self._filter is None:
+            # All ranks log the same values; Lightning cannot know.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
+            self._filter = warnings.filters[0]
         if self._mesh is None:
             self._mesh = build_mesh(sizes, self.device.type, self._options.timeout)
         if self._watch is None and self.world_size > 1:
@@ -179,7 +192,7 @@ class MeshProcesses:
         assert environment is not None
         store = None
         if self._num_nodes == 1:
-            use_loopback()
+            self._names_interface = use_loopback() or self._names_interface
             if isinstance(environment, LightningEnvironment) and not dist.is_initialized():
                 store = loopback_store(environment.main_port, self.rank, self.world_size)
         timeout = self._options.timeout
@@ -190,7 +203,13 @@ class MeshProcesses:
             self._launcher.observes = observes
 
     def close(self) -> None:
-        """Stop watching; the launcher observes its processes again."""
+        """Stop watching, and leave the environment as it was; the launcher observes again."""
+        if self._names_interface:
+            os.environ.pop(INTERFACE, None)
+            self._names_interface = False
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)
+        self._filter = None
         if self._watch is not None:
             self._watch.close()
             self._watch = None

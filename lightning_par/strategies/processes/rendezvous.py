@@ -5,16 +5,24 @@ import socket
 
 from torch.distributed import default_pg_timeout, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["loopback_store", "use_loopback"]
+__all__ = ["INTERFACE", "loopback_store", "use_loopback"]
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable that gloo reads whenever it makes a group."""
 _LOOPBACK = "127.0.0.1"
 
 
-def use_loopback() -> None:
-    """Let gloo connect over the loopback interface, unless GLOO_SOCKET_IFNAME says otherwise."""
+def use_loopback() -> bool:
+    """Let gloo connect over the loopback interface, unless GLOO_SOCKET_IFNAME says otherwise.
+
+    Returns:
+        Whether the variable was set here; the caller removes it at the end of the run.
+    """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+    if not names or INTERFACE in os.environ:
+        return False
+    os.environ[INTERFACE] = names[0]
+    return True
 
 
 def loopback_store(port: int, rank: int, world_size: int) -> TCPStore:

@@ -1,6 +1,7 @@
 """A LightningModule on a mesh: its parts, its steps, and the path of its gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, Sh
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.strategies.components.module_forms import ModuleForms
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.runner import StepRunner
@@ -26,6 +28,7 @@ class ParallelModel:
 
     Attributes:
         module: The user's LightningModule; it holds this rank's part.
+        forms: Exchanges that part and the whole module.
         resolved: Resolved plan of the whole model.
         mesh: Mesh of this run.
         bounds: First and one-past-last block of every pipeline stage.
@@ -40,6 +43,7 @@ class ParallelModel:
     """
 
     module: pl.LightningModule
+    forms: ModuleForms
     resolved: ResolvedPlan
     mesh: ParallelMesh
     bounds: tuple[tuple[int, int], ...]
@@ -78,3 +82,17 @@ class ParallelModel:
         """
         self.sharding.release()
         return self.states.gather_weights(self.module)
+
+    @contextmanager
+    def in_parallel_form(self) -> Iterator[None]:
+        """Inside, the module has its parallel form, with the weights that it has now."""
+        if not self.forms.is_whole:
+            yield
+            return
+        weights = dict(self.module.state_dict())
+        self.forms.show_parallel()
+        try:
+            self.states.load_weights(self.module, weights, strict=False)
+            yield
+        finally:
+            self.forms.show_whole({})

@@ -38,6 +38,7 @@ from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParal
 from lightning_par.huggingface import divide_attention
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
+from lightning_par.strategies.components.module_forms import ModuleForms
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
@@ -71,6 +72,7 @@ def parallelize(
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
+    forms = ModuleForms(module)
     seed = _agree_on_seed(device)
     _broadcast_values(module, mesh, device)
     names = [name for name, _ in module.named_parameters()]
@@ -95,8 +97,10 @@ def parallelize(
         seed=seed,
         activity=activity,
     )
+    forms.become_parallel()
     return ParallelModel(
         module=module,
+        forms=forms,
         resolved=resolved,
         mesh=mesh,
         bounds=bounds,
@@ -298,9 +302,10 @@ def _connect(
     for earlier, later in pairwise(rank_of_stage):
         ways = (("activations", earlier, later), ("gradients", later, earlier))
         for name in (group_name(*way) for way in ways if earlier != later):
-            if name not in groups:
+            if name not in mesh.links:
                 group = mesh.subgroup(("pp",), ranks)
                 assert group is not None
-                groups[name] = group
+                mesh.links[name] = group
+            groups[name] = mesh.links[name]
     rank_at = partial(mesh.rank_at, "pp")
     return connect(rank_of_stage, mesh.place["pp"], groups.__getitem__, rank_at, device)

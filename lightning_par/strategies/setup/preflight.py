@@ -1,7 +1,5 @@
 """All checks of a run, in the order in which their messages help most."""
 
-import warnings
-
 import lightning.pytorch as pl
 import torch
 
@@ -51,7 +49,4 @@ def check_run(
     if options.recomputation is not None:
         num_stages = len(options.place_stages(sizes.pipeline))
         check_recomputation(module, resolved, options.recomputation, num_stages)
-    if sizes.data == 1:
-        # All ranks log the same values; Lightning cannot know.
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
     return resolved
