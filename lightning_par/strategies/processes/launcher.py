@@ -60,6 +60,11 @@ class PreflightLauncher(SubprocessScriptLauncher):
         self.weights_only: bool | None = None
         self.observes = True
 
+    @property
+    def sees_processes(self) -> bool:
+        """Whether a process of this launcher that ends early ends the others."""
+        return bool(self.procs) or os.environ.get(_LAUNCHER) == str(os.getppid())
+
     @override
     def launch(
         self,
@@ -94,7 +99,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
         observe = None
         if self.procs:
             observe = self._observe_children
-        elif os.environ.get(_LAUNCHER) == str(os.getppid()):
+        elif self.sees_processes:
             observe = self._observe_launcher
         if observe is None:
             yield

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +31,10 @@ from lightning_par.strategies.processes.watchdog import open_status_file, RankWa
 from lightning_par.upstream.lightning import init_process_group, reduce_tensor
 
 __all__ = ["MeshProcesses"]
+
+
+_PATIENCE = timedelta(seconds=120)
+"""How long ranks of one node that no launcher watches wait for each other."""
 
 
 class MeshProcesses:
@@ -194,7 +199,10 @@ class MeshProcesses:
         if self._num_nodes == 1:
             self._names_interface = use_loopback() or self._names_interface
             if isinstance(environment, LightningEnvironment) and not dist.is_initialized():
-                store = loopback_store(environment.main_port, self.rank, self.world_size)
+                # Who starts ranks by hand starts them together; nobody else sees that one died.
+                started_here = self._launcher is not None and self._launcher.sees_processes
+                patience = None if started_here else _PATIENCE
+                store = loopback_store(environment.main_port, self.rank, self.world_size, patience)
         timeout = self._options.timeout
         init_process_group(environment, self.backend, timeout=timeout, store=store)
 

@@ -197,6 +197,6 @@ def check_whole(module: nn.Module) -> None:
         raise ConfigurationError(
             f"this {type(module).__name__} is already on a mesh: another Trainer left "
             f"{(stubs or shards)[0]!r} and {len(stubs) + len(shards) - 1} more here as parts of "
-            "it, because whole modules did not fit (see gather_after_run) or its run failed. Use the "
-            "same Trainer again, or make a new module and pass ckpt_path= to fit."
+            "it, because whole modules did not fit (see gather_after_run) or its run failed. Use "
+            "the same Trainer again, or make a new module and pass ckpt_path= to fit."
         )
