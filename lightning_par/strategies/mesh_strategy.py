@@ -541,7 +541,8 @@ class MeshStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         saved = checkpoint["optimizer_states"]
-        self._loading.load_optimizers(self.parallel_model, self.optimizers, saved)
+        with self.parallel_model.in_parallel_form():
+            self._loading.load_optimizers(self.parallel_model, self.optimizers, saved)
         self.flush_offload()
 
     def flush_offload(self) -> None:
