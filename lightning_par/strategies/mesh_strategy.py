@@ -24,7 +24,6 @@ from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
-from lightning_par.engine.memory.estimate import MemoryEstimate
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.errors import LightningParError
@@ -51,7 +50,7 @@ from lightning_par.strategies.setup.stage_optimizers import check_optimizers, op
 from lightning_par.strategies.step.runner import Step
 from lightning_par.upstream.lightning import move_optimizer_states, set_launcher
 
-__all__ = ["MeshStrategy", "memory_estimate"]
+__all__ = ["MeshStrategy"]
 
 
 class MeshStrategy(ParallelStrategy):
@@ -92,6 +91,8 @@ class MeshStrategy(ParallelStrategy):
         timeout: Time after which a collective of any group gives up.
         on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
             "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
+        verify: Compare the first optimizer step with the same on one process, and end the run if
+            they differ: ``"first_step"`` always, ``"auto"`` where the model is small, False never.
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
         gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
             ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its
@@ -135,6 +136,7 @@ class MeshStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         on_nonfinite: str = "raise",
+        verify: bool | str = "auto",
         offload_options: OffloadOptions | dict[str, Any] | None = None,
         gradient_compression: GradientCompression | dict[str, Any] | str | None = None,
         **lightning_options: Any,
@@ -387,7 +389,9 @@ class MeshStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_step()
         steps, module = self.parallel_model.steps, self.parallel_model.module
-        output, step = steps.training(self.precision_plugin, [*args, *kwargs.values()])
+        given = [*args, *kwargs.values()]
+        self.parallel_model.proof.begin(self.parallel_model, self.precision_plugin, given)
+        output, step = steps.training(self.precision_plugin, given)
         if output is None or not module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
         else:
@@ -432,6 +436,7 @@ class MeshStrategy(ParallelStrategy):
             with model.steps.backward(step):
                 plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
         model.gradients.after_backward()
+        model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
         loss = plugin.post_backward(loss, model.module)
         self.post_backward(loss)
@@ -578,6 +583,7 @@ class MeshStrategy(ParallelStrategy):
         self._close_offload()
         if self._parallel_model is not None:
             self._parallel_model.sharding.release()
+            self._parallel_model.proof.close()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -585,16 +591,3 @@ class MeshStrategy(ParallelStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.processes.close()
-
-
-def memory_estimate(model: nn.Module, strategy: MeshStrategy) -> MemoryEstimate:
-    """Return the bytes that the fullest rank will hold, on its device and on its host, by kind.
-
-    Args:
-        model: Whole, as the user made it; parameters may be on meta.
-        strategy: A strategy that a Trainer has, so that it knows the devices.
-
-    Raises:
-        PlanError: The model does not fit the mesh.
-    """
-    return strategy.memory_check(model).estimate()
