@@ -75,6 +75,9 @@ class FirstStepProof:
         skeleton: From `take_skeleton`.
         options: Of the strategy.
         device: Device of this rank.
+
+    Attributes:
+        outcome: On rank 0, once it is known: "equal", what was left out, or why it is not known.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class FirstStepProof:
         self._skeleton, self._options, self._device = skeleton, options, device
         self._is_over = skeleton is None
         self._model: ParallelModel | None = None
+        self.outcome = ""
         self._forget()
 
     def _forget(self) -> None:
@@ -128,7 +132,8 @@ class FirstStepProof:
         reason = broadcast_object(reason, 0, dist.group.WORLD)
         if reason:
             self.close()
-            rank_zero_info(f"{_NOT_PROVED}: {reason}")
+            self.outcome = f"{_NOT_PROVED}: {reason}"
+            rank_zero_info(self.outcome)
             return False
         self._model, self._plugin = model, plugin
         self._start_values = StartValues(
@@ -201,10 +206,13 @@ class FirstStepProof:
         finally:
             self.close()
         if isinstance(verdict, CannotProveError):
+            self.outcome = f"{_NOT_PROVED}: {verdict}."
             if dist.get_rank() == 0:
-                _logger.warning("%s: %s.", _NOT_PROVED, verdict)
+                _logger.warning(self.outcome)
         elif verdict is not None:
             raise VerificationError(verdict)
+        elif not self.outcome:
+            self.outcome = "equal"
 
     def _compare(self, model: "ParallelModel") -> Any:
         """Return what differs, or why that is not known; None: nothing."""
@@ -227,7 +235,8 @@ class FirstStepProof:
             )
         verdict = self._agree(lambda: judge.judge())  # type: ignore[union-attr]
         if judge is not None and judge.notes:
-            rank_zero_info(f"The proof of the first step is in part: {'; '.join(judge.notes)}.")
+            self.outcome = f"The first step is proved in part: {'; '.join(judge.notes)}."
+            rank_zero_info(self.outcome)
         if verdict != REHEARSE:
             return verdict
         again = StepRecord()
