@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         TensorParallelStrategy,
         ZeROOffloadStrategy,
     )
-    from lightning_par.strategies.memory import memory_estimate
+    from lightning_par.strategies.memory_estimate import memory_estimate
     from lightning_par.verification import verify
 else:
     # Imported when they are asked for (PEP 562): the engine has to work without Lightning.
@@ -62,7 +62,7 @@ else:
         "ZeROOffloadStrategy": "strategies",
         "attention": "engine.context.attention",
         "check_plan": "plan.resolved_plan",
-        "memory_estimate": "strategies.memory",
+        "memory_estimate": "strategies.memory_estimate",
         "verify": "verification",
     }
     _PACKAGES = ("callbacks", "huggingface", "models", "strategies", "verification")

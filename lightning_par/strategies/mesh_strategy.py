@@ -92,6 +92,8 @@ class MeshStrategy(ParallelStrategy):
         timeout: Time after which a collective of any group gives up.
         on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
             "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
+        verify: Compare the first optimizer step with the same on one process, and end the run if
+            they differ: ``"first_step"`` always, ``"auto"`` where the model is small, False never.
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
         gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
             ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its
@@ -137,6 +139,7 @@ class MeshStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         on_nonfinite: str = "raise",
+        verify: bool | str = "auto",
         offload_options: OffloadOptions | dict[str, Any] | None = None,
         gradient_compression: GradientCompression | dict[str, Any] | str | None = None,
         gather_after_run: bool | str = "auto",
@@ -395,7 +398,9 @@ class MeshStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_step()
         steps, module = self.parallel_model.steps, self.parallel_model.module
-        output, step = steps.training(self.precision_plugin, [*args, *kwargs.values()])
+        given = [*args, *kwargs.values()]
+        self.parallel_model.proof.begin(self.parallel_model, self.precision_plugin, given)
+        output, step = steps.training(self.precision_plugin, given)
         if output is None or not module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
         else:
@@ -440,6 +445,7 @@ class MeshStrategy(ParallelStrategy):
             with model.steps.backward(step):
                 plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
         model.gradients.after_backward()
+        model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
         loss = plugin.post_backward(loss, model.module)
         self.post_backward(loss)
@@ -589,6 +595,7 @@ class MeshStrategy(ParallelStrategy):
         self._drop_step()
         self._close_offload()
         if self._parallel_model is not None:
+            self._parallel_model.proof.close()
             gather_after_run(self._parallel_model, self.options, self.processes)
         assert self.cluster_environment is not None
         assert self.accelerator is not None

@@ -24,6 +24,7 @@ from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
 __all__ = ["MeshOptions"]
 
 _NONFINITE = ("raise", "skip", "ignore")
+_VERIFY = ("auto", "first_step", True, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class MeshOptions:
     process_group_backend: str | None = None
     timeout: timedelta | None = default_pg_timeout
     on_nonfinite: str = "raise"
+    verify: bool | str = "auto"
     offload_options: OffloadOptions | None = None
     gradient_compression: GradientCompression | None = None
     gather_after_run: bool | str = "auto"
@@ -88,6 +90,9 @@ class MeshOptions:
         if self.on_nonfinite not in _NONFINITE:
             valid = either([repr(choice) for choice in _NONFINITE])
             raise ConfigurationError(f"on_nonfinite={self.on_nonfinite!r} must be {valid}.")
+        if self.verify not in _VERIFY:
+            valid = either([repr(choice) for choice in _VERIFY])
+            raise ConfigurationError(f"verify={self.verify!r} must be {valid}.")
         for name, value in read.items():
             object.__setattr__(self, name, value)  # how a frozen dataclass sets its own fields
 

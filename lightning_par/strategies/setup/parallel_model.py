@@ -16,6 +16,7 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.components.module_forms import ModuleForms
 from lightning_par.strategies.components.state_map import StateMap
+from lightning_par.strategies.proof.first_step import FirstStepProof
 from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.runner import StepRunner
 
@@ -36,6 +37,7 @@ class ParallelModel:
         sharding: Shards parameters over the replicas.
         steps: Runs the user's steps.
         gradients: The path of a gradient from the backward to the optimizer.
+        proof: Compares the first step with one process.
         states: Translates weights and optimizer states.
         groups: Name -> process group, for a `CommVolume`: the mesh axes; ``data``, ``replica`` and
             ``tokens``; ``pp activations`` and ``pp gradients``, and, where ranks hold several
@@ -51,6 +53,7 @@ class ParallelModel:
     sharding: Sharding
     steps: StepRunner
     gradients: GradientPath
+    proof: FirstStepProof
     states: StateMap
     groups: Mapping[str, dist.ProcessGroup]
 

@@ -41,6 +41,7 @@ from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.strategies.components.module_forms import ModuleForms
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.proof.first_step import FirstStepProof, take_skeleton
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.gradient_path import GradientPath
@@ -73,6 +74,7 @@ def parallelize(
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
     forms = ModuleForms(module)
+    skeleton = take_skeleton(module, options.verify, mesh.sizes.world_size, mesh.rank)
     seed = _agree_on_seed(device)
     _broadcast_values(module, mesh, device)
     names = [name for name, _ in module.named_parameters()]
@@ -108,6 +110,7 @@ def parallelize(
         sharding=sharding,
         steps=steps,
         gradients=gradients,
+        proof=FirstStepProof(skeleton, options, device),
         states=states,
         groups=groups,
     )

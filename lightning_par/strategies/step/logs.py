@@ -19,7 +19,7 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.batch_weights import BatchWeights, weigh, weighted_mean
 from lightning_par.upstream.torchmetrics import last_batch_value, set_last_batch_value
 
-__all__ = ["LogCall", "adjust_logs", "combine_logs", "record_logs", "replay_logs"]
+__all__ = ["LogCall", "adjust_logs", "combine_logs", "logs_off", "record_logs", "replay_logs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,21 @@ class LogCall:
 @contextmanager
 def _shadow_log(module: pl.LightningModule, log: Any) -> Iterator[None]:
     """Replace `self.log` by `log` inside; `self.log_dict` calls it as well."""
+    before = module.__dict__.get("log")
     module.__dict__["log"] = log
     try:
         yield
     finally:
         del module.__dict__["log"]
+        if before is not None:
+            module.__dict__["log"] = before
+
+
+@contextmanager
+def logs_off(module: pl.LightningModule) -> Iterator[None]:
+    """Inside, `self.log` does nothing."""
+    with _shadow_log(module, lambda *_, **__: None):
+        yield
 
 
 @contextmanager
@@ -83,11 +93,11 @@ def adjust_logs(module: pl.LightningModule, weights: BatchWeights | None) -> Ite
     if weights is None:
         yield
         return
-    original = type(module).log
+    original = module.log
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         value, options = _weighted(value, options, weights)
-        original(module, name, value, *args, **options)
+        original(name, value, *args, **options)
 
     with _shadow_log(module, log):
         yield

@@ -57,6 +57,7 @@ class PipelinedSteps:
 
     Attributes:
         last_run: When the actions of the last training step ran; None before one.
+        last_weight: What its batch weighed in the global batch, 1 on average over the replicas.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class PipelinedSteps:
     ) -> None:
         self.module, self.executor = module, executor
         self.last_run: PipelineRun | None = None
+        self.last_weight = torch.ones(())
         self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
         self._sequence, self._num_microbatches = sequence, num_microbatches
         self._schedule, self._rank_of_stage = schedule, rank_of_stage
@@ -125,7 +127,7 @@ class PipelinedSteps:
                 schedule = self._schedule(len(parts))
                 around = lambda i: self._around(i in weights.zero)  # noqa: E731
                 run = self.executor.run(schedule, step, signatures, scaled_loss, around)
-        self.last_run = run
+        self.last_run, self.last_weight = run, weights.total
         if self._sequence is not None:
             self._sequence.check("training_step")
         stacked = torch.stack(weights.scales)

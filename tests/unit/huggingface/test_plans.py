@@ -19,7 +19,7 @@ from lightning_par.mesh import ParallelSizes
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan
-from lightning_par.verification.determinism import DoublePrecision
+from lightning_par.strategies.proof.determinism import DoublePrecision
 from tests.support.models.huggingface import FAMILIES, HFModule
 
 

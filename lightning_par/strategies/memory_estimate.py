@@ -1,4 +1,4 @@
-"""The memory that a run will take, before it is started."""
+"""What a model will hold on a mesh, before anything runs."""
 
 from torch import nn
 
