@@ -1,16 +1,18 @@
-"""Export of a checkpoint folder to one file: weights as safetensors, or a Lightning .ckpt."""
+"""Export of a checkpoint to one file: weights as safetensors, or a Lightning .ckpt."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_par.checkpoint.reader import CheckpointReader, StoredOptimizer, StoredTensor
+from lightning_par.checkpoint.optimizer_groups import torch_state
+from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.storage import (
     file_order,
     replacing,
     write_object,
     write_tensors,
 )
+from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor
 from lightning_par.errors import CheckpointError
 
 __all__ = ["OWN_STATE", "export_checkpoint", "export_weights", "verify_files"]
@@ -80,21 +82,11 @@ def export_checkpoint(reader: CheckpointReader, path: Path, *, unpickle: bool = 
 
 
 def _state_dict(optimizer: StoredOptimizer) -> dict[str, Any]:
-    """Return an optimizer's state in the form of torch, with numbers in place of FQNs."""
-    numbers: dict[str, int] = {}
-    groups = []
-    for group in optimizer.groups:
-        ids = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
-        groups.append({**group, "params": ids})
     states = {
-        number: {
-            key: value.read() if isinstance(value, StoredTensor) else value
-            for key, value in optimizer.states[name].items()
-        }
-        for name, number in numbers.items()
-        if name in optimizer.states
+        name: {k: v.read() if isinstance(v, StoredTensor) else v for k, v in entries.items()}
+        for name, entries in optimizer.states.items()
     }
-    return {"state": states, "param_groups": groups}
+    return torch_state(optimizer.groups, states)
 
 
 def verify_files(reader: CheckpointReader, kinds: Iterable[str]) -> None:
@@ -109,4 +101,4 @@ def verify_files(reader: CheckpointReader, kinds: Iterable[str]) -> None:
     """
     problems = reader.problems(reader.data_files(*kinds))
     if problems:
-        raise CheckpointError(f"{reader.folder} cannot be exported: {'; '.join(problems)}.")
+        raise CheckpointError(f"{reader.path} cannot be exported: {'; '.join(problems)}.")

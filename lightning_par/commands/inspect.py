@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 def _summary(reader: CheckpointReader) -> Iterator[str]:
     manifest, index = reader.manifest, reader.index
     mesh_sizes = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1)
-    yield f"{reader.folder}: step {manifest.step}, epoch {manifest.epoch}"
+    yield f"{reader.path}: step {manifest.step}, epoch {manifest.epoch}"
     yield f"written by {manifest.world_size} ranks: {mesh_sizes or '1 device'}"
     yield "versions: " + ", ".join(f"{name} {v}" for name, v in manifest.versions.items())
     for kind in _KINDS:
