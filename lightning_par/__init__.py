@@ -25,6 +25,7 @@ __all__ = [
     "__version__",
     "attention",
     "check_plan",
+    "load_from_checkpoint",
     "memory_estimate",
     "verify",
 ]
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         TensorParallelStrategy,
         ZeROOffloadStrategy,
     )
+    from lightning_par.strategies.components.load_module import load_from_checkpoint
     from lightning_par.strategies.mesh_strategy import memory_estimate
     from lightning_par.verification import verify
 else:
@@ -62,6 +64,7 @@ else:
         "ZeROOffloadStrategy": "strategies",
         "attention": "engine.context.attention",
         "check_plan": "plan.resolved_plan",
+        "load_from_checkpoint": "strategies.components.load_module",
         "memory_estimate": "strategies.mesh_strategy",
         "verify": "verification",
     }

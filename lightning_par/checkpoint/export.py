@@ -58,24 +58,27 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
     return list(stored)
 
 
-def export_checkpoint(reader: CheckpointReader, path: Path, *, unpickle: bool = False) -> None:
+def export_checkpoint(
+    reader: CheckpointReader, path: Path, *, unpickle: bool = False, optimizer: bool = True
+) -> None:
     """Write a checkpoint as the .ckpt file that a Trainer on one device would have written.
 
     Args:
         reader: Reader of the checkpoint.
         path: File to write; an existing one is replaced when the new one is complete.
         unpickle: Whether pickles in the checkpoint may be loaded, which can run code.
+        optimizer: Whether the states of optimizers are written, too.
 
     Raises:
         CheckpointError: A file is damaged, or holds a pickle and `unpickle` is false.
     """
-    verify_files(reader, ["weights", "optimizer", "state"])
+    verify_files(reader, ["weights", "state", *(["optimizer"] if optimizer else [])])
     # The state of rank 0 is that of the Trainer; the files of other ranks only hold their own part.
     state = reader.state(0, unpickle=unpickle)
     state.pop(OWN_STATE, None)
     state.pop("left_out", None)
     state["state_dict"] = dict(reader.weights(unpickle=unpickle))
-    optimizers = reader.optimizers(unpickle=unpickle)
+    optimizers = reader.optimizers(unpickle=unpickle) if optimizer else []
     if optimizers:
         state["optimizer_states"] = [_state_dict(optimizer) for optimizer in optimizers]
     write_object(path, state)
