@@ -32,7 +32,10 @@ class FolderClaims:
         if key in self._mine:
             return True
         if key not in _held:
-            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                descriptor = os.open(folder, os.O_RDONLY)
+            except OSError:  # it may be written to, but not be read
+                return True
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
