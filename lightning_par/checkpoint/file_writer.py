@@ -267,7 +267,7 @@ def _write_box(descriptor: int, start: int, piece: Piece) -> FileRecord:
     found = 0
     if piece.values.numel():
         flat = piece.values.detach().cpu().contiguous().view(-1)
-        view = memoryview(flat.view(torch.uint8).numpy())  # NumPy lacks bfloat16 and float8
+        view = flat.view(torch.uint8).numpy().data  # NumPy lacks bfloat16 and float8
         places, run = _runs(piece.box, piece.global_shape)
         size, low = run * piece.values.element_size(), 0
         for place in places:

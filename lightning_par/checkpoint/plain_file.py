@@ -163,4 +163,5 @@ def _short(info: zipfile.ZipInfo) -> str:
 
 def _place(file: Any, info: zipfile.ZipInfo) -> int:
     file.seek(info.header_offset)
-    return info.header_offset + 30 + sum(_LOCAL_HEADER.unpack(file.read(30)))
+    lengths: tuple[int, int] = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    return info.header_offset + _LOCAL_HEADER.size + sum(lengths)

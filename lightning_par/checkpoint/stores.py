@@ -128,7 +128,8 @@ class FileStore:
         with well_formed(where):
             self.index = Index.from_json(rest["index"])
             self._boxes = {f"{k}/{c.key}": (e, c) for k, e, c in self.index.chunks()}
-        self.files: _MappedFile = _MappedFile(path, self.manifest.places)
+        self._file = _MappedFile(path, self.manifest.places)
+        self.files: TensorFiles = self._file
         self._check_places(path.stat().st_size)
         self._state: dict[str, dict[str, Tensor]] = {}
 
@@ -149,9 +150,9 @@ class FileStore:
         record, found = self.manifest.files[name], 0
         if name in self._boxes:
             entry, chunk = self._boxes[name]
-            parts = self.files.box_bytes(entry, chunk)
+            parts = self._file.box_bytes(entry, chunk)
         else:
-            parts = self.files.bytes_at(self.manifest.places[name], record.length)
+            parts = self._file.bytes_at(self.manifest.places[name], record.length)
         for part in parts:
             found = zlib.crc32(part, found)
         if f"{found:08x}" == record.crc32:
@@ -160,7 +161,7 @@ class FileStore:
 
     def read(self, name: str) -> bytes:
         """See `Store.read`."""
-        parts = self.files.bytes_at(self.manifest.places[name], self.manifest.files[name].length)
+        parts = self._file.bytes_at(self.manifest.places[name], self.manifest.files[name].length)
         return b"".join(bytes(part) for part in parts)
 
     def state_tensor(self, file: str, key: str) -> Tensor:
@@ -199,13 +200,12 @@ class _MappedFile(TensorFiles):
         if not box.numel():
             return
         if box.is_contiguous():
-            first = self._chunk(entry, Chunk(chunk.file, "", (0,) * len(entry.shape), entry.shape))
-            at = (box.storage_offset() - first.storage_offset()) * entry.dtype.itemsize
-            yield from self.bytes_at(self._places[chunk.file] + at, _nbytes(entry, chunk))
+            place = int(box.storage_offset()) * entry.dtype.itemsize  # the storage is the file
+            yield from self.bytes_at(place, _nbytes(entry, chunk))
             return
         rows = max(1, _BLOCK * box.shape[0] // _nbytes(entry, chunk))
         for part in box.split(rows):
-            yield memoryview(part.contiguous().view(-1).view(torch.uint8).numpy())
+            yield part.contiguous().view(-1).view(torch.uint8).numpy().data
 
     def bytes_at(self, place: int, length: int) -> Iterator[memoryview]:
         """Give the bytes of a part of the file."""
