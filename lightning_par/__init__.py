@@ -25,6 +25,7 @@ __all__ = [
     "__version__",
     "attention",
     "check_plan",
+    "load_from_checkpoint",
     "memory_estimate",
     "verify",
 ]
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         ZeROOffloadStrategy,
     )
     from lightning_par.strategies.memory_estimate import memory_estimate
+    from lightning_par.strategies.components.load_module import load_from_checkpoint
     from lightning_par.verification import verify
 else:
     # Imported when they are asked for (PEP 562): the engine has to work without Lightning.
@@ -63,6 +65,7 @@ else:
         "attention": "engine.context.attention",
         "check_plan": "plan.resolved_plan",
         "memory_estimate": "strategies.memory_estimate",
+        "load_from_checkpoint": "strategies.components.load_module",
         "verify": "verification",
     }
     _PACKAGES = ("callbacks", "huggingface", "models", "strategies", "verification")

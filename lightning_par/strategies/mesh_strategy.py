@@ -81,9 +81,8 @@ class MeshStrategy(ParallelStrategy):
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
         compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
             ``{"mode": "max-autotune"}``.
-        save_distributed_checkpoint: Write checkpoints as folders, to which every rank writes its
-            part and which any layout reads. False: as one file, gathered on rank 0, which a plain
-            `Trainer` reads, too.
+        checkpoint_format: ``"file"``, which a plain `Trainer` reads, too, ``"folder"``, or "auto".
+        save_distributed_checkpoint: Lightning's name: True is ``"folder"``, False ``"file"``.
         async_save: Train on while a checkpoint is written; costs a copy of weights and optimizer
             states in host memory.
         plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
@@ -133,7 +132,8 @@ class MeshStrategy(ParallelStrategy):
         stage_blocks: Sequence[int] | None = None,
         sequence_parallel: bool = True,
         compile_blocks: bool | dict[str, Any] = False,
-        save_distributed_checkpoint: bool = True,
+        checkpoint_format: str = "auto",
+        save_distributed_checkpoint: bool | None = None,
         async_save: bool = False,
         plan: ParallelPlan | None = None,
         process_group_backend: str | None = None,

@@ -90,6 +90,11 @@ class MeshProcesses:
         rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
 
     @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self._num_nodes
+
+    @property
     def num_local(self) -> int:
         """Number of devices, hence processes, of this node."""
         return len(self._devices) or 1
