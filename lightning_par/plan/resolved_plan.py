@@ -59,6 +59,13 @@ class ResolvedPlan:
     divided: Mapping[str, tuple[str, ...]]
 
     @cached_property
+    def kept(self) -> frozenset[int]:
+        """Numbers of the blocks whose output later code reads, besides the next block."""
+        ends = {f.rpartition(".")[0]: number for number, f in enumerate(self.block_names)}
+        named = (self.block_names.index(f) for f in self.plan.kept)
+        return frozenset((*ends.values(), *named)) - {len(self.block_names) - 1}
+
+    @cached_property
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of parameter FQNs that are one parameter; the canonical name comes first."""
         groups: dict[str, list[str]] = {}
@@ -98,7 +105,7 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     problems: list[str] = []
     blocks = _find_blocks(plan, modules, problems)
-    for role in ("first", "last", "replicated"):
+    for role in ("first", "last", "replicated", "kept"):
         problems += [
             _missing(f"{role} names {fqn!r}", fqn, [*modules, *parameters])
             for fqn in getattr(plan, role)
@@ -197,18 +204,19 @@ def balance_blocks(
 def _find_blocks(
     plan: ParallelPlan, modules: Mapping[str, nn.Module], problems: list[str]
 ) -> list[str]:
-    if plan.blocks is None:
-        return []
-    container = modules.get(plan.blocks)
-    if container is None:
-        problems.append(_missing(f"blocks names {plan.blocks!r}", plan.blocks, list(modules)))
-        return []
-    if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        problems.append(
-            f"blocks: {plan.blocks} is a {type(container).__name__}; name the ModuleList that "
-            "holds the blocks."
-        )
-    return [f"{plan.blocks}.{name}" for name, _ in container.named_children()]
+    found: list[str] = []
+    for fqn in plan.containers:
+        container = modules.get(fqn)
+        if container is None:
+            problems.append(_missing(f"blocks names {fqn!r}", fqn, list(modules)))
+            continue
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            problems.append(
+                f"blocks: {fqn} is a {type(container).__name__}; name the ModuleList that "
+                "holds the blocks."
+            )
+        found += [f"{fqn}.{name}" for name, _ in container.named_children()]
+    return found
 
 
 def _match_patterns(
@@ -283,11 +291,13 @@ def _check_pipeline(
         return [
             f"stage_blocks={list(stage_blocks)} has {len(stage_blocks)} entries with the sum "
             f"{sum(stage_blocks)}; {asked}{each} takes {num_stages} numbers of 1 or more "
-            f"that sum to the {count} blocks of {resolved.plan.blocks}, or leave stage_blocks out."
+            f"that sum to the {count} blocks of {', '.join(resolved.plan.containers)}, or leave "
+            "stage_blocks out."
         ]
     if num_stages > count:
         return [
-            f"{asked}{each}: {resolved.plan.blocks} has {count} blocks, and every stage needs one. "
+            f"{asked}{each}: {', '.join(resolved.plan.containers)} has {count} blocks, and every "
+            "stage needs one. "
             f"Use at most {count * num_ranks // num_stages}."
         ]
     return []
@@ -325,7 +335,7 @@ def _check_tensor(
         f"{asked}: {p}, not divisible by {degree}. Use {fit}, or other sizes in the model."
         for p in _alike(misfits)
     ]
-    if sequence_parallel:
+    if sequence_parallel and resolved.plan.sequence_region != "none":
         owners = dict.fromkeys(n.rpartition(".")[0] for n, _ in model.named_parameters())
         itself = f"{type(model).__name__} itself"
         bare = [(owner or itself, "") for owner in owners if owner not in resolved.styles]

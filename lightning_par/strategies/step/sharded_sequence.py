@@ -86,9 +86,9 @@ class ShardedSequence:
         if not calls:
             raise ConfigurationError(
                 f"context_parallel_size={degree}: no attention of the blocks "
-                f"{self._plan.blocks!r} was seen, so every rank would attend to its own tokens "
-                "only. Call F.scaled_dot_product_attention or lightning_par.attention in the "
-                "blocks."
+                f"{', '.join(self._plan.containers)!r} was seen, so every rank would attend to its "
+                "own tokens only. Call F.scaled_dot_product_attention or lightning_par.attention "
+                "in the blocks."
             )
         if self._plan.positions and not fills:
             names = ", ".join(repr(name) for name in self._plan.positions)
