@@ -117,6 +117,8 @@ def _batch_layout(model: Any) -> BatchLayout:
         return BatchLayout(sequence_dims={**ids, "labels": 1}, labels="labels", optional=_OPTIONAL)
     if model.config.is_encoder_decoder:
         return BatchLayout(sequence_dims={"labels": 1}, labels="labels")
+    if (model.loss_type == "ForCausalLM" or name.endswith("LMHeadModel")) and not _shifts(model):
+        return BatchLayout(sequence_dims={**ids, "labels": 1}, labels="labels", optional=_OPTIONAL)
     if model.loss_type == "ForCausalLM" or name.endswith("LMHeadModel"):
         return BatchLayout(
             sequence_dims={**ids, "labels": 1, _SHIFTED: 1},
@@ -127,6 +129,12 @@ def _batch_layout(model: Any) -> BatchLayout:
         )
     # One label for a sample.
     return BatchLayout(sequence_dims=ids, optional=_OPTIONAL if ids else ())
+
+
+def _shifts(model: Any) -> bool:
+    """Tell whether a causal model moves the labels itself; some take them moved already."""
+    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    return "loss_function" in source or "shift" in source
 
 
 def _takes_positions(model: Any) -> bool:

@@ -31,6 +31,8 @@ __all__ = ["ResolvedPlan", "balance_blocks", "check_plan", "resolve_plan"]
 _T = TypeVar("_T")
 
 _MOST_DEGREES = 64  # of those that a message lists
+_COLUMNS = ("colwise", "colwise_transposed", "fused_qkv_transposed")
+_CONTAINERS = ("experts", "gather_sequence")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -328,6 +330,7 @@ def _check_tensor(
     counts += [(f, f" has {n}={v}", v) for f, named in numbers.items() for n, v in named.items()]
     for fqn, style in resolved.styles.items():
         counts += _sharded_sizes(fqn, modules[fqn], style, degree, problems)
+    problems += _colwise_alone(resolved)
     fit = _fitting_degrees([size for *_, size in counts])
     misfits = [(f, t) for f, t, size in counts if size % degree]
     asked = f"tensor_parallel_size={degree}"
@@ -348,15 +351,35 @@ def _check_tensor(
     return problems
 
 
+def _colwise_alone(resolved: ResolvedPlan) -> list[str]:
+    """Find colwise layers outside of a container, whose input would get a part of its gradient."""
+    inside = tuple(f"{f}." for f, style in resolved.styles.items() if style in _CONTAINERS)
+    alone = [
+        (fqn, f" is {style!r}")
+        for fqn, style in resolved.styles.items()
+        if style in _COLUMNS and not fqn.startswith(inside)
+    ]
+    return [
+        f"tensor: {text}, but no module around it is 'gather_sequence', which gives it its input "
+        "whole and sums the gradient of that. Give the module around it this style, or the layer "
+        "'colwise_gather_output'."
+        for text in _alike(alone)
+    ]
+
+
 def _sharded_sizes(
     fqn: str, module: nn.Module, style: TensorStyle, degree: int, problems: list[str]
 ) -> list[tuple[str, str, int]]:
     """Return what must divide by the degree: the FQN, the words about it and the size."""
     spec = TENSOR_STYLES[style]
     dim, ndim = spec.weight_dim, spec.weight_ndim
+    weight = getattr(module, "weight", None)
+    if style == "fused_qkv_transposed" and isinstance(weight, nn.Parameter):
+        third, rest = divmod(weight.shape[-1], 3)
+        words = f" has {weight.shape[-1]} columns, {third} each of query, key and value"
+        return [(f"{fqn}.weight", words, 1 if rest else third)]
     if dim is None or ndim is None:
         return []
-    weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != ndim:
         problems.append(
             f"tensor: {fqn} is a {type(module).__name__}, but {style!r} needs a module with a "

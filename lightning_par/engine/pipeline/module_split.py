@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_par.engine.pipeline.captured_outputs import captured_names, keep_outputs
+from lightning_par.engine.pipeline.side_effects import watch_side_effects
 from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.engine.pipeline.stubs import (
     AbsentModule,
@@ -44,6 +45,7 @@ def cut_stages(
     """
     captured = resolved.plan.captured
     carried = (*resolved.plan.carried, *captured_names(captured))
+    watched: list[str] = []
     stages = tuple(Stage(index, bounds, carried, resolved.kept) for index in indices)
     for number, fqn in enumerate(resolved.block_names):
         block = model.get_submodule(fqn)
@@ -51,6 +53,7 @@ def cut_stages(
         if owner is not None:
             keep_outputs(block, captured)
             block.register_forward_hook(partial(owner.record, number))
+            watched.append(fqn)
         shown = [
             block if s is owner else _block_stub(block, fqn, s, number, captured) for s in stages
         ]
@@ -68,12 +71,14 @@ def cut_stages(
         shown = [
             unit
             if stage.index in held
-            else GhostModule(unit, fqn)
+            else GhostModule(unit, fqn, stage)
             if is_first
             else AbsentModule(unit, fqn)
             for stage in stages
         ]
         _place(model, fqn, stages, shown, shown[0] if held.isdisjoint(indices) else unit)
+    for fqn in watched:
+        watch_side_effects(model, fqn, carried)
     return stages
 
 

@@ -99,6 +99,13 @@ class Stage:
         """Whether this stage holds what comes after the blocks, and computes the loss."""
         return self.index == self.count - 1
 
+    @property
+    def passed_blocks(self) -> bool:
+        """Whether the last block of the model has run for the micro-batch in hand."""
+        return (
+            self.is_last and self.current is not None and self.end_block - 1 in self.current.called
+        )
+
     @contextmanager
     def hold(self, state: MicroBatchState, *, in_backward: bool = False) -> Iterator[None]:
         """Put the children of this stage into the model, and let its stubs answer for `state`."""

@@ -17,7 +17,7 @@ from torch import nn, Tensor
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.engine.pipeline.stage import fill_hidden, Stage, StageExit, StageStub
 from lightning_par.engine.rng import fork_torch_rng
-from lightning_par.errors import PipelineError
+from lightning_par.errors import PipelineError, PlanError
 from lightning_par.upstream.pytree import tree_flatten, tree_leaves, tree_map
 
 __all__ = ["AbsentModule", "GhostModule", "LaterBlock", "earlier_block", "poison"]
@@ -76,8 +76,11 @@ class _Shape(StageStub):
             absent._fqn = fqn
             return absent
         if isinstance(value, nn.Module):
-            value = self.__dict__[name] = type(self)(value, fqn)
+            value = self.__dict__[name] = self._part(value, fqn)
         return value
+
+    def _part(self, module: nn.Module, fqn: str) -> "_Shape":
+        return type(self)(module, fqn)
 
 
 class _EarlierBlock(StageStub):
@@ -171,9 +174,13 @@ def _shape_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
 class GhostModule(_Shape):
     """Stub of a module of the first stage: runs on meta for its shapes, and returns NaNs."""
 
-    def __init__(self, module: nn.Module, fqn: str) -> None:
+    def __init__(self, module: nn.Module, fqn: str, stage: Stage | None = None) -> None:
         super().__init__(module, fqn)
         self.__dict__["_answers"] = {}
+        self.__dict__["_stage"] = stage
+
+    def _part(self, module: nn.Module, fqn: str) -> "_Shape":
+        return GhostModule(module, fqn, self.__dict__["_stage"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GhostModule":
         """Follow changes of dtype, never of device: shapes are computed on meta."""
@@ -187,7 +194,18 @@ class GhostModule(_Shape):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return NaNs of the right shapes."""
+        """Return NaNs of the right shapes.
+
+        Raises:
+            PlanError: The last block has run.
+        """
+        stage = self.__dict__["_stage"]
+        if stage is not None and stage.passed_blocks:
+            raise PlanError(
+                f"{self.__dict__['_fqn']} is used after the blocks, but the first pipeline stage "
+                "holds it, since it is defined before them. Name it in ParallelPlan(last=...), or "
+                "in ParallelPlan(replicated=...) if it is used before them too."
+            )
         given, spec = tree_flatten((args, kwargs))
         device = next((t.device for t in given if isinstance(t, Tensor)), torch.device("cpu"))
         # Shapes in, shapes out: known after the first micro-batch unless other values take part.
