@@ -97,15 +97,19 @@ class ParallelPlan:
 
     Attributes:
         blocks: FQN of the container (`nn.ModuleList`) of repeated blocks: pipeline cuts, units of
-            sharding and of compilation. None: the model cannot be cut into pipeline stages.
+            sharding and of compilation. Several, in the order in which they run, where a model
+            passes through one after the other, as through an encoder and a decoder. None: the model
+            cannot be cut into pipeline stages.
         first: FQNs used only before the blocks. What stands before the container is "first" by
             itself.
         last: FQNs used only after the blocks. What stands after the container is "last" by itself.
         replicated: FQNs that every pipeline stage holds; their gradients are summed over the
-            stages.
+            stages. What stands between two containers is "replicated" by itself.
         tied: Groups of parameter FQNs that are one parameter. Ties are also found by identity.
         carried: Attributes (tensors) that a block stores on itself and that code after the blocks
             reads.
+        kept: FQNs of blocks whose output code after later blocks reads, besides the next block. It
+            crosses the boundaries of stages whole. The last block of every container is kept.
         tensor: FQN pattern -> `TensorStyle`.
         divided: FQN pattern -> attributes that count heads or features, lowered to the local count.
         batch: Where labels and sequence dims are.
@@ -123,18 +127,19 @@ class ParallelPlan:
         counts: FQN pattern -> name and number of what a module counts (heads), where it has no such
             attribute; the tensor-parallel degree has to divide them.
         sequence_region: Where sequence parallelism shards activations: ``"model"``, from the
-            embedding to the head, or ``"blocks"``, from the input of the first block to the output
-            of the last.
-        refusals: ``"pipeline"``, ``"tensor"`` or ``"context"`` -> why the model is not cut so, and
-            what to declare.
+            embedding to the head; ``"blocks"``, from the input of the first block to the output of
+            the last; or ``"none"``, nowhere, as with ``sequence_parallel=False``.
+        refusals: ``"pipeline"``, ``"tensor"``, ``"context"`` or ``"batch"`` -> why the model is not
+            cut so, or a batch not divided among replicas and micro-batches, and what to declare.
     """
 
-    blocks: str | None = None
+    blocks: str | tuple[str, ...] | None = None
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     carried: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     batch: BatchLayout = field(default_factory=BatchLayout)
@@ -144,7 +149,7 @@ class ParallelPlan:
     positions: Mapping[str, str] | None = None
     captured: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    sequence_region: Literal["blocks", "model"] = "model"
+    sequence_region: Literal["blocks", "model", "none"] = "model"
     refusals: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,9 +161,9 @@ class ParallelPlan:
                     f"{nearest(style, TENSOR_STYLES)} "
                     f"Use one of {', '.join(TENSOR_STYLES)}."
                 )
-        if self.sequence_region not in ("blocks", "model"):
+        if self.sequence_region not in ("blocks", "model", "none"):
             problems.append(
-                f"sequence_region={self.sequence_region!r} must be 'blocks' or 'model'."
+                f"sequence_region={self.sequence_region!r} must be 'blocks', 'model' or 'none'."
             )
         raise_problems(PlanError, problems)
         divided = {k: _names(f"divided[{k!r}]", v) for k, v in self.divided.items()}
@@ -168,11 +173,20 @@ class ParallelPlan:
         values["counts"] = _Frozen({k: _Frozen(v) for k, v in self.counts.items()})
         values["refusals"] = _Frozen(self.refusals)
         values["positions"] = None if self.positions is None else _Frozen(self.positions)
-        names = ("first", "last", "replicated", "carried", "experts", "replica_sums")
+        if self.blocks is not None and not isinstance(self.blocks, str):
+            values["blocks"] = _names("blocks", self.blocks)
+        names = ("first", "last", "replicated", "carried", "kept", "experts", "replica_sums")
         for name in (*names, "checkpointable"):
             values[name] = _names(name, getattr(self, name))
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def containers(self) -> tuple[str, ...]:
+        """FQNs of the containers of blocks, in the order in which they run."""
+        if self.blocks is None:
+            return ()
+        return (self.blocks,) if isinstance(self.blocks, str) else self.blocks
 
     def under(self, prefix: str) -> "ParallelPlan":
         """Return the same plan as seen from a parent, in which the model stands at `prefix`.
@@ -185,10 +199,13 @@ class ParallelPlan:
         dot = prefix + "."
         return replace(
             self,
-            blocks=None if self.blocks is None else dot + self.blocks,
+            blocks=dot + self.blocks
+            if isinstance(self.blocks, str)
+            else self.blocks and tuple(dot + f for f in self.blocks),
             first=tuple(dot + f for f in self.first),
             last=tuple(dot + f for f in self.last),
             replicated=tuple(dot + f for f in self.replicated),
+            kept=tuple(dot + f for f in self.kept),
             tied=tuple(tuple(dot + f for f in group) for group in self.tied),
             tensor={dot + k: v for k, v in self.tensor.items()},
             divided={dot + k: v for k, v in self.divided.items()},

@@ -102,6 +102,7 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         weight_dim=0,
         bias_dim=0,
         weight_ndim=2,
+        uneven=True,
         crossing="enter",
         output="gathered",
     ),

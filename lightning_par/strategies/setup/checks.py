@@ -165,6 +165,7 @@ def check_module(module: nn.Module, options: MeshOptions, sizes: ParallelSizes) 
         stage_blocks=options.stage_blocks,
         stages_per_rank=len(owners) // sizes.pipeline,
     )
+    _check_batch(module, plan, options, sizes)
     check_experts(module, resolved, sizes)
     offload = options.offload_options
     place = "device" if offload is None else offload.accumulate_on
@@ -183,6 +184,19 @@ def _check_context(
             f"context_parallel_size={degree}: messages between ranks cannot be compiled. Use "
             "compile_blocks=False."
         )
+
+
+def _check_batch(
+    module: nn.Module, plan: ParallelPlan, options: MeshOptions, sizes: ParallelSizes
+) -> None:
+    """Refuse to divide a batch whose loss is no mean over its samples."""
+    count = options.microbatches(sizes.pipeline) if sizes.pipeline > 1 else 1
+    asked = [f"data_parallel_size={sizes.data}"] if sizes.data > 1 else []
+    asked += [f"pipeline_parallel_size={sizes.pipeline} with num_microbatches={count}"] * (
+        count > 1
+    )
+    if "batch" in plan.refusals and asked:
+        raise PlanError(f"{' and '.join(asked)}: {plan.refusals['batch']}")
 
 
 def check_whole(module: nn.Module) -> None:

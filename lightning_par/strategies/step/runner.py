@@ -17,6 +17,7 @@ from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.rng import fork_all_rng, seed_all_generators, seed_of
+from lightning_par.engine.tensor.whole_parameters import explain_shards
 from lightning_par.engine.tensor_tree import BatchBroadcast
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.mesh import ParallelMesh
@@ -280,7 +281,8 @@ class StepRunner:
             seed = seed_of(self.seed, *key, microbatch, self._data_rank)
             seed_all_generators(seed, torch.device(self._device_type))
         try:
-            yield
+            with explain_shards(self.module):
+                yield
         finally:
             self._in_step = False
 
