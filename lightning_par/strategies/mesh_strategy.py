@@ -47,7 +47,10 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.parallelize import parallelize
 from lightning_par.strategies.setup.precision import AdoptedPrecision
 from lightning_par.strategies.setup.preflight import check_run
-from lightning_par.strategies.setup.stage_optimizers import check_optimizers, optimizers_of_a_stage
+from lightning_par.strategies.setup.stage_optimizers import (
+    optimizers_of_a_stage,
+    prepare_optimizers,
+)
 from lightning_par.strategies.step.runner import Step
 from lightning_par.upstream.lightning import move_optimizer_states, set_launcher
 
@@ -341,12 +344,9 @@ class MeshStrategy(ParallelStrategy):
         self._precision.connect(self._parallel_model.gradients)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
-            if self.sizes.pipeline > 1:
-                with optimizers_of_a_stage():
-                    self.setup_optimizers(trainer)
-                check_optimizers(self.optimizers, self.mesh.group("pp"), self.root_device)
-            else:
+            with optimizers_of_a_stage(self.sizes.pipeline):
                 self.setup_optimizers(trainer)
+            prepare_optimizers(self.optimizers, self.parallel_model, self.root_device)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             move_optimizer_states(self.optimizers, self.root_device)

@@ -192,6 +192,16 @@ class StateMap:
                     )
         return {"state": states, "param_groups": groups}
 
+    def names_in_groups(self, module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+        """Return the name of every parameter of each group; a tensor that is no parameter of
+        `module` gets a number.
+        """
+        names, groups = self._names(module), optimizer.param_groups
+        return [
+            [names.get(id(p), f"tensor {at} of group {i}") for at, p in enumerate(group["params"])]
+            for i, group in enumerate(groups)
+        ]
+
     @torch.no_grad()
     def optimizer_pieces(
         self, number: int, state: Mapping[str, Any]
