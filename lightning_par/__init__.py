@@ -25,6 +25,7 @@ __all__ = [
     "__version__",
     "attention",
     "check_plan",
+    "infer_plan",
     "memory_estimate",
     "verify",
 ]
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_par.engine.context.options import ContextOptions
     from lightning_par.engine.data.compression.options import GradientCompression
     from lightning_par.errors import LightningParError
+    from lightning_par.plan.inference.infer import infer_plan
     from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
     from lightning_par.plan.resolved_plan import check_plan
     from lightning_par.sizes import ParallelSizes
@@ -62,6 +64,7 @@ else:
         "ZeROOffloadStrategy": "strategies",
         "attention": "engine.context.attention",
         "check_plan": "plan.resolved_plan",
+        "infer_plan": "plan.inference.infer",
         "memory_estimate": "strategies.mesh_strategy",
         "verify": "verification",
     }

@@ -8,7 +8,7 @@ pattern, ``*`` stands for exactly one component: ``blocks.*.attention`` matches
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -60,6 +60,28 @@ def _refuse_unknown(kind: type, values: Mapping[str, Any]) -> None:
         )
 
 
+def _as_code(value: Any, indent: str) -> str:
+    """Write a plan, or a value in one, as source; texts in double quotes, as formatters want."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        items = ", ".join(_as_code(item, indent) for item in value)
+        return f"({items},)" if len(value) == 1 else f"({items})"
+    inner = indent + "    "
+    if isinstance(value, Mapping):
+        lines = [f"{_as_code(k, inner)}: {_as_code(v, inner)}" for k, v in value.items()]
+        opening, closing = "{", "}"
+    elif isinstance(value, ParallelPlan | BatchLayout):
+        given = {f.name: getattr(value, f.name) for f in fields(value)}
+        changed = {n: v for n, v in given.items() if v != getattr(type(value)(), n)}
+        lines = [f"{n}={_as_code(v, inner)}" for n, v in changed.items()]
+        opening, closing = f"{type(value).__name__}(", ")"
+    else:
+        return repr(value)
+    body = "".join(f"{inner}{line},\n" for line in lines)
+    return f"{opening}\n{body}{indent}{closing}" if lines else opening + closing
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """Where the labels and the sequence dims of a batch are.
@@ -106,7 +128,7 @@ class ParallelPlan:
         tied: Groups of parameter FQNs that are one parameter. Ties are also found by identity.
         carried: Attributes (tensors) that a block stores on itself and that code after the blocks
             reads.
-        tensor: FQN pattern -> `TensorStyle`.
+        tensor: FQN pattern -> `TensorStyle`; the empty pattern is the model itself.
         divided: FQN pattern -> attributes that count heads or features, lowered to the local count.
         batch: Where labels and sequence dims are.
         experts: FQN patterns of modules whose parameters have one entry per expert in dim 0, and
@@ -123,8 +145,8 @@ class ParallelPlan:
         counts: FQN pattern -> name and number of what a module counts (heads), where it has no such
             attribute; the tensor-parallel degree has to divide them.
         sequence_region: Where sequence parallelism shards activations: ``"model"``, from the
-            embedding to the head, or ``"blocks"``, from the input of the first block to the output
-            of the last.
+            embedding to the head, ``"blocks"``, from the input of the first block to the output of
+            the last, or ``"none"``.
         refusals: ``"pipeline"``, ``"tensor"`` or ``"context"`` -> why the model is not cut so, and
             what to declare.
     """
@@ -144,7 +166,7 @@ class ParallelPlan:
     positions: Mapping[str, str] | None = None
     captured: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    sequence_region: Literal["blocks", "model"] = "model"
+    sequence_region: Literal["blocks", "model", "none"] = "model"
     refusals: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,9 +178,9 @@ class ParallelPlan:
                     f"{nearest(style, TENSOR_STYLES)} "
                     f"Use one of {', '.join(TENSOR_STYLES)}."
                 )
-        if self.sequence_region not in ("blocks", "model"):
+        if self.sequence_region not in ("blocks", "model", "none"):
             problems.append(
-                f"sequence_region={self.sequence_region!r} must be 'blocks' or 'model'."
+                f"sequence_region={self.sequence_region!r} must be 'blocks', 'model' or 'none'."
             )
         raise_problems(PlanError, problems)
         divided = {k: _names(f"divided[{k!r}]", v) for k, v in self.divided.items()}
@@ -190,7 +212,7 @@ class ParallelPlan:
             last=tuple(dot + f for f in self.last),
             replicated=tuple(dot + f for f in self.replicated),
             tied=tuple(tuple(dot + f for f in group) for group in self.tied),
-            tensor={dot + k: v for k, v in self.tensor.items()},
+            tensor={dot + k if k else prefix: v for k, v in self.tensor.items()},
             divided={dot + k: v for k, v in self.divided.items()},
             counts={dot + k: v for k, v in self.counts.items()},
             experts=tuple(dot + f for f in self.experts),
@@ -207,6 +229,17 @@ class ParallelPlan:
         shallow["batch"] = {n: getattr(self.batch, n) for n in self.batch.__dataclass_fields__}
         plain: dict[str, Any] = json.loads(json.dumps(shallow, default=dict))
         return plain
+
+    def as_code(self) -> str:
+        """Return the plan as Python source, without the fields that have their defaults.
+
+        Example:
+            >>> print(ParallelPlan(blocks="layers").as_code())
+            ParallelPlan(
+                blocks="layers",
+            )
+        """
+        return _as_code(self, "")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ParallelPlan":

@@ -266,7 +266,7 @@ class MeshStrategy(ParallelStrategy):
         if trainer is not None and isinstance(model, pl.LightningModule):
             check_trainer(trainer, model, self.sizes)
             if self._parallel_model is None and next(model.parameters(), None) is not None:
-                check_module(model, self.options, self.sizes)
+                check_module(model, self.options, self.sizes, infers=False)
 
     @override
     def setup_environment(self) -> None:

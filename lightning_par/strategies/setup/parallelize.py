@@ -7,7 +7,7 @@ host -> materialize and shard, unit by unit (whole replicas that compress gradie
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -71,6 +71,8 @@ def parallelize(
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
+    if resolved.plan.sequence_region == "none":
+        options = replace(options, sequence_parallel=False)
     seed = _agree_on_seed(device)
     _broadcast_values(module, mesh, device)
     names = [name for name, _ in module.named_parameters()]
