@@ -165,7 +165,8 @@ class Recording:
             owners=self.parallel_model.rank_of_stage,
             shared=[s for s in self.parallel_model.shared if isinstance(s, SharedGradients)],
             zero_stage=strategy.options.zero_stage,
-            sequence_parallel=strategy.options.sequence_parallel,
+            sequence_parallel=strategy.options.sequence_parallel
+            and self.parallel_model.resolved.plan.sequence_region != "none",
             compiled=strategy.options.compile_blocks is not False,
         )
 

@@ -8,7 +8,7 @@ pattern, ``*`` stands for exactly one component: ``blocks.*.attention`` matches
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -58,6 +58,28 @@ def _refuse_unknown(kind: type, values: Mapping[str, Any]) -> None:
             f"unknown entries {unknown} in a {kind.__name__}: it has {', '.join(fields)}"
             + nearest(unknown[0], fields, cutoff=0.6)
         )
+
+
+def _as_code(value: Any, indent: str) -> str:
+    """Write a plan, or a value in one, as source; texts in double quotes, as formatters want."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        items = ", ".join(_as_code(item, indent) for item in value)
+        return f"({items},)" if len(value) == 1 else f"({items})"
+    inner = indent + "    "
+    if isinstance(value, Mapping):
+        lines = [f"{_as_code(k, inner)}: {_as_code(v, inner)}" for k, v in value.items()]
+        opening, closing = "{", "}"
+    elif isinstance(value, ParallelPlan | BatchLayout):
+        given = {f.name: getattr(value, f.name) for f in fields(value)}
+        changed = {n: v for n, v in given.items() if v != getattr(type(value)(), n)}
+        lines = [f"{n}={_as_code(v, inner)}" for n, v in changed.items()]
+        opening, closing = f"{type(value).__name__}(", ")"
+    else:
+        return repr(value)
+    body = "".join(f"{inner}{line},\n" for line in lines)
+    return f"{opening}\n{body}{indent}{closing}" if lines else opening + closing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +132,7 @@ class ParallelPlan:
             reads.
         kept: FQNs of blocks whose output code after later blocks reads, besides the next block. It
             crosses the boundaries of stages whole. The last block of every container is kept.
-        tensor: FQN pattern -> `TensorStyle`.
+        tensor: FQN pattern -> `TensorStyle`; the empty pattern is the model itself.
         divided: FQN pattern -> attributes that count heads or features, lowered to the local count.
         batch: Where labels and sequence dims are.
         experts: FQN patterns of modules whose parameters have one entry per expert in dim 0, and
@@ -207,7 +229,7 @@ class ParallelPlan:
             replicated=tuple(dot + f for f in self.replicated),
             kept=tuple(dot + f for f in self.kept),
             tied=tuple(tuple(dot + f for f in group) for group in self.tied),
-            tensor={dot + k: v for k, v in self.tensor.items()},
+            tensor={dot + k if k else prefix: v for k, v in self.tensor.items()},
             divided={dot + k: v for k, v in self.divided.items()},
             counts={dot + k: v for k, v in self.counts.items()},
             experts=tuple(dot + f for f in self.experts),
@@ -224,6 +246,17 @@ class ParallelPlan:
         shallow["batch"] = {n: getattr(self.batch, n) for n in self.batch.__dataclass_fields__}
         plain: dict[str, Any] = json.loads(json.dumps(shallow, default=dict))
         return plain
+
+    def as_code(self) -> str:
+        """Return the plan as Python source, without the fields that have their defaults.
+
+        Example:
+            >>> print(ParallelPlan(blocks="layers").as_code())
+            ParallelPlan(
+                blocks="layers",
+            )
+        """
+        return _as_code(self, "")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ParallelPlan":

@@ -227,7 +227,7 @@ def _match_patterns(
     found: dict[str, _T] = {}
     source: dict[str, str] = {}
     for pattern, value in patterns.items():
-        hits = [name for name in names if name and match_pattern(pattern, name)]
+        hits = [n for n in names if (n or not pattern) and match_pattern(pattern, n)]
         if not hits:
             problems.append(f"{kind}: {pattern!r} matches no module{_nearest(pattern, names)}")
         for name in hits:

@@ -275,7 +275,7 @@ class MeshStrategy(ParallelStrategy):
         if trainer is not None and isinstance(model, pl.LightningModule):
             check_trainer(trainer, model, self.sizes)
             if not self._on_mesh(model) and next(model.parameters(), None) is not None:
-                check_module(model, self.options, self.sizes)
+                check_module(model, self.options, self.sizes, infers=False)
 
     @override
     def setup_environment(self) -> None:

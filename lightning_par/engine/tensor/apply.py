@@ -82,6 +82,7 @@ def apply_tensor_parallel(
         PlanError: A module has an option that its style cannot keep.
     """
     group = mesh.get_group()
+    sequence_parallel = sequence_parallel and resolved.plan.sequence_region != "none"
     regions = Regions(resolved, group, sequence_parallel=sequence_parallel)
     partial_names: set[str] = set()
     modules = {n: m for n, m in model.named_modules() if not isinstance(m, StageStub)}

@@ -20,9 +20,10 @@ from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError, either, nearest, PlanError, raise_problems
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
-from lightning_par.plan.resolved_plan import check_plan, ResolvedPlan
+from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.inferred_plan import infer_for_run
 from lightning_par.upstream.lightning import synchronizes_batchnorm
 
 __all__ = [
@@ -117,13 +118,16 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
     raise_problems(ConfigurationError, problems)
 
 
-def check_module(module: nn.Module, options: MeshOptions, sizes: ParallelSizes) -> ResolvedPlan:
-    """Check the plan of the options, or else the module's own, at the sizes of the mesh.
+def check_module(
+    module: nn.Module, options: MeshOptions, sizes: ParallelSizes, *, infers: bool = True
+) -> ResolvedPlan:
+    """Check the plan of the options, or the module's own, or the inferred one, at the mesh's sizes.
 
     Args:
         module: The user's module; parameters may be on meta.
         options: The options of the strategy.
         sizes: Sizes of the mesh.
+        infers: False before the data is known: then a missing plan is left for later.
 
     Raises:
         PlanError: The plan is missing a part that the sizes need, or does not fit.
@@ -131,6 +135,10 @@ def check_module(module: nn.Module, options: MeshOptions, sizes: ParallelSizes) 
         ScheduleError: The schedule does not fit the number of pipeline ranks.
     """
     plan = options.plan if options.plan is not None else find_plan(module)
+    if plan is None and (sizes.tensor > 1 or sizes.pipeline > 1):
+        if not infers:
+            return resolve_plan(module, ParallelPlan())
+        plan = infer_for_run(module, sizes)
     if options.stage_blocks is not None and sizes.pipeline == 1:
         raise ConfigurationError(
             f"stage_blocks={list(options.stage_blocks)} needs pipeline_parallel_size="
