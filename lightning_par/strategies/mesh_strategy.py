@@ -26,10 +26,8 @@ from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.actions import TimedAction
-from lightning_par.errors import LightningParError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import ParallelPlan
-from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import AutoRule, ParallelSizes, Size
 from lightning_par.strategies.components.checkpoint_load import CheckpointLoad
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave
@@ -328,7 +326,7 @@ class MeshStrategy(ParallelStrategy):
         assert module is not None
         plugin = self.precision_plugin = self._precision.adopt(self.precision_plugin)
         if not self._on_mesh(module):
-            resolved = self._check(trainer, module)
+            resolved = check_run(trainer, module, self.options, self.processes)
             if self._record is not None:
                 self._record.remember(module)
             self.model = plugin.convert_module(self.model)
@@ -355,17 +353,6 @@ class MeshStrategy(ParallelStrategy):
         """Whether a module is in its parallel form already, as in the middle of a run."""
         model = self._parallel_model
         return model is not None and model.module is module and not model.forms.is_whole
-
-    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedPlan:
-        """Refuse what cannot work; of the processes that a script started, the first one speaks."""
-        assert self.cluster_environment is not None
-        device, ranks = self.root_device, self.processes.num_local
-        try:
-            return check_run(trainer, module, self.options, self.sizes, device, ranks)
-        except LightningParError:
-            if self.local_rank and not self.cluster_environment.creates_processes_externally:
-                raise SystemExit(1) from None
-            raise
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

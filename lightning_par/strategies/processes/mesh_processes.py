@@ -110,6 +110,16 @@ class MeshProcesses:
         return 1 if self._environment is None else self._environment.world_size()
 
     @property
+    def speaks(self) -> bool:
+        """Whether errors that all processes of this node find alike are said by this one."""
+        environment = self._environment
+        return (
+            environment is None
+            or environment.local_rank() == 0
+            or environment.creates_processes_externally
+        )
+
+    @property
     def device(self) -> torch.device:
         """Device of this process."""
         local_rank = 0 if self._environment is None else self._environment.local_rank()
