@@ -79,14 +79,12 @@ def parallelize(
         options = replace(options, sequence_parallel=False)
     seed = _agree_on_seed(device)
     _broadcast_values(module, mesh, device)
-    names = [name for name, _ in module.named_parameters()]
-    states = StateMap(mesh, list(module.state_dict()), names, resolved.canonical)
+    states = _state_map(module, resolved, mesh)
     parts = _apply(module, resolved, mesh, options)
-    stages, bounds, rank_of_stage = parts.stages, parts.bounds, parts.rank_of_stage
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
     groups = mesh.named_groups()
-    links = _connect(mesh, rank_of_stage, device, groups)
-    executor = PipelineExecutor(stages, links, sharding, parts.weight_gradients, activity)
+    links = _connect(mesh, parts.rank_of_stage, device, groups)
+    executor = PipelineExecutor(parts.stages, links, sharding, parts.weight_gradients, activity)
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
     steps = StepRunner(
         module=module,
@@ -94,8 +92,8 @@ def parallelize(
         batch_layout=resolved.plan.batch,
         sharding=sharding,
         sequence=parts.sequence,
-        executor=executor if stages else None,
-        rank_of_stage=rank_of_stage,
+        executor=executor if parts.stages else None,
+        rank_of_stage=parts.rank_of_stage,
         options=options,
         device=device,
         seed=seed,
@@ -107,8 +105,8 @@ def parallelize(
         forms=forms,
         resolved=resolved,
         mesh=mesh,
-        bounds=bounds,
-        rank_of_stage=rank_of_stage,
+        bounds=parts.bounds,
+        rank_of_stage=parts.rank_of_stage,
         sharding=sharding,
         steps=steps,
         gradients=gradients,
@@ -288,6 +286,11 @@ def _apply_context(
     apply_context_parallel(module, resolved, shard)
     divide_attention(module, resolved.plan.batch, shard)
     return ShardedSequence(shard, resolved.plan, mesh)
+
+
+def _state_map(module: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh) -> StateMap:
+    names = [name for name, _ in module.named_parameters()]
+    return StateMap(mesh, list(module.state_dict()), names, resolved.canonical)
 
 
 def _agree_on_seed(device: torch.device) -> int:
