@@ -390,7 +390,8 @@ class MeshStrategy(ParallelStrategy):
         self._drop_step()
         steps, module = self.parallel_model.steps, self.parallel_model.module
         given = [*args, *kwargs.values()]
-        self.parallel_model.proof.begin(self.parallel_model, self.precision_plugin, given)
+        if not self.parallel_model.proof.is_over:  # a steady step does not even ask
+            self.parallel_model.proof.begin(self.parallel_model, self.precision_plugin, given)
         output, step = steps.training(self.precision_plugin, given)
         if output is None or not module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
@@ -436,7 +437,8 @@ class MeshStrategy(ParallelStrategy):
             with model.steps.backward(step):
                 plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
         model.gradients.after_backward()
-        model.proof.after_backward(weighted)
+        if not model.proof.is_over:
+            model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
         loss = plugin.post_backward(loss, model.module)
         self.post_backward(loss)

@@ -77,6 +77,7 @@ class FirstStepProof:
         device: Device of this rank.
 
     Attributes:
+        is_over: Whether nothing is to be noted any more.
         outcome: On rank 0, once it is known: "equal", what was left out, or why it is not known.
     """
 
@@ -84,7 +85,7 @@ class FirstStepProof:
         self, skeleton: Skeleton | str | None, options: MeshOptions, device: torch.device
     ) -> None:
         self._skeleton, self._options, self._device = skeleton, options, device
-        self._is_over = skeleton is None
+        self.is_over = skeleton is None
         self._model: ParallelModel | None = None
         self.outcome = ""
         self._forget()
@@ -102,7 +103,7 @@ class FirstStepProof:
         """Prove nothing any more, and let go of everything."""
         if self._model is not None:
             self._model.module.__dict__.pop("on_train_batch_end", None)
-        self._is_over, self._model, self._skeleton = True, None, None
+        self.is_over, self._model, self._skeleton = True, None, None
         self._forget()
 
     def begin(self, model: "ParallelModel", plugin: Precision, args: Sequence[Any]) -> None:
@@ -115,8 +116,6 @@ class FirstStepProof:
 
         **Communicates**: in the first step, the weights and the batches, to rank 0.
         """
-        if self._is_over:
-            return
         if self._model is None and not self._start(model, plugin):
             return
         batch = model.module.trainer.fit_loop.total_batch_idx
