@@ -221,15 +221,15 @@ class Judge:
         )
 
     def _explain(self, difference: Difference, one: StepRecord) -> str:
-        module = self.model.module
+        trainer = self.model.module.trainer
         found = Findings(
-            module=module,
+            module=self.skeleton.module,
             sizes=self.model.mesh.sizes,
             resolved=self.model.resolved,
             zero_stage=self.options.zero_stage,
             draws=one.draws,
             reads=one.reads,
-            optimizers=[type(o) for o in module.trainer.optimizers],
+            optimizers=[type(o) for o in trainer.optimizers],
             callbacks=self.skeleton.callback_names,
         )
         return explain(difference, found)
