@@ -585,7 +585,7 @@ class MeshStrategy(ParallelStrategy):
         self._close_offload()
         if self._parallel_model is not None:
             self._parallel_model.sharding.release()
-            self._parallel_model.proof.close()
+            self._parallel_model.proof.end_run()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -1,6 +1,7 @@
 """What rank 0 finds: the step on one process, and how that on the mesh differs from it."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -182,7 +183,10 @@ class Judge:
             return self._run(given).losses[0]
 
     def _compare_update(self, one: StepRecord) -> Difference | None:
-        if self.start.has_states:
+        if not all(map(math.isfinite, self.noted.losses)):
+            self.notes.append("the update is not compared, as the loss is not finite")
+            return None
+        if self.start.continues:
             self.notes.append("the update, which continues loaded states, is not compared")
             return None
         if self.skeleton.problems:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import nn, Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import gradient_hooks
@@ -48,8 +49,15 @@ class Skeleton:
         if trainer is not None:
             memo |= {id(trainer): self._trainer}
             # What only one process may hold, or nobody wants twice.
-            shared = [trainer.datamodule, trainer.strategy, trainer.train_dataloader]
+            shared = [
+                getattr(trainer, "datamodule", None),
+                trainer.strategy,
+                trainer.train_dataloader,
+            ]
             memo |= {id(kept): kept for kept in (*shared, *trainer.loggers) if kept is not None}
+        for held in vars(module).values():
+            if isinstance(held, Dataset | DataLoader | pl.LightningDataModule):
+                memo[id(held)] = held
         made: list[tuple[nn.Parameter, nn.Parameter]] = []
         for parameter in module.parameters():
             memo[id(parameter)] = on_meta = _like(
