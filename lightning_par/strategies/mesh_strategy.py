@@ -386,7 +386,8 @@ class MeshStrategy(ParallelStrategy):
         self._drop_step()
         steps, module = self.parallel_model.steps, self.parallel_model.module
         given = [*args, *kwargs.values()]
-        self.parallel_model.proof.begin(self.parallel_model, self.precision_plugin, given)
+        if not self.parallel_model.proof.is_over:  # a steady step does not even ask
+            self.parallel_model.proof.begin(self.parallel_model, self.precision_plugin, given)
         output, step = steps.training(self.precision_plugin, given)
         if output is None or not module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
@@ -432,7 +433,8 @@ class MeshStrategy(ParallelStrategy):
             with model.steps.backward(step):
                 plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
         model.gradients.after_backward()
-        model.proof.after_backward(weighted)
+        if not model.proof.is_over:
+            model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
         loss = plugin.post_backward(loss, model.module)
         self.post_backward(loss)
@@ -582,7 +584,7 @@ class MeshStrategy(ParallelStrategy):
         self._drop_step()
         self._close_offload()
         if self._parallel_model is not None:
-            self._parallel_model.proof.close()
+            self._parallel_model.proof.end_run()
             gather_after_run(self._parallel_model, self.options, self.processes)
         assert self.cluster_environment is not None
         assert self.accelerator is not None

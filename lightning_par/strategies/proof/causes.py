@@ -31,7 +31,7 @@ class Findings:
     """What is known of a step that differs.
 
     Attributes:
-        module: The user's LightningModule.
+        module: The user's LightningModule, whole; parameters may be on meta.
         sizes: Sizes of the mesh.
         resolved: Its resolved plan.
         zero_stage: What the replicas shard.

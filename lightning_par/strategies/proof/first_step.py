@@ -77,6 +77,7 @@ class FirstStepProof:
         device: Device of this rank.
 
     Attributes:
+        is_over: Whether nothing is to be noted any more.
         outcome: On rank 0, once it is known: "equal", what was left out, or why it is not known.
     """
 
@@ -84,7 +85,7 @@ class FirstStepProof:
         self, skeleton: Skeleton | str | None, options: MeshOptions, device: torch.device
     ) -> None:
         self._skeleton, self._options, self._device = skeleton, options, device
-        self._is_over = skeleton is None
+        self.is_over = skeleton is None
         self._model: ParallelModel | None = None
         self.outcome = ""
         self._forget()
@@ -102,8 +103,15 @@ class FirstStepProof:
         """Prove nothing any more, and let go of everything."""
         if self._model is not None:
             self._model.module.__dict__.pop("on_train_batch_end", None)
-        self._is_over, self._model, self._skeleton = True, None, None
+        self.is_over, self._model, self._skeleton = True, None, None
         self._forget()
+
+    def end_run(self) -> None:
+        """Let go of a step that did not end; a run without a step, as of validation, leaves the
+        proof to the next one.
+        """
+        if self._model is not None:
+            self.close()
 
     def begin(self, model: "ParallelModel", plugin: Precision, args: Sequence[Any]) -> None:
         """Note what a training step starts from.
@@ -115,11 +123,12 @@ class FirstStepProof:
 
         **Communicates**: in the first step, the weights and the batches, to rank 0.
         """
-        if self._is_over:
-            return
+        trainer = model.module.trainer
+        if "setup_optimizers" in vars(trainer.strategy):
+            return  # the learning rate finder trains with an optimizer of its own
         if self._model is None and not self._start(model, plugin):
             return
-        batch = model.module.trainer.fit_loop.total_batch_idx
+        batch = trainer.fit_loop.total_batch_idx
         if batch == self._batch:
             return  # an optimizer computes the loss once more
         self._batch = batch
@@ -129,18 +138,19 @@ class FirstStepProof:
 
     def _start(self, model: "ParallelModel", plugin: Precision) -> bool:
         reason = self._skeleton if isinstance(self._skeleton, str) else ""
-        reason = broadcast_object(reason, 0, dist.group.WORLD)
+        reason = _from_first(reason)
         if reason:
             self.close()
             self.outcome = f"{_NOT_PROVED}: {reason}"
             rank_zero_info(self.outcome)
             return False
         self._model, self._plugin = model, plugin
+        step, held = model.module.global_step, model.module.trainer.optimizers
         self._start_values = StartValues(
             tensors=self._gather_state(),
-            global_step=model.module.global_step,
+            global_step=step,
             epoch=model.module.current_epoch,
-            has_states=any(o.state for o in model.module.trainer.optimizers),
+            continues=step > 0 or any(o.state for o in held),
         )
         after = model.module.on_train_batch_end
 
@@ -257,4 +267,11 @@ class FirstStepProof:
                 verdict = reason
             except Exception as error:  # of ours: the others wait for a verdict
                 verdict = CannotProveError(f"{type(error).__name__}: {error}")
-        return broadcast_object(verdict, 0, dist.group.WORLD)
+        return _from_first(verdict)
+
+
+def _from_first(value: Any) -> Any:
+    """Return what rank 0 has, on every rank."""
+    world = dist.group.WORLD
+    assert world is not None
+    return broadcast_object(value, 0, world)

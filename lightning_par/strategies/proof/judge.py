@@ -1,6 +1,7 @@
 """What rank 0 finds: the step on one process, and how that on the mesh differs from it."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -182,7 +183,10 @@ class Judge:
             return self._run(given).losses[0]
 
     def _compare_update(self, one: StepRecord) -> Difference | None:
-        if self.start.has_states:
+        if not all(map(math.isfinite, self.noted.losses)):
+            self.notes.append("the update is not compared, as the loss is not finite")
+            return None
+        if self.start.continues:
             self.notes.append("the update, which continues loaded states, is not compared")
             return None
         if self.skeleton.problems:
@@ -221,15 +225,15 @@ class Judge:
         )
 
     def _explain(self, difference: Difference, one: StepRecord) -> str:
-        module = self.model.module
+        trainer = self.model.module.trainer
         found = Findings(
-            module=module,
+            module=self.skeleton.module,
             sizes=self.model.mesh.sizes,
             resolved=self.model.resolved,
             zero_stage=self.options.zero_stage,
             draws=one.draws,
             reads=one.reads,
-            optimizers=[type(o) for o in module.trainer.optimizers],
+            optimizers=[type(o) for o in trainer.optimizers],
             callbacks=self.skeleton.callback_names,
         )
         return explain(difference, found)

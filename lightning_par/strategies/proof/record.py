@@ -16,13 +16,13 @@ class StartValues:
         tensors: Name -> value of every parameter and buffer, whole; on rank 0.
         global_step: Optimizer steps so far; more than 0 after a checkpoint was loaded.
         epoch: Number of the epoch.
-        has_states: Whether an optimizer has states already.
+        continues: Whether optimizers and schedulers have taken steps already.
     """
 
     tensors: Mapping[str, Tensor]
     global_step: int
     epoch: int
-    has_states: bool
+    continues: bool
 
 
 @dataclass(kw_only=True, eq=False)

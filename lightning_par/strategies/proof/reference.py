@@ -155,7 +155,7 @@ def run_alone(
 
 def _continue(trainer: pl.Trainer, start: StartValues) -> None:
     """Let a Trainer say that it is as far as that of the mesh."""
-    trainer.fit_loop.epoch_progress.current.processed = start.epoch
+    trainer.fit_loop.epoch_progress.current.processed = start.epoch  # type: ignore[attr-defined]
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.global_step
     loop.manual_optimization.optim_step_progress.total.completed = start.global_step
@@ -253,11 +253,11 @@ class _Reads(TorchFunctionMode):
         leave = modules.register_module_forward_hook(self._leave, always_call=True)
         self._open.callback(enter.remove)
         self._open.callback(leave.remove)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self._open.close()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         self._inside += module is not self._top

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import nn, Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import gradient_hooks
@@ -33,6 +34,7 @@ class Skeleton:
         callbacks: Those of its Trainer; of Lightning's and ours, none changes a step.
 
     Attributes:
+        module: The copy; parameters are on meta.
         callback_names: Classes of the user's own callbacks.
         problems: Callbacks that could not be copied, and why.
 
@@ -47,15 +49,22 @@ class Skeleton:
         if trainer is not None:
             memo |= {id(trainer): self._trainer}
             # What only one process may hold, or nobody wants twice.
-            shared = [trainer.datamodule, trainer.strategy, trainer.train_dataloader]
+            shared = [
+                getattr(trainer, "datamodule", None),
+                trainer.strategy,
+                trainer.train_dataloader,
+            ]
             memo |= {id(kept): kept for kept in (*shared, *trainer.loggers) if kept is not None}
+        for held in vars(module).values():
+            if isinstance(held, Dataset | DataLoader | pl.LightningDataModule):
+                memo[id(held)] = held
         made: list[tuple[nn.Parameter, nn.Parameter]] = []
         for parameter in module.parameters():
             memo[id(parameter)] = on_meta = _like(
                 parameter, torch.empty_like(parameter, device="meta")
             )
             made.append((parameter, on_meta))
-        self._module: pl.LightningModule = copy.deepcopy(module, memo)
+        self.module: pl.LightningModule = copy.deepcopy(module, memo)
         self._callbacks: list[Callback] = []
         self.callback_names: list[str] = []
         self.problems: list[str] = []
@@ -67,7 +76,7 @@ class Skeleton:
                 self._callbacks.append(copy.deepcopy(callback, memo))
             except Exception as error:
                 self.problems.append(f"{type(callback).__name__}: {error}")
-        _rebind(self._module, self._callbacks, memo)
+        _rebind(self.module, self._callbacks, memo)
         self._hooks = {
             id(on_meta): [_rebound(hook, memo) for hook in gradient_hooks(parameter)]
             for parameter, on_meta in made
@@ -86,13 +95,13 @@ class Skeleton:
             RuntimeError: A parameter is missing.
         """
         memo: dict[int, Any] = {id(self._trainer): trainer}
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self.module.named_parameters():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise RuntimeError(f"the value of {name} is not known")
             memo[id(parameter)] = whole = _like(parameter, tensors[name].clone())
             for hook in self._hooks[id(parameter)]:
                 whole.register_hook(hook)
-        module, callbacks = copy.deepcopy((self._module, self._callbacks), memo)
+        module, callbacks = copy.deepcopy((self.module, self._callbacks), memo)
         _rebind(module, callbacks, memo)
         with torch.no_grad():
             for name, buffer in module.named_buffers():

@@ -168,12 +168,16 @@ class Mixes(PlainModule):
         super().__init__()
         self.net.blocks = nn.ModuleList(_Mixer() for _ in range(4))
 
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(blocks="net.blocks", batch=self.batch, positions={})
+
 
 class NoisyWeights(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         with torch.no_grad():
+            norm = sum(float(p.norm()) for p in pl_module.parameters())
             for parameter in pl_module.parameters():
-                parameter.mul_(1 + 0.01 * float(parameter.norm()))
+                parameter.mul_(1 + 0.001 * norm)
 
 
 CAUGHT: dict[str, tuple[Any, str, str]] = {
