@@ -57,6 +57,7 @@ class Outline:
         report: Its index; the boxes have no file yet.
         values: Entries of the state dicts that are no tensors, as they are.
         groups: Parameter groups, as they are.
+        state_names: As `Plain.state_names`.
         state: The rest of its state as JSON.
         room: Length of the record for tensors in that state; 0: there are none.
     """
@@ -64,6 +65,7 @@ class Outline:
     report: WriteReport
     values: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Any] = ()
+    state_names: Sequence[str] = ()
     state: bytes = b""
     room: int = 0
 
@@ -108,6 +110,7 @@ def outline(part: Part) -> Outline:
         report=report,
         values=part.plain.values,
         groups=part.plain.groups,
+        state_names=part.plain.state_names,
         state=encode_state(part),
         room=tensors_length(state_specs(part)) if part.tensors else 0,
     )
@@ -187,7 +190,11 @@ def _whole(
     whole["state_dict"] = OrderedDict((name, weights[name]) for name in order)
     if "optimizer_states" in whole:
         all_groups = merge_groups([o.groups for o in outlines if o.groups], metadata.place)
-        entries = {**_below("optimizer/", blanks), **_below("optimizer/", values)}
+        found = {**_below("optimizer/", blanks), **_below("optimizer/", values)}
+        names = dict.fromkeys(name for o in outlines for name in o.state_names)
+        place = {name: i for i, name in enumerate(names)}
+        order = sorted(found, key=lambda key: place.get(key.rpartition("/")[2], len(place)))
+        entries = {key: found[key] for key in order}
         whole["optimizer_states"] = [
             torch_state(groups, split_states(number, entries))
             for number, groups in enumerate(all_groups)

@@ -75,7 +75,10 @@ def torch_state(
     return {
         "state": {number: dict(states[name]) for name, number in numbers.items() if name in states},
         "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in groups
+            # The numbers last, as torch has them.
+            {k: v for k, v in group.items() if k != "params"}
+            | {"params": [numbers[name] for name in group["params"]]}
+            for group in groups
         ],
     }
 

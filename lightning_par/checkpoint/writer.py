@@ -83,11 +83,13 @@ class Plain:
             there. Used of rank 0.
         values: As `Part.values`.
         groups: As `Part.groups`.
+        state_names: Names of optimizer states (``exp_avg``), in the optimizers' order.
     """
 
     state: Mapping[str, Any]
     values: Mapping[str, Any]
     groups: Sequence[Sequence[Mapping[str, Any]]]
+    state_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +180,8 @@ def make_part(
             raise CheckpointError(
                 f"{piece.box.name} is of {piece.values.dtype}, which safetensors cannot hold."
             )
+    # All states, as of some of them another rank may be the writer.
+    state_names = list(dict.fromkeys(p.box.name.rpartition("/")[2] for p in optimizer))
     encoder = Encoder(file_name("state", rank, world))
     encode = encoder.encode
     return Part(
@@ -192,7 +196,9 @@ def make_part(
             [{k: encode(v, f"param_groups.{k}") for k, v in g.items()} for g in o] for o in groups
         ],
         tensors=encoder.tensors,
-        plain=None if plain is None else Plain(state=plain, values=values or {}, groups=groups),
+        plain=None
+        if plain is None
+        else Plain(state=plain, values=values or {}, groups=groups, state_names=state_names),
     )
 
 
