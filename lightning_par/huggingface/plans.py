@@ -72,7 +72,7 @@ def derive_plan(model: Any) -> ParallelPlan:
         captured=_captured(model, [model.get_submodule(c) for c in stages.containers]),
     )
     refusals = {}
-    undivided = _why_not_divided(model)
+    undivided = _why_not_divided(model, len(stages.containers))
     if undivided is not None:
         refusals["context"] = undivided
     whole = why_whole_batch(model)
@@ -141,9 +141,19 @@ def _takes_positions(model: Any) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def _why_not_divided(model: Any) -> str | None:
-    """Say why the sequences of a model cannot be divided, or None."""
+def _why_not_divided(model: Any, stacks: int) -> str | None:
+    """Say why the sequences of a model cannot be divided, or None.
+
+    Args:
+        model: A `transformers.PreTrainedModel`.
+        stacks: How many lists of blocks it has.
+    """
     name, config = type(model).__name__, model.config
+    if stacks > 1:
+        return (
+            f"{name} attends from one list of blocks to another, whose tokens are others. Use "
+            "context_parallel_size=1."
+        )
     if getattr(config, "output_router_logits", False):
         return (
             f"{name} adds an auxiliary loss of its routers, a product of means over all tokens "

@@ -132,7 +132,7 @@ def _places(model: nn.Module, order: UseOrder) -> dict[str, Place]:
         if defined is not None and place != defined and defined != "every":
             places[fqn] = place
     for container in order.containers:
-        places |= dict.fromkeys(_given_to_blocks(model, container, units), "every")
+        places |= dict.fromkeys(_given_to_blocks(model, container, {**units, **places}), "every")
     # A plan gives one role to a module and all that is in it.
     for fqn in list(places):
         outer = [f for f in places if fqn.startswith(f + ".")]

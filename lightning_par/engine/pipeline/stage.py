@@ -72,6 +72,7 @@ class Stage:
         slots: Module, name of a child, and the child that this stage sees there. Empty where a rank
             holds one stage: then the model never shows anything else.
         current: The micro-batch in hand, None outside of a step.
+        problems: What stubs saw that explains a loss of NaN.
         in_backward: True while gradients are computed; then blocks only run to recompute.
     """
 
@@ -88,6 +89,7 @@ class Stage:
         self.slots: list[tuple[nn.Module, str, nn.Module]] = []
         self.current: MicroBatchState | None = None
         self.in_backward = False
+        self.problems: set[str] = set()
 
     @property
     def is_first(self) -> bool:

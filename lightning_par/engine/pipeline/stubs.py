@@ -17,7 +17,7 @@ from torch import nn, Tensor
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.engine.pipeline.stage import fill_hidden, Stage, StageExit, StageStub
 from lightning_par.engine.rng import fork_torch_rng
-from lightning_par.errors import PipelineError, PlanError
+from lightning_par.errors import PipelineError
 from lightning_par.upstream.pytree import tree_flatten, tree_leaves, tree_map
 
 __all__ = ["AbsentModule", "GhostModule", "LaterBlock", "earlier_block", "poison"]
@@ -194,14 +194,10 @@ class GhostModule(_Shape):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return NaNs of the right shapes.
-
-        Raises:
-            PlanError: The last block has run.
-        """
+        """Return NaNs of the right shapes; note it if the last block has run."""
         stage = self.__dict__["_stage"]
         if stage is not None and stage.passed_blocks:
-            raise PlanError(
+            stage.problems.add(
                 f"{self.__dict__['_fqn']} is used after the blocks, but the first pipeline stage "
                 "holds it, since it is defined before them. Name it in ParallelPlan(last=...), or "
                 "in ParallelPlan(replicated=...) if it is used before them too."

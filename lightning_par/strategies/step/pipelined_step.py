@@ -21,7 +21,7 @@ from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
 from lightning_par.engine.tensor_tree import broadcast_object
-from lightning_par.errors import ConfigurationError, NonFiniteError
+from lightning_par.errors import ConfigurationError, NonFiniteError, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
@@ -271,6 +271,10 @@ class PipelinedSteps:
             return
         self._checked.add(shapes)
         if bool(loss.isnan()):
+            problems = {text for stage in self.executor.stages for text in stage.problems}
+            every: list[Any] = [None] * self._group.size()
+            dist.all_gather_object(every, problems, self._group)
+            raise_problems(PlanError, sorted(set().union(*every)))
             raise NonFiniteError(
                 "the loss of the first pipelined step is NaN. Either the model itself gives NaN, "
                 "or the step uses a "

@@ -99,7 +99,7 @@ def positions_counted_by_the_model() -> Any:
     return _Module(counts="arange"), token_pairs()
 
 
-@CASES.add(equal="pp2", refused={"cp2": r"_Net .* counts positions from 0"})
+@CASES.add(refused={"cp2": r"_Net .* counts positions from 0"})
 def first_rows_of_a_table_of_positions() -> Any:
     return _Module(counts="rows"), token_pairs()
 

@@ -14,7 +14,7 @@ from tests.support.user_code import Cases
 CASES = Cases()
 
 
-@CASES.add(equal="zero3", refused={"pp2": r"keeps a tensor with a gradient.*carried=\('aux',\)"})
+@CASES.add(equal="zero3")
 def auxiliary_loss_on_an_attribute() -> Any:
     class Block(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -44,40 +44,6 @@ def auxiliary_loss_that_is_carried() -> Any:
     plan = module.parallel_plan()
     module.parallel_plan = lambda: replace(plan, carried=("aux",))
     return module, samples
-
-
-@CASES.add(equal="zero3", refused={"pp2": "longer list, in the module.features"})
-def outputs_in_a_list_of_the_module() -> Any:
-    class Module(PlainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.features: list[Tensor] = []
-            for block in self.net.blocks:
-                block.register_forward_hook(self.keep)
-
-        def keep(self, block: nn.Module, inputs: Any, output: Tensor) -> None:
-            self.features.append(output)
-
-        def loss(self, batch: Any) -> Any:
-            self.features.clear()
-            return super().loss(batch) + 0.1 * sum(f.square().mean() for f in self.features)
-
-    return Module(), token_pairs()
-
-
-@CASES.add(equal="zero3", refused={"pp2": "a forward hook of net.blocks.* keeps what it sees"})
-def outputs_in_a_list_of_a_hook() -> Any:
-    features: list[Tensor] = []
-
-    class Module(PlainModule):
-        def loss(self, batch: Any) -> Any:
-            features.clear()
-            return super().loss(batch) + 0.1 * sum(f.square().mean() for f in features)
-
-    module = Module()
-    for block in module.net.blocks:
-        block.register_forward_hook(lambda module, inputs, out: features.append(out))
-    return module, token_pairs()
 
 
 @CASES.add(equal="zero3", refused={"pp2": r"net.head is used after the blocks.*last="})
