@@ -56,9 +56,7 @@ def infer_plan(
     """
     trace, is_step, reason = _find_trace(model, example)
     if trace is None:
-        text = (
-            f"{type(model).__name__} has no plan, and none could be inferred: {reason} {_DECLARE}"
-        )
+        text = f"no plan could be inferred for {type(model).__name__}: {reason} {_DECLARE}"
         return ParallelPlan(refusals={"pipeline": text, "tensor": text})
     cut = find_cut(model, trace, max(2, pipeline_parallel_size))
     # Of a forward alone, nobody knows which entry of a batch an argument is.
@@ -107,7 +105,7 @@ def _find_trace(model: nn.Module, example: Any) -> tuple[Trace | None, bool, str
             reason = f"its forward could not be traced ({type(error).__name__}: {error})."
             reason = " ".join(reason.split())[:400]
             continue
-        if trace.result and any(call.fqn for call in trace.calls):
+        if trace.result:
             return trace, example is not None and step is not None, ""
     return None, False, reason
 

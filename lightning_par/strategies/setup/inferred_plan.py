@@ -58,7 +58,8 @@ def _train_loader(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     given = getattr(trainer.strategy.launcher, "train_data", None)
     if given is not None and not isinstance(given, pl.LightningDataModule):
         return given
-    source = trainer.datamodule if trainer.datamodule is not None else module
+    datamodule: pl.LightningDataModule | None = getattr(trainer, "datamodule", None)
+    source = module if datamodule is None else datamodule
     return source.train_dataloader() if is_overridden("train_dataloader", source) else None
 
 
