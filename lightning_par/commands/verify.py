@@ -14,7 +14,7 @@ from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.errors import ConfigurationError
 from lightning_par.plan.lookup import find_plan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
-from lightning_par.verification.layouts import shrink
+from lightning_par.verification.layouts import check_batches, shrink
 from lightning_par.verification.run_trace import Subject
 from lightning_par.verification.verify import verify_subject
 

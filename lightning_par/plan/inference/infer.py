@@ -217,22 +217,23 @@ class _Styles:
         return True
 
     def _gather_outputs(self, whole: frozenset[str]) -> None:
-        """Shard linear layers of the blocks that are in no group, and gather their outputs.
+        """Shard linear layers before and in the blocks that are in no group, gather their outputs.
 
         That is right for any layout of heads, since what follows is computed whole on every rank.
         """
         containers = [f"{n}." for n, s in self.styles.items() if s == "gather_sequence"]
         shared = {o for owners in self.owners.values() if len(owners) > 1 for o in owners}
-        prefix = f"{self.cut.blocks}." if self.cut.blocks else ""
+        end = max((call.number for call in self._block_calls()), default=len(self.trace.calls))
         for name, module in self.model.named_modules():
+            calls = self.trace.calls_of(name)
             if (
                 is_linear(module)
-                and name.startswith(prefix)
+                and calls
+                and (calls[0].number < end or any(n == end for n in calls[0].outer))
                 and name not in whole | shared
                 and name not in self.styles
                 and not name.startswith(tuple(containers))
                 and module.out_features % self.ranks == 0
-                and self.trace.calls_of(name)
             ):
                 self.styles[name] = "colwise_gather_output"
 

@@ -69,7 +69,7 @@ def _first_samples(module: nn.Module) -> Any:
     The samples are taken from the dataset, so no loader starts, and no random state moves.
     """
     trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
-    if trainer is None:
+    if trainer is None or not isinstance(module, pl.LightningModule):
         return None
     with fork_all_rng(torch.device("cpu")):
         try:

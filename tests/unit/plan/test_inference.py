@@ -71,15 +71,10 @@ def test_parameters_that_another_module_reads_stay_whole() -> None:
     assert plan.tensor["encoder.layers.*.linear2"] == "rowwise"
 
 
-def test_stages_of_unequal_blocks_are_cut() -> None:
+def test_the_container_with_the_most_even_stages_is_cut() -> None:
     plan = infer_plan(structures.StagesOfWindows(), example=(torch.zeros(2, 3, 16, 16),))
-    assert plan.blocks == "layers"
-    deeper = infer_plan(
-        structures.StagesOfWindows(),
-        example=(torch.zeros(2, 3, 16, 16),),
-        pipeline_parallel_size=3,
-    )
-    assert deeper.blocks == "layers.1.blocks"  # only there are three
+    assert plan.blocks == "layers.1.blocks"  # cut there, the fuller stage is smaller
+    assert not plan.replicated
 
 
 def test_a_step_tells_the_labels_and_allows_sequence_parallelism() -> None:
