@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from lightning_par.errors import ConfigurationError, MeshError, NonFiniteError, PlanError
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from tests.support.faults.user_mistakes import (
-    Bare,
     Case,
     fit,
     Heads,
@@ -21,6 +20,7 @@ from tests.support.faults.user_mistakes import (
     NaN,
     NoLoss,
     odd_tokens,
+    Penalized,
     planned,
     Stream,
     TwoPlans,
@@ -224,18 +224,20 @@ PLANS = {
         module=planned(blocks="layers"),
         says=r"blocks names 'model\.layers', but the model has no such name; did you mean 'model\.",
     ),
-    "no plan under tp": Case(
+    "no plan under tp, and none can be inferred": Case(
         error=PlanError,
         options={"tp": 2},
-        module=Bare,
-        says=r"Bare offers no parallel_plan\(\), which tensor_parallel_size=2.*Define.*plan=",
+        ranks=True,
+        module=Penalized,
+        says=r"tensor_parallel_size=2: no plan could be inferred.*is read by the step itself.*"
+        r"Declare parallel_plan\(\).*plan=",
     ),
-    "no plan under pp": Case(
+    "no plan under pp, and none can be inferred": Case(
         error=PlanError,
         options={"pp": 2},
-        module=Bare,
-        says=r"Bare offers no parallel_plan\(\), which pipeline_parallel_size=2 \(which "
-        r"modules are",
+        ranks=True,
+        module=Penalized,
+        says=r"pipeline_parallel_size=2: no plan could be inferred.*a parameter of model\.blocks",
     ),
     "no blocks under pp": Case(
         error=PlanError,

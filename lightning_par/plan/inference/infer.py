@@ -56,9 +56,7 @@ def infer_plan(
     """
     trace, is_step, reason = _find_trace(model, example)
     if trace is None:
-        text = (
-            f"{type(model).__name__} has no plan, and none could be inferred: {reason} {_DECLARE}"
-        )
+        text = f"no plan could be inferred for {type(model).__name__}: {reason} {_DECLARE}"
         return ParallelPlan(refusals={"pipeline": text, "tensor": text})
     cut = find_cut(model, trace, max(2, pipeline_parallel_size))
     # Of a forward alone, nobody knows which entry of a batch an argument is.
@@ -107,7 +105,7 @@ def _find_trace(model: nn.Module, example: Any) -> tuple[Trace | None, bool, str
             reason = f"its forward could not be traced ({type(error).__name__}: {error})."
             reason = " ".join(reason.split())[:400]
             continue
-        if trace.result and any(call.fqn for call in trace.calls):
+        if trace.result:
             return trace, example is not None and step is not None, ""
     return None, False, reason
 
@@ -219,22 +217,23 @@ class _Styles:
         return True
 
     def _gather_outputs(self, whole: frozenset[str]) -> None:
-        """Shard linear layers of the blocks that are in no group, and gather their outputs.
+        """Shard linear layers before and in the blocks that are in no group, gather their outputs.
 
         That is right for any layout of heads, since what follows is computed whole on every rank.
         """
         containers = [f"{n}." for n, s in self.styles.items() if s == "gather_sequence"]
         shared = {o for owners in self.owners.values() if len(owners) > 1 for o in owners}
-        prefix = f"{self.cut.blocks}." if self.cut.blocks else ""
+        end = max((call.number for call in self._block_calls()), default=len(self.trace.calls))
         for name, module in self.model.named_modules():
+            calls = self.trace.calls_of(name)
             if (
                 is_linear(module)
-                and name.startswith(prefix)
+                and calls
+                and (calls[0].number < end or any(n == end for n in calls[0].outer))
                 and name not in whole | shared
                 and name not in self.styles
                 and not name.startswith(tuple(containers))
                 and module.out_features % self.ranks == 0
-                and self.trace.calls_of(name)
             ):
                 self.styles[name] = "colwise_gather_output"
 

@@ -9,7 +9,7 @@ before it, or can be computed from the batch and from parameters that every stag
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import nn, Tensor
 
 from lightning_par.plan.inference.tracing import Call, Operation, Trace, Value
 from lightning_par.plan.parallel_plan import ParallelPlan
@@ -105,13 +105,18 @@ def _load(model: nn.Module, cut: Cut, names: Sequence[str], stages: int) -> floa
     )
     weights = [_size(model.get_submodule(name)) for name in names]
     edges = edge_weights(model, classify_units(model, plan))
+    parts = {**dict(model.named_modules()), **dict(model.named_parameters(remove_duplicate=False))}
+    everywhere = sum(
+        part.numel() if isinstance(part, Tensor) else _size(part)
+        for part in map(parts.__getitem__, cut.replicated)
+    )
     counts = partition_blocks(weights, edges, min(stages, len(names)))
     loads, start = [], 0
     for stage, count in enumerate(counts):
         edge = (edges[0] if stage == 0 else 0) + (edges[1] if stage == len(counts) - 1 else 0)
         loads.append(sum(weights[start : start + count]) + edge)
         start += count
-    return float(max(loads))
+    return float(max(loads) + everywhere)
 
 
 def _cut(model: nn.Module, trace: Trace, fqn: str, names: Sequence[str]) -> Cut:

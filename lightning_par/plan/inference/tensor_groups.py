@@ -104,7 +104,7 @@ def _linears(model: nn.Module, trace: Trace, whole: frozenset[str]) -> dict[int,
         if times[call.fqn] == 1 and is_linear(call.module) and call.fqn not in shared | whole:
             found[index] = _Linear(
                 fqn=call.fqn,
-                module=call.module,  # type: ignore[arg-type]
+                module=call.module,
                 index=index,
                 operation=operation,
             )

@@ -10,6 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -124,7 +125,7 @@ class _Bench:
         cotangents = [self._cut(c, rank, ranks) for c in self.cotangents]
         pairs = zip(outputs, cotangents, strict=True)
         total = sum(((o * c).sum() for o, c in pairs), torch.zeros((), dtype=torch.float64))
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         gradients = {name: p.grad for name, p in module.named_parameters()}
         return _Result([t.detach() for t in outputs], [t.grad for t in leaves], gradients)
 
@@ -178,20 +179,20 @@ class _Bench:
             joined = join if place == 0 else _total if self.sequence_parallel else None
             if not _same(grad, given, joined):
                 return None
-        partial = set()
+        summed = set()
         for name, grad in wanted.gradients.items():
             owner, _, own = name.rpartition(".")
             style = self.styles.get(owner)
             dim = None if style is None else TENSOR_STYLES[style].sharded_dim(own)
             given = [r.gradients[name] for r in results]
             if dim is not None:
-                if not _same(grad, given, lambda ts, d=dim: torch.cat(ts, d)):
+                if not _same(grad, given, partial(torch.cat, dim=dim)):
                     return None
             elif not _same(grad, given, None):
                 if not _same(grad, given, _total):
                     return None
-                partial.add(name)
-        return Proof(partial=frozenset(partial))
+                summed.add(name)
+        return Proof(partial=frozenset(summed))
 
 
 @dataclass(frozen=True, eq=False)

@@ -251,7 +251,7 @@ class _Recorder(TorchFunctionMode):
                     plain = stand_in(parameter.detach())
                     made[id(parameter)] = nn.Parameter(plain, parameter.requires_grad)
                     self.name(made[id(parameter)], kind="parameter", name=dot + name)
-                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+                module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue

@@ -58,7 +58,8 @@ def _train_loader(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     given = getattr(trainer.strategy.launcher, "train_data", None)
     if given is not None and not isinstance(given, pl.LightningDataModule):
         return given
-    source = trainer.datamodule if trainer.datamodule is not None else module
+    datamodule: pl.LightningDataModule | None = getattr(trainer, "datamodule", None)
+    source = module if datamodule is None else datamodule
     return source.train_dataloader() if is_overridden("train_dataloader", source) else None
 
 
@@ -68,7 +69,7 @@ def _first_samples(module: nn.Module) -> Any:
     The samples are taken from the dataset, so no loader starts, and no random state moves.
     """
     trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
-    if trainer is None:
+    if trainer is None or not isinstance(module, pl.LightningModule):
         return None
     with fork_all_rng(torch.device("cpu")):
         try:

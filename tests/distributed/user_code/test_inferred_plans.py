@@ -15,7 +15,7 @@ CASES = Cases()
 
 def padded_pairs() -> list[tuple[Tensor, Tensor]]:
     """Samples with unequal numbers of labels that count."""
-    pairs = token_pairs()
+    pairs = [(tokens, labels.clone()) for tokens, labels in token_pairs()]
     for number, (_, labels) in enumerate(pairs):
         labels[: number % 9] = -100
     return pairs
