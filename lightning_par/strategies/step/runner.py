@@ -8,11 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_par.engine.activity import Activity
-from lightning_par.engine.batch import batch_entry, sequence_entries
+from lightning_par.engine.batch import batch_entry, BatchDims, sequence_entries
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
@@ -22,14 +23,19 @@ from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.step.batch_weights import BatchWeigher, weigh
-from lightning_par.strategies.step.logs import adjust_logs
+from lightning_par.strategies.step.batch_parts import BatchDimsFinder
+from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeights, weigh
+from lightning_par.strategies.step.first_look import FirstLook, untouched
+from lightning_par.strategies.step.logs import adjust_logs, LogCall, numbers_of, record_logs
+from lightning_par.strategies.step.loss_rule import declared_rule, Seen
 from lightning_par.strategies.step.metrics import bind_metrics
-from lightning_par.strategies.step.pipelined_step import PipelinedSteps, StepContext
+from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
 
 __all__ = ["Step", "StepRunner"]
+
+_LOOK = ("first look",)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -112,8 +118,17 @@ class StepRunner:
         self._pads = sizes.context > 1
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         self._broadcast = BatchBroadcast(mesh)
-        self._weigher = BatchWeigher(mesh, batch_layout)
+        self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
+        self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
+        self._drew: bool | None = None  # whether the step drew random numbers; None: do not look
+        self._divides = executor is not None or sizes.data > 1
+        self._replica_group = mesh.replica_group
         self.pipeline: PipelinedSteps | None = None
+        count = 1 if executor is None else options.microbatches(sizes.pipeline)
+        kinds = [f"{count} micro-batches"] * (count > 1) + [f"{sizes.data} replicas"]
+        self._dims = BatchDimsFinder(batch_layout, " and ".join(kinds))
+        self._cuts = count > 1
+        self._count = count
         if executor is not None:
             ranks = sizes.pipeline
             self.pipeline = PipelinedSteps(
@@ -153,6 +168,7 @@ class StepRunner:
         **Communicates**: numbers of samples and of batches, over all ranks, where they may differ.
         """
         trainer, device = self.module.trainer, self._device
+        self._dims.add_loader(dataloader)
         if self.pipeline is not None:
             check_loader(dataloader, self._num_microbatches)
         predicts_in_parallel = trainer.predicting and self._has_replicas
@@ -195,18 +211,24 @@ class StepRunner:
         key = ("training_step", trainer.fit_loop.total_batch_idx)
         with ExitStack() as opened:  # closes what is open if the step raises
             args = self._open("training_step", args, opened)
+            dims = self._dims_of(args[0])
+            context = plugin.train_step_context
+            count = min(self._count, dims.size or 1)
+            if self._first_look.is_due(args[0], count):
+                self._first_look.look(args[0], dims, count, partial(self._look, context, args[1:]))
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
                 with self._random_restored():
-                    context = plugin.train_step_context
-                    output, has_valid_labels = self.pipeline.training(context, args, key, scaler)
+                    output, has_valid_labels = self.pipeline.training(
+                        context, args, dims, key, scaler
+                    )
                 return output, Step(has_valid_labels=has_valid_labels)
-            weights = self._weigher.weigh([args[0]]) if self._weigher.is_needed else None
+            weights = self._weigh(args[0], dims) if self._weigher.is_needed else None
             is_zero_weight = weights is not None and bool(weights.zero)
             if is_zero_weight:
                 opened.enter_context(self._sharding.zero_weight.prepared())
             with adjust_logs(self.module, weights):
-                output = self._whole("training_step", plugin.train_step_context, args, key)
+                output = self._whole("training_step", context, args, key)
             weigher = self._weigher
             return output, Step(
                 loss_scale=None if weights is None else weights.own,
@@ -228,11 +250,12 @@ class StepRunner:
         key = (name, self.evaluations)
         with ExitStack() as opened:
             args = self._open(name, args, opened)
-            if self.pipeline is not None:
-                with self._random_restored():
-                    return self.pipeline.evaluation(name, context, args, key)
             weighted = self._weigher.is_needed and name != "predict_step"
-            weights = self._weigher.weigh([args[0]]) if weighted else None
+            if self.pipeline is not None:
+                dims = self._dims_of(args[0])
+                with self._random_restored():
+                    return self.pipeline.evaluation(name, context, args, dims, key)
+            weights = self._weigh(args[0], self._dims_of(args[0])) if weighted else None
             with adjust_logs(self.module, weights):
                 return self._whole(name, context, args, key)
 
@@ -262,6 +285,52 @@ class StepRunner:
         opened.callback(self.sequence.close)
         return self.sequence.open(name, args)
 
+    def _dims_of(self, batch: Any) -> BatchDims:
+        """Return which entries of a batch have a batch dim, if it is divided."""
+        if not self._divides:
+            return BatchDims()
+        layout = self._batch_layout
+        is_declared = layout.loss_weight is not None or layout.labels is not None
+        return self._dims.find(batch, must_know=self._cuts or not is_declared)
+
+    def _weigh(self, batch: Any, dims: BatchDims) -> BatchWeights:
+        return self._weigher.weigh([batch], [dims.size or 1])
+
+    def _look(
+        self, context: StepContext, rest: Sequence[Any], batches: Sequence[Any]
+    ) -> tuple[Seen, bool]:
+        """Run the step on some batches without gradients, logs and other traces.
+
+        **Communicates**: what the step does, and one all-reduce of a number over the replica.
+        """
+        self._drew = False
+        try:
+            with untouched(self.module), fork_all_rng(self._device):
+                if self.pipeline is not None:
+                    seen = self.pipeline.look(context, batches, rest, _LOOK)
+                else:
+                    seen = self._look_whole(context, batches, rest)
+            drew = torch.tensor([float(self._drew)], device=self._device)
+        finally:
+            self._drew = None
+        if self._shares_replica:
+            dist.all_reduce(drew, group=self._replica_group)
+        self._sharding.release()
+        return seen, bool(drew > 0)
+
+    def _look_whole(
+        self, context: StepContext, batches: Sequence[Any], rest: Sequence[Any]
+    ) -> Seen:
+        losses, logs = [], []
+        for batch in batches:
+            calls: list[LogCall] = []
+            step = partial(self.module.training_step, batch, *rest)
+            logging = record_logs(self.module, calls)
+            with torch.no_grad(), context(), logging, self._user_step(_LOOK, 0):
+                losses.append(float(loss_of(self._sharding.call(step))))
+            logs.append(numbers_of(calls))
+        return Seen(losses=losses, logs=logs)
+
     def _whole(self, name: str, context: StepContext, args: Sequence[Any], key: Any) -> Any:
         step: Callable[..., Any] = getattr(self.module, name)
         with context(), self._random_restored(), self._user_step(key, 0):
@@ -279,10 +348,13 @@ class StepRunner:
         if self._shares_replica:
             seed = seed_of(self.seed, *key, microbatch, self._data_rank)
             seed_all_generators(seed, torch.device(self._device_type))
+        before = None if self._drew is None else torch.get_rng_state()
         try:
             yield
         finally:
             self._in_step = False
+            if before is not None:
+                self._drew = bool(self._drew) or not torch.equal(before, torch.get_rng_state())
 
     def _random_restored(self) -> AbstractContextManager[None]:
         """Leave the generators as they were, if `_user_step` seeds them."""
