@@ -30,7 +30,6 @@ __all__ = [
     "BatchDims",
     "batch_entry",
     "batch_size",
-    "children",
     "count_valid",
     "cut_batch",
     "find_batch_dims",
@@ -76,7 +75,7 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _rebuild(node: Any, items: list[tuple[Any, Any]]) -> Any:
-    """Return a container like `node` with other values; what else it holds is kept."""
+    """Return a container like `node` with other values."""
     if isinstance(node, MutableMapping):
         # A copy keeps what a mapping holds besides its items, as tokenizers' BatchEncoding does.
         changed = copy.copy(node)
@@ -145,8 +144,8 @@ def find_batch_dims(
 ) -> BatchDims:
     """Tell which entries of a batch have a batch dim, and how large it is.
 
-    B is what the declared entries (labels, sequences, `batch_dims`) have; else what `known` entries
-    have; else a size of the data loader that some entry has; else what all tensors have in dim 0.
+    B is what declared entries have (labels, sequences, `batch_dims`); else what `known` ones have;
+    else a size of the data loader that some entry has; else what all tensors have in dim 0.
 
     Args:
         batch: Any nest.
@@ -304,13 +303,7 @@ def cut_batch(batch: Any, dims: BatchDims, start: int, length: int) -> Any:
 
 
 def take_samples(batch: Any, dims: BatchDims, rows: Sequence[int]) -> Any:
-    """Return a copy of some samples of a batch.
-
-    Args:
-        batch: B samples.
-        dims: Which entries have a batch dim.
-        rows: Numbers of the samples.
-    """
+    """Return a copy of the samples of a batch that have the numbers `rows`."""
 
     def take(node: Any, dim: int) -> Any:
         if isinstance(node, Tensor):

@@ -21,6 +21,7 @@ from lightning_par.engine.batch import BatchDims, take_samples
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.step.batch_statistics import training_batchnorms
 from lightning_par.strategies.step.batch_weights import BatchWeigher
 from lightning_par.strategies.step.loss_rule import (
     candidate_rules,
@@ -41,9 +42,9 @@ _OWN = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold its parameters, buffers, children and hooks."""
 
 
-RunParts = Callable[[Sequence[Any]], tuple[Seen, bool]]
-"""Runs the step without gradients on each of some batches, and tells whether it drew random
-numbers; the same on every rank of the replica.
+RunParts = Callable[[Sequence[tuple[Any, int]]], tuple[Seen, bool]]
+"""Runs the step without gradients on some samples (and their number) and on their parts, and tells
+whether it drew random numbers that cannot be cut; the same on every rank of the replica.
 """
 
 
@@ -134,14 +135,26 @@ class FirstLook:
         **Communicates**: see `BatchWeigher.is_unsettled`.
         """
         sizes = self._mesh.sizes
-        divides = microbatches > 1 or sizes.data > 1
-        is_declared = self._layout.loss_weight is not None
-        if is_declared or not divides or sizes.context > 1:
+        if sizes.context > 1 or sizes.world_size == 1 or not self._module.automatic_optimization:
             return False
-        return not self._looks or (self._looks < _LOOKS and self._weigher.is_unsettled(batch))
+        if not self._looks:
+            return True
+        if not self._finds_rule(microbatches) or self._looks >= _LOOKS:
+            return False
+        return self._weigher.is_unsettled(batch)
+
+    def _finds_rule(self, microbatches: int) -> bool:
+        divides = microbatches > 1 or self._mesh.sizes.data > 1
+        # With statistics over the batch, no loss is made of those of parts.
+        return (
+            divides
+            and self._layout.loss_weight is None
+            and not self._layout.local_statistics
+            and not (self._mesh.sizes.pipeline == 1 and training_batchnorms(self._module))
+        )
 
     def look(self, batch: Any, dims: BatchDims, microbatches: int, run: RunParts) -> None:
-        """Find the rule of the loss and give it to the weigher.
+        """Run the step on a few samples; find the rule of the loss and give it to the weigher.
 
         Args:
             batch: That of this replica.
@@ -157,16 +170,20 @@ class FirstLook:
         self._looks += 1
         rules = candidate_rules(batch, self._layout, dims, self._module)
         found = None
+        parts = [(batch, 1)]
         if dims.size is not None and dims.size > 1:
             parts = _choose_parts(batch, dims, microbatches, rules)
-            seen, draws = run([part for part, _ in parts])
-            found = _errors(rules, seen, parts[1:]), _sums(seen), draws
-        errors, sums, draws = self._agree(found)
+        seen, is_random = run(parts)
+        if not self._finds_rule(microbatches):
+            return
+        if len(parts) > 1:
+            found = _errors(rules, seen, parts[1:]), _sums(seen), is_random
+        errors, sums, is_random = self._agree(found)
         if not errors or not math.isfinite(min(errors.values())):
             return  # one sample, or a loss that is not finite: nothing can be told
         fitting = choose_rule(errors, self._tolerance())
-        if not fitting and draws:
-            _LOG.info("the step draws random numbers, so that its loss was not checked.")
+        if not fitting and is_random:
+            _LOG.info("the step draws random numbers in a way that left its loss unchecked.")
             return
         if not fitting:
             raise ConfigurationError(self._refusal(rules[0], dims, microbatches))

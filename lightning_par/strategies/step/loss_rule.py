@@ -149,7 +149,8 @@ def candidate_rules(
         )
         (integers if is_index else numbers).append((path, entry.ndim))
     criterions = [m for m in module.modules() if isinstance(m, nn.modules.loss._Loss)]
-    ignored = {int(m.ignore_index) for m in criterions if hasattr(m, "ignore_index")}
+    values = [getattr(criterion, "ignore_index", None) for criterion in criterions]
+    ignored = {value for value in values if isinstance(value, int)}
     for value in dict.fromkeys([_MARK, *sorted(ignored - {_MARK}), 0]):
         rules += [
             LossRule(

@@ -57,6 +57,7 @@ class PipelinedSteps:
         sharding: Zeroes gradients of losses with weight 0.
         weigher: Weighs micro-batches.
         user_step: Surrounds the user's step.
+        replay: Surrounds the backward of a micro-batch.
         sequence: Shards sequences over context ranks, if there are several.
         num_microbatches: Number of micro-batches of a batch that has as many samples.
         schedule: Gives the training schedule for a number of micro-batches.
@@ -75,6 +76,7 @@ class PipelinedSteps:
         sharding: Sharding,
         weigher: BatchWeigher,
         user_step: UserStep,
+        replay: Callable[[int], AbstractContextManager[None]],
         sequence: ShardedSequence | None,
         num_microbatches: int,
         schedule: Callable[[int], Schedule],
@@ -84,6 +86,7 @@ class PipelinedSteps:
         self.last_run: PipelineRun | None = None
         self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
         self._sequence, self._num_microbatches = sequence, num_microbatches
+        self._replay = replay
         self._schedule, self._rank_of_stage = schedule, rank_of_stage
         self._is_only_replica = mesh.sizes.data == 1
         self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
@@ -133,7 +136,9 @@ class PipelinedSteps:
             with prepared:
                 schedule = self._schedule(len(parts))
                 around = lambda i: self._around(i in weights.zero)  # noqa: E731
-                run = self.executor.run(schedule, step, signatures, scaled_loss, around)
+                run = self.executor.run(
+                    schedule, step, signatures, scaled_loss, around, self._replay
+                )
         self.last_run = run
         if self._sequence is not None:
             self._sequence.check("training_step")
@@ -171,7 +176,7 @@ class PipelinedSteps:
         if run.results:
             merged = merge_results([run.results[i] for i in sorted(run.results)], weights.shares)
             found = to_cpu(merged), [_log_to_cpu(c) for c in combine_logs(calls, weights.shares)]
-        output, logs = self._broadcast(found)
+        output, logs = self.from_last_stage(found)
         replay_logs(self.module, logs, weights, sum(sizes))
         return output
 
@@ -195,7 +200,7 @@ class PipelinedSteps:
         if run.results:
             losses = [float(loss_of(run.results[i])) for i in sorted(run.results)]
             found = losses, [numbers_of(made) for made in calls]
-        losses, logs = self._broadcast(found)
+        losses, logs = self.from_last_stage(found)
         return Seen(losses=losses, logs=logs)
 
     def _forward_only(
@@ -294,7 +299,7 @@ class PipelinedSteps:
             logs = [_log_to_cpu(call) for call in made]
             found = (value.to(values.dtype), extras, logs)
         run.results.clear()
-        received: tuple[Tensor, dict[str, Any] | None, list[LogCall]] = self._broadcast(found)
+        received: tuple[Tensor, dict[str, Any] | None, list[LogCall]] = self.from_last_stage(found)
         return received
 
     def _deferred_loss(
@@ -311,7 +316,8 @@ class PipelinedSteps:
         loss: Tensor = ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call]
         return loss
 
-    def _broadcast(self, value: Any) -> Any:
+    def from_last_stage(self, value: Any) -> Any:
+        """Return, on every stage, the value of the last one."""
         return broadcast_object(value, self._source, self._group)
 
     def _check_stub(self, loss: Tensor, signatures: Sequence[Any], weights: Tensor) -> None:
