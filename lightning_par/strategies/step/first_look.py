@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
@@ -174,6 +175,7 @@ class FirstLook:
         if dims.size is not None and dims.size > 1:
             parts = _choose_parts(batch, dims, microbatches, rules)
         seen, is_random = run(parts)
+        self._check_tensor_ranks(seen)
         if not self._finds_rule(microbatches):
             return
         if len(parts) > 1:
@@ -196,6 +198,27 @@ class FirstLook:
         weigher.sums = sums if weigher.rule.is_sum else frozenset()
         if weigher.rule is not rules[0]:
             _LOG.info("the loss of a batch is %s.", weigher.rule.name)
+
+    def _check_tensor_ranks(self, seen: Seen) -> None:
+        """Refuse a loss that tensor-parallel ranks, which have the same samples, do not share.
+
+        **Communicates**: the losses, over the ``tp`` axis.
+        """
+        degree = self._mesh.sizes.tensor
+        if degree == 1:
+            return
+        losses = torch.tensor(seen.losses, dtype=torch.float64, device=self._module.device)
+        ends = torch.cat([losses, -losses])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._mesh.group("tp"))
+        most, least = ends[: len(losses)], -ends[len(losses) :]
+        if bool(((most - least) > self._tolerance() * most.abs().clamp(min=1e-30)).any()):
+            raise ConfigurationError(
+                f"{type(self._module).__name__}.training_step gives other losses on the "
+                f"{degree} tensor-parallel ranks ({least[0]:.6g} to {most[0]:.6g} for the same "
+                "samples): it computes with activations of which every rank has its own tokens or "
+                "features. Use sequence_parallel=False, or give the module whose output the loss "
+                "takes a style that makes it whole ('sequence_gather_output', 'colwise_gather_output'). No weight was changed."
+            )
 
     def _agree(
         self, found: tuple[dict[str, float], frozenset[str], bool] | None
@@ -268,10 +291,13 @@ def _choose_parts(
         low, high = sorted(order[:half]), sorted(order[-half:])
         return [(take_samples(batch, dims, part), len(part)) for part in (low + high, low, high)]
 
-    def distinct(order: Sequence[int]) -> int:
+    def distinct(order: Sequence[int]) -> tuple[int, int]:
+        """How many rules differ for these parts, of the likely ones and of all."""
         _, *halves = parts_of(order)
         weights = [[float(rule.weigh(*part)) for part in halves] for rule in rules]
-        return len({round(w[0] / max(sum(w), 1e-30), 6) for w in weights})
+        shares = [round(w[0] / max(sum(w), 1e-30), 6) for w in weights]
+        likely = [share for share, rule in zip(shares, rules, strict=True) if rule.is_likely]
+        return len({*likely}), len({*shares})
 
     return parts_of(max(orders, key=distinct))
 

@@ -35,6 +35,7 @@ class LossRule:
         is_sum: Whether the losses of the parts are added instead of averaged by their weights.
         counts_all: Whether every sample has a weight, so that no part weighs 0.
         is_uniform: Batch -> whether all its samples weigh alike.
+        is_likely: Whether parts are chosen so as to tell it from others.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LossRule:
     is_sum: bool = False
     counts_all: bool = False
     is_uniform: Callable[[Any], bool] = lambda _: False
+    is_likely: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +160,7 @@ def candidate_rules(
                 weigh=partial(_count, path, value, shift),
                 declare=f"labels={path!r}, ignore_index={value}" + ", label_shift=1" * shift,
                 is_uniform=partial(_counts_all, path, value, shift),
+                is_likely=value == _MARK and not shift,
             )
             for path, ndim in integers
             for shift in range(2 if ndim > 1 else 1)

@@ -111,12 +111,16 @@ class WholeDraws(TorchFunctionMode):
         """
         self._rows, self._draws, self._replays = rows, [], False
         if rewinds:
-            for generator, state in self._generators.values():
-                generator.set_state(state)
+            self.rewind()
         else:
             self._generators.clear()
         with real_draws(), self:
             yield
+
+    def rewind(self) -> None:
+        """Put generators that were handed to the draws back to where they began."""
+        for generator, state in self._generators.values():
+            generator.set_state(state)
 
     @contextmanager
     def replay(self, rows: Rows) -> Iterator[None]:

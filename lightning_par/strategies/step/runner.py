@@ -133,7 +133,8 @@ class StepRunner:
         self.after_look: dict[int, Callable[[], None]] = {}
         self.pipeline: PipelinedSteps | None = None
         count = 1 if executor is None else options.microbatches(sizes.pipeline)
-        kinds = [f"{count} micro-batches"] * (count > 1) + [f"{sizes.data} replicas"]
+        kinds = [f"{count} micro-batches"] * (count > 1)
+        kinds += [f"{sizes.data} replicas"] * (sizes.data > 1)
         self._dims = BatchDimsFinder(batch_layout, " and ".join(kinds))
         self._cuts = count > 1
         self._count = count
@@ -310,7 +311,8 @@ class StepRunner:
             return BatchDims()
         layout = self._batch_layout
         is_declared = layout.loss_weight is not None or layout.labels is not None
-        return self._dims.find(batch, must_know=self._cuts or not is_declared)
+        must_know = self._cuts or (self._has_replicas and not is_declared)
+        return self._dims.find(batch, must_know=must_know)
 
     def _weigh(self, batch: Any, dims: BatchDims) -> BatchWeights:
         return self._weigher.weigh([batch], [dims.size or 1])

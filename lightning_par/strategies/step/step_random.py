@@ -171,6 +171,7 @@ class StepRandom:
             ended = True
         finally:
             self._draws.learn()
+            self._draws.rewind()
             self._looked.append((ended, collect_random_states(self._device)))
 
     def judge(self, *, divides: bool) -> bool:
