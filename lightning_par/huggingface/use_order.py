@@ -191,6 +191,6 @@ class _Reader:
             case ast.Constant(value=str(name)):
                 return (name,)
             case ast.Attribute(value=ast.Name(id="self"), attr=attribute):
-                name = getattr(self._kind, attribute, None)  # such as base_model_prefix
-                return (name,) if isinstance(name, str) else None
+                held = getattr(self._kind, attribute, None)  # such as base_model_prefix
+                return (held,) if isinstance(held, str) else None
         return None

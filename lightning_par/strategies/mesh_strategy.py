@@ -339,7 +339,7 @@ class MeshStrategy(ParallelStrategy):
                 self.options,
                 self.activity,
             )
-        self._precision.connect(self._parallel_model.gradients)
+        self._precision.connect(self.parallel_model.gradients)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
             with optimizers_of_a_stage(self.sizes.pipeline):

@@ -216,6 +216,7 @@ def shard_model(
         runs = [resolved.block_names[lo:hi] for lo, hi in bounds or every]
         held = [[model.get_submodule(n) for n in r] for r in runs if set(r) & set(units)]
         _gather_ahead(root, held)
+    assert isinstance(root, FSDPModule)
     initialize(root)  # now, so that all that changes the modules has happened after set-up
     return Sharding(root, zero_stage, () if experts is None else list(experts.modules.values()))
 

@@ -54,7 +54,7 @@ def _reader(found: list[tuple[nn.Module, str]]) -> Any:
                     # With more axes it is a shard of a replica, which is gathered later.
                     if isinstance(whole, DTensor) and whole.device_mesh.ndim == 1:
                         swapped.append((owner, name, whole))
-                        owner._parameters[name] = whole.to_local()
+                        owner._parameters[name] = whole.to_local()  # type: ignore[assignment]
                 return inner(*args, **kwargs)
             finally:
                 for owner, name, whole in swapped:

@@ -233,8 +233,9 @@ class MeshProcesses:
         if self._names_interface:
             os.environ.pop(INTERFACE, None)
             self._names_interface = False
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)
+        filters: Any = warnings.filters  # a list
+        if self._filter in filters:
+            filters.remove(self._filter)
         self._filter = None
         if self._watch is not None:
             self._watch.close()

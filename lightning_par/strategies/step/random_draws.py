@@ -255,7 +255,8 @@ def _empty_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an empty tensor whose dims lie in memory in the order of those of `tensor`, as numbers
     are drawn in the order of the memory.
     """
-    order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
     places = [order.index(dim) for dim in range(tensor.ndim)]
     return tensor.new_empty([shape[dim] for dim in order]).permute(places)
 

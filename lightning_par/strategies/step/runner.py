@@ -389,7 +389,7 @@ class StepRunner:
         if self._tensor_degree == 1:
             return None
         for path, dim in sequence_entries(batch, self._batch_layout).items():
-            shape = getattr(batch_entry(batch, path), "shape", ())
+            shape: tuple[int, ...] = getattr(batch_entry(batch, path), "shape", ())
             if dim == 1 < len(shape):
                 return int(shape[1])
         return None

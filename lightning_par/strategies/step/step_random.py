@@ -201,7 +201,7 @@ class StepRandom:
         ]
         found = torch.tensor([float(flag) for flag in flags], device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        unknown, depends, draws, changes = (flag > 0 for flag in found.tolist())
+        unknown, depends, draws, changes = (bool(flag > 0) for flag in found.tolist())
         if depends and divides:
             raise ConfigurationError(
                 "training_step draws as many random numbers of NumPy or Python as there are "

@@ -109,7 +109,9 @@ class Module(pl.LightningModule):
         self.net[0].weight.no_decay = True  # type: ignore[union-attr]
         self.net[0].weight.register_hook(lambda g: 0.5 * g)
         self.seen: list[float] = []
-        self.net[0].register_forward_hook(lambda m, a, out: self.seen.append(float(out.sum())))
+        self.net[0].register_forward_hook(
+            lambda m, a, out: self.seen.append(float(out.detach().sum()))
+        )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).pow(2).mean()
