@@ -46,6 +46,10 @@ def find_stages(model: Any) -> Stages:
         model: A `transformers.PreTrainedModel`; parameters may be on meta.
     """
     order = UseOrder(model, [fqn for root in _towers(model) for fqn in _lists(model, root)])
+    if isinstance(getattr(model, "logit_scale", None), nn.Parameter):
+        # Of two towers whose outputs meet in the loss, the blocks are those of the one that runs
+        # first: what runs after them is at hand where the loss is computed.
+        order = UseOrder(model, order.containers[:1])
     places = _places(model, order)
     lists = [(c, model.get_submodule(c).named_children()) for c in order.containers]
     blocks = [f"{container}.{name}" for container, named in lists for name, _ in named]
@@ -69,6 +73,8 @@ def _reads_all_hidden_states(model: Any) -> bool:
 
 def _towers(model: Any) -> list[str]:
     """Return the FQNs of the parts with a stack of blocks each: encoder, decoder, or the model."""
+    if isinstance(getattr(model, "logit_scale", None), nn.Parameter):
+        return [n for n in ("text_model", "vision_model") if n in model._modules] or [""]
     if not getattr(model.config, "is_encoder_decoder", False):
         return [""]
     names = {module: name for name, module in model.named_modules()}

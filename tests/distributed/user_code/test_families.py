@@ -39,6 +39,7 @@ _BOTH: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "max_position_embeddings": 32,
     "decoder_start_token_id": 2,
+    "pad_token_id": 0,
     "dropout": 0.0,
 }
 _IMAGES: dict[str, Any] = {**_SIZES, "image_size": 16, "patch_size": 8, "num_labels": 3}
