@@ -77,6 +77,9 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
             refused.append((_size(container), f"{fqn}: {error}"))
             continue
         found.append(((len(names) < stages, _load(model, cut, names, stages), -len(names)), cut))
+    # Code between an outer list and an inner one would run on stand-ins of its own parts.
+    lists = [f"{cut.blocks}." for _, cut in found]
+    found = [pair for pair in found if not f"{pair[1].blocks}".startswith(tuple(lists))]
     if found:
         return min(found, key=lambda pair: pair[0])[1]
     if refused:
@@ -100,11 +103,8 @@ def _size(module: nn.Module) -> int:
 
 def _load(model: nn.Module, cut: Cut, names: Sequence[str], stages: int) -> float:
     """Return the parameters of the fullest stage."""
-    plan = ParallelPlan(
-        blocks=cut.blocks, first=cut.first, last=cut.last, replicated=cut.replicated
-    )
     weights = [_size(model.get_submodule(name)) for name in names]
-    edges = edge_weights(model, classify_units(model, plan))
+    edges = edge_weights(model, classify_units(model, _plan_of(cut)))
     parts = {**dict(model.named_modules()), **dict(model.named_parameters(remove_duplicate=False))}
     everywhere = sum(
         part.numel() if isinstance(part, Tensor) else _size(part)
@@ -130,11 +130,22 @@ def _cut(model: nn.Module, trace: Trace, fqn: str, names: Sequence[str]) -> Cut:
         for name, place in _roles(model, unit, used):
             if place is not None and place != default:
                 roles[place].append(name)
-    return Cut(
+    cut = Cut(
         blocks=fqn,
         first=tuple(roles["first"]),
         last=tuple(roles["last"]),
         replicated=tuple(roles["every"]),
+    )
+    for unit, place in classify_units(model, _plan_of(cut)).items():
+        # Later stages have a stand-in for it, which can be called, and not be taken apart.
+        if place == "first" and unit not in used and not trace.calls_of(unit):
+            raise _UncuttableError(f"{unit} is used before the blocks, but not by calling it")
+    return cut
+
+
+def _plan_of(cut: Cut) -> ParallelPlan:
+    return ParallelPlan(
+        blocks=cut.blocks, first=cut.first, last=cut.last, replicated=cut.replicated
     )
 
 

@@ -71,9 +71,9 @@ def test_parameters_that_another_module_reads_stay_whole() -> None:
     assert plan.tensor["encoder.layers.*.linear2"] == "rowwise"
 
 
-def test_the_container_with_the_most_even_stages_is_cut() -> None:
+def test_of_nested_containers_the_outer_one_is_cut() -> None:
     plan = infer_plan(structures.StagesOfWindows(), example=(torch.zeros(2, 3, 16, 16),))
-    assert plan.blocks == "layers.1.blocks"  # cut there, the fuller stage is smaller
+    assert plan.blocks == "layers"
     assert not plan.replicated
 
 
