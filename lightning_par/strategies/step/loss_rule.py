@@ -139,7 +139,8 @@ def candidate_rules(
         dims: Which entries have a batch dim.
         module: Its criterions may have class weights, or labels that they ignore.
     """
-    rules = [declared_rule(layout)]
+    # Samples before counts that agree with them: replicas may pad to other lengths.
+    rules = [declared_rule(layout), _SAMPLES]
     integers: list[tuple[str, int]] = []
     numbers: list[tuple[str, int]] = []
     for path, dim in dims.dims.items():
@@ -150,7 +151,7 @@ def candidate_rules(
             entry.is_floating_point() or entry.is_complex() or entry.dtype == torch.bool
         )
         (integers if is_index else numbers).append((path, entry.ndim))
-    criterions = [m for m in module.modules() if isinstance(m, nn.modules.loss._Loss)]
+    criterions = [m for m in module.modules() if isinstance(m, nn.CrossEntropyLoss | nn.NLLLoss)]
     values = [getattr(criterion, "ignore_index", None) for criterion in criterions]
     ignored = {value for value in values if isinstance(value, int)}
     for value in dict.fromkeys([_MARK, *sorted(ignored - {_MARK}), 0]):
@@ -176,7 +177,7 @@ def candidate_rules(
         for path, _ in integers
         for name, weight in classes.items()
     ]
-    return list({rule.name: rule for rule in [*rules, _SAMPLES, _SUM]}.values())
+    return list({rule.name: rule for rule in [*rules, _SUM]}.values())
 
 
 def _summed(entries: Sequence[tuple[str, int]]) -> Iterator[LossRule]:

@@ -86,12 +86,14 @@ class WholeDraws(TorchFunctionMode):
     Attributes:
         drew: Whether anything but dropout drew.
         tokens: Tokens that this rank sees; None: all.
+        refusal: Why the draws cannot be shared.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.drew = False
         self.tokens: Tokens | None = None
+        self.refusal = ""
         self._device, self._rows = device, Rows(0, 1, 1)
         self._all: list[_Draw] = []  # what it draws for some samples
         self._plan: list[_Draw] = []  # for a part of them
@@ -185,14 +187,25 @@ class WholeDraws(TorchFunctionMode):
         if not dims:
             return None
         if len(dims) > 1 or shape[dims[0]] % rows.length:
-            raise ConfigurationError(
+            self.refuse(
                 f"training_step calls {known.name} for a tensor of shape {known.shape} for "
                 f"{rows.size} samples and of shape {shape} for {rows.length} of them: its numbers "
                 "belong to no single sample, so that micro-batches and replicas cannot draw their "
                 "share. Draw them in the data set or in on_after_batch_transfer, or use "
                 "num_microbatches=1 and data_parallel_size=1."
             )
+            return None
         return _Cut(dims[0], shape[dims[0]] // rows.length)
+
+    def refuse(self, text: str) -> None:
+        """Refuse a draw; while batches of two sizes are compared, at their end, on every rank.
+
+        Raises:
+            ConfigurationError: After `settle`.
+        """
+        if self._is_settled:
+            raise ConfigurationError(text)
+        self.refusal = self.refusal or text
 
     def settle(self) -> None:
         """End the comparison of batches of two sizes."""
@@ -297,7 +310,7 @@ def _permutation(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[
     mode.note_generator(kwargs)
     count = args[0] if args else kwargs["n"]
     if mode.choose(func, (count,)) is not None:  # one dim: never that of tokens
-        raise ConfigurationError(
+        mode.refuse(
             f"training_step calls torch.randperm({count}) for the samples of a batch, which mixes "
             "samples that other micro-batches or replicas hold. Mix them in the collate_fn of the "
             "data loader, or use num_microbatches=1 and data_parallel_size=1."
@@ -371,7 +384,7 @@ def _inseparable(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[
     mode.note_generator(kwargs)
     tensor = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     if mode.choose(func, tensor.shape) is not None:
-        raise ConfigurationError(
+        mode.refuse(
             f"training_step draws by {func.__name__} for each sample: how many random numbers that "
             "takes depends on the values, so that micro-batches and replicas cannot draw their "
             "share. Draw in the data set, or use num_microbatches=1 and data_parallel_size=1."

@@ -50,6 +50,7 @@ class StepRandom:
         self._rows: list[Rows] = []
         self._begin: dict[str, Any] | None = None  # state at the beginning of the step
         self._end: dict[str, Any] | None = None
+        self._has_begun = False  # whether a micro-batch of the step has run here
         self._looked: list[tuple[bool, dict[str, Any]]] | None = None
 
     @contextmanager
@@ -85,6 +86,7 @@ class StepRandom:
         assert dist.group.WORLD is not None
         states = collect_random_states(self._device)
         self._begin, self._end = broadcast_object(states, 0, dist.group.WORLD), None
+        self._has_begun = False
         try:
             yield
         finally:
@@ -119,7 +121,8 @@ class StepRandom:
             return
         if self._begin is not None:
             restore_random_states(self._begin, self._device)
-            with self._draws.forward(self._rows[microbatch], rewinds=self._end is not None):
+            rewinds, self._has_begun = self._has_begun, True
+            with self._draws.forward(self._rows[microbatch], rewinds=rewinds):
                 yield
             # Only the last stage gets here: others leave the step by an exception.
             self._end = collect_random_states(self._device)
@@ -184,9 +187,10 @@ class StepRandom:
             Whether the step drew random numbers that cannot be cut, the same on every rank.
 
         Raises:
-            ConfigurationError: It drew as many of NumPy's or Python's as there are samples.
+            ConfigurationError: It drew as many of NumPy's or Python's as there are samples, or
+                numbers that cannot be shared.
 
-        **Communicates**: one all-reduce of four numbers over all ranks.
+        **Communicates**: one all-reduce of five numbers over all ranks.
         """
         assert self._looked is not None
         seed_all_generators(seed_of(self._seed(), "first look"), self._device)
@@ -198,10 +202,15 @@ class StepRandom:
             any(_differ(a, b, "python", "numpy") for a, b in pairs),
             self._draws.drew or any(_differ(begin, s, "python", "numpy") for s in states),
             any(_differ(begin, s, "torch", "cuda") for s in states),
+            bool(self._draws.refusal),
         ]
         found = torch.tensor([float(flag) for flag in flags], device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        unknown, depends, draws, changes = (bool(flag > 0) for flag in found.tolist())
+        unknown, depends, draws, changes, refused = map(bool, found.tolist())
+        if refused:
+            texts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(texts, self._draws.refusal)
+            raise ConfigurationError(next(filter(None, texts)))
         if depends and divides:
             raise ConfigurationError(
                 "training_step draws as many random numbers of NumPy or Python as there are "
@@ -212,7 +221,7 @@ class StepRandom:
         self._draws.settle()
         self._draws_whole = draws
         self._is_silent = not (draws or changes)
-        return unknown
+        return bool(unknown)
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any], *names: str) -> bool:

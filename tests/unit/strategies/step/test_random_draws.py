@@ -1,5 +1,6 @@
 """Laws of draws for a whole batch: parts get the rows that the whole would have got."""
 
+import re
 from typing import Any
 
 import pytest
@@ -124,5 +125,8 @@ def test_dropout_alone_is_no_draw_and_evaluation_none_at_all() -> None:
     ],
 )
 def test_what_cannot_be_shared_is_refused(draw: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        prepared(draw, torch.ones(B, T))
+    mode = prepared(draw, torch.ones(B, T))
+    assert re.search(message, mode.refusal)
+    if "rand for" not in message:
+        with pytest.raises(ConfigurationError, match=message), mode.forward(Rows(0, 2, B)):
+            draw(torch.ones(2, T))
