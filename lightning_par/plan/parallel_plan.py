@@ -7,7 +7,8 @@ pattern, ``*`` stands for exactly one component: ``blocks.*.attention`` matches
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -62,11 +63,14 @@ def _refuse_unknown(kind: type, values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """Where the labels and the sequence dims of a batch are.
+    """Where the labels and the sequence dims of a batch are, and how its loss is made of those of
+    its parts.
+
+    An entry is the key of a mapping, the name of an attribute, or the index of a tuple as text
+    (``"0"``); nested entries are joined by dots. What is left out is found in the first batch.
 
     Attributes:
-        sequence_dims: Batch entry -> the dim that holds its T tokens. An entry is a key of a
-            mapping or the index of a tuple as text (``"0"``); nested entries are joined by dots.
+        sequence_dims: Batch entry -> the dim that holds its T tokens.
         labels: The entry that holds the labels, or None: then every sample counts the same.
         ignore_index: Labels of this value do not count.
         label_shift: How many labels at the start of T the model drops (1 where it shifts by
@@ -75,6 +79,16 @@ class BatchLayout:
             model takes it under that keyword and drops none. Where sequences are divided, labels
             are shifted before, and given so.
         optional: Entries of `sequence_dims` that a batch may lack.
+        whole: Entries without a batch dim, which are never cut: class weights, tables.
+        batch_dims: Batch entry -> its batch dim, where that is not dim 0, or not to be seen from
+            the shapes. A list of one value per sample has the dim 0.
+        loss_weight: What one part of a batch weighs in the loss of the whole: ``"labels"`` (the
+            mean over the labels that count), ``"samples"`` (the mean over the samples), ``"sum"``
+            (the sum of the losses of the parts), the name of an entry (the mean weighted by the sum
+            of its values), or a function of a batch that returns a number. None: "labels" or
+            "samples", by `labels`, which the first training step checks on a few samples.
+        local_statistics: Whether layers that normalize over the batch in training (BatchNorm) may
+            take the samples of one micro-batch of one replica for the batch.
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
@@ -83,10 +97,21 @@ class BatchLayout:
     label_shift: int = 0
     shifted: str | None = None
     optional: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    batch_dims: Mapping[str, int] = field(default_factory=dict)
+    loss_weight: str | Callable[[Any], Any] | None = None
+    local_statistics: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "optional", _names("optional", self.optional))
-        object.__setattr__(self, "sequence_dims", _Frozen(self.sequence_dims))
+        for name in ("optional", "whole"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        for name in ("sequence_dims", "batch_dims"):
+            object.__setattr__(self, name, _Frozen(getattr(self, name)))
+        both = sorted({*self.whole} & {*self.batch_dims})
+        if both:
+            raise PlanError(f"the batch entries {both} are in `whole` and in `batch_dims`.")
+        if self.loss_weight == "labels" and self.labels is None:
+            raise PlanError("loss_weight='labels' needs labels= to name the entry that holds them.")
         if self.label_shift < 0:
             raise PlanError(f"label_shift={self.label_shift} must be 0 or more.")
 
@@ -202,9 +227,15 @@ class ParallelPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain dicts, lists and strings, ready for JSON or YAML."""
+        """Return the plan as plain dicts, lists and strings, ready for JSON or YAML.
+
+        A `loss_weight` that is a function is written as ``"module:function"``.
+        """
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__}
         shallow["batch"] = {n: getattr(self.batch, n) for n in self.batch.__dataclass_fields__}
+        weight = self.batch.loss_weight
+        if callable(weight):
+            shallow["batch"]["loss_weight"] = f"{weight.__module__}:{weight.__qualname__}"
         plain: dict[str, Any] = json.loads(json.dumps(shallow, default=dict))
         return plain
 
@@ -222,6 +253,9 @@ class ParallelPlan:
         batch = values.get("batch", {})
         if not isinstance(batch, BatchLayout):
             _refuse_unknown(BatchLayout, batch)
+            weight = batch.get("loss_weight")
+            if isinstance(weight, str) and ":" in weight:
+                batch = {**batch, "loss_weight": pkgutil.resolve_name(weight)}
             batch = BatchLayout(**batch)
         return cls(**{**values, "batch": batch})
 

@@ -144,12 +144,6 @@ OPTIONS = {
         says=r"precision='16-true' is not supported on tp 2: use 32-true, 64-true, "
         r"16-mixed, bf16-mixed or bf16",
     ),
-    "synchronized batch norm": Case(
-        error=ConfigurationError,
-        options={"tp": 2},
-        trainer=lambda: {"sync_batchnorm": True},
-        says=r"sync_batchnorm=True is not supported on tp 2.*sync_batchnorm=False",
-    ),
     "weight averaging": Case(
         error=ConfigurationError,
         options={"tp": 2},

@@ -8,6 +8,7 @@ which uses it shows a NaN loss instead of a plausible number.
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import nn, Tensor
 
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.engine.pipeline.stage import fill_hidden, Stage, StageExit, StageStub
-from lightning_par.engine.rng import fork_torch_rng
+from lightning_par.engine.rng import draws_on_meta, fork_torch_rng
 from lightning_par.errors import PipelineError
 from lightning_par.upstream.pytree import tree_flatten, tree_leaves, tree_map
 
@@ -164,7 +165,7 @@ class GhostModule(StageStub):
         device = next((t.device for t in given if isinstance(t, Tensor)), torch.device("cpu"))
         # Shapes in, shapes out: known after the first micro-batch unless other values take part.
         known, key = self.__dict__["_answers"], (spec, *map(_shape_of, given))
-        if None in key or key not in known:
+        if None in key or key not in known or draws_on_meta():
             known[key] = self._run_on_meta(args, kwargs)
         out = known[key]
         return tree_map(lambda t: self._poisoned(t, device) if isinstance(t, Tensor) else t, out)
@@ -180,5 +181,6 @@ class GhostModule(StageStub):
     def _run_on_meta(self, args: Any, kwargs: Any) -> Any:
         to_meta = lambda t: t.to("meta") if isinstance(t, Tensor) else t  # noqa: E731
         args, kwargs = tree_map(to_meta, (args, kwargs))
-        with torch.no_grad(), fork_torch_rng(torch.device("cpu")):
+        restored = nullcontext() if draws_on_meta() else fork_torch_rng(torch.device("cpu"))
+        with torch.no_grad(), restored:
             return self.__dict__["_shape_only"](*args, **kwargs)

@@ -1,5 +1,6 @@
 """The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +9,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_par.engine.activity import Activity
+from lightning_par.engine.rng import collect_random_states, restore_random_states
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
@@ -160,11 +161,15 @@ class MeshProcesses:
         **Communicates**: makes process groups over all ranks, then a few names between them.
         """
         sizes = self.sizes
-        reset_seed()
         self.attach(self._devices, self._num_nodes, self._environment)
         self._rendezvous()
         if self._mesh is None:
             self._mesh = build_mesh(sizes, self.device.type, self._options.timeout)
+        if self.world_size > 1 and "PL_GLOBAL_SEED" in os.environ:
+            # The state of one process that ran the same script. Lightning's `reset_seed` would go
+            # back to the state before what the script has drawn.
+            cpu = torch.device("cpu")
+            restore_random_states(self.broadcast(collect_random_states(cpu), 0), cpu)
         if self._watch is None and self.world_size > 1:
             assert self._environment is not None
             local_rank = self._environment.local_rank()

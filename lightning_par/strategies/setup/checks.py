@@ -23,7 +23,6 @@ from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.upstream.lightning import synchronizes_batchnorm
 
 __all__ = [
     "check_module",
@@ -94,12 +93,6 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
         problems.append(
             f"precision={trainer.precision!r} is not supported on {sizes}: use "
             f"{either(_PRECISIONS)}."
-        )
-    if sizes.world_size > 1 and synchronizes_batchnorm(trainer.strategy):
-        problems.append(
-            f"sync_batchnorm=True is not supported on {sizes}: batch statistics are those of one "
-            "replica's "
-            "micro-batch. Use LayerNorm or RMSNorm, or sync_batchnorm=False."
         )
     if sizes.world_size > 1:
         problems += [
