@@ -16,11 +16,14 @@ class BatchDimsFinder:
 
     Args:
         layout: What is declared.
-        divided: Into what batches are divided, for messages: "8 micro-batches".
+        microbatches: Into how many a batch is cut.
+        replicas: Among how many a batch is divided.
     """
 
-    def __init__(self, layout: BatchLayout, divided: str) -> None:
-        self._layout, self._divided = layout, divided
+    def __init__(self, layout: BatchLayout, microbatches: int, replicas: int) -> None:
+        kinds = [f"{microbatches} micro-batches"] * (microbatches > 1)
+        kinds += [f"{replicas} replicas"] * (replicas > 1)
+        self._layout, self._divided = layout, " and ".join(kinds)
         self._sizes: set[int] = set()
         self._known: set[str] = set()
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_par.engine.collectives import all_reduce, apply_function
 from lightning_par.errors import ConfigurationError
@@ -15,11 +14,17 @@ from lightning_par.mesh import ParallelMesh
 
 __all__ = ["check_batch_statistics", "synchronize_batchnorm", "training_batchnorms"]
 
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+
 
 def training_batchnorms(module: nn.Module) -> list[str]:
     """Return the names of BatchNorm layers in training mode, which normalize over the batch."""
     named = module.named_modules()
-    return [name for name, part in named if isinstance(part, _BatchNorm) and part.training]
+    return [
+        name
+        for name, part in named
+        if isinstance(part, BatchNorm | nn.SyncBatchNorm) and part.training
+    ]
 
 
 def check_batch_statistics(module: nn.Module, mesh: ParallelMesh, microbatches: int) -> None:
@@ -75,16 +80,15 @@ def synchronize_batchnorm(module: nn.Module, mesh: ParallelMesh) -> None:
         mesh: Its token group has the samples of one batch.
     """
     for part in module.modules():
-        if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
+        if isinstance(part, BatchNorm):
             part.forward = partial(_normalize, part, mesh.token_group)  # type: ignore[method-assign]
 
 
-def _normalize(layer: _BatchNorm, group: Any, x: Tensor) -> Tensor:
+def _normalize(layer: BatchNorm, group: Any, x: Tensor) -> Tensor:
     """Return what the layer gives for the joined batches of all ranks of a group.
 
     **Communicates**: one all-reduce of 2 C + 1 numbers, and one in the backward.
     """
-    layer._check_input_dim(x)
     uses_batch = layer.training or layer.running_mean is None
     if not uses_batch:
         return F.batch_norm(
@@ -110,7 +114,7 @@ def _normalize(layer: _BatchNorm, group: Any, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _track(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+def _track(layer: BatchNorm, mean: Tensor, variance: Tensor) -> None:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     factor = layer.momentum

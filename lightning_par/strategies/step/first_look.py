@@ -61,7 +61,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
     restores: list[Callable[[], Any]] = []
     for part in module.modules():
         kept = {name: value for name, value in vars(part).items() if name not in _OWN}
-        buffers = dict(part._buffers)
+        buffers = dict(part.named_buffers(recurse=False))
         values = [*kept.values(), *buffers.values()]
         restores += [r for r in map(_restore, values) if r is not None]
         restores.append(partial(_put_back, part, kept, buffers))
@@ -77,8 +77,9 @@ def _put_back(module: nn.Module, kept: dict[str, Any], buffers: dict[str, Any]) 
     for name in [name for name in held if name not in _OWN and name not in kept]:
         del held[name]
     held.update(kept)
-    module._buffers.clear()
-    module._buffers.update(buffers)
+    for name, buffer in buffers.items():
+        if getattr(module, name) is not buffer:
+            setattr(module, name, buffer)
 
 
 def _restore(value: Any) -> Callable[[], Any] | None:

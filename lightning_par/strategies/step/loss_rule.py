@@ -151,7 +151,7 @@ def candidate_rules(
             entry.is_floating_point() or entry.is_complex() or entry.dtype == torch.bool
         )
         (integers if is_index else numbers).append((path, entry.ndim))
-    criterions = [m for m in module.modules() if isinstance(m, nn.modules.loss._Loss)]
+    criterions = [m for m in module.modules() if isinstance(m, nn.CrossEntropyLoss | nn.NLLLoss)]
     values = [getattr(criterion, "ignore_index", None) for criterion in criterions]
     ignored = {value for value in values if isinstance(value, int)}
     for value in dict.fromkeys([_MARK, *sorted(ignored - {_MARK}), 0]):

@@ -116,30 +116,22 @@ class StepRunner:
         self.seed, self.evaluations = seed, 0
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
         self._in_step = self._is_checked = False
-        self._mesh = mesh
-        trainer = trainer_of(module)
-        if trainer is not None and synchronizes_batchnorm(trainer.strategy):
-            synchronize_batchnorm(module, mesh)
+        _synchronize(module, mesh)
         # Each is asked for in every step or micro-batch: properties of the mesh compute them anew.
-        self._has_replicas, self._device = sizes.data > 1, device
+        self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device
         self._num_microbatches = options.num_microbatches
         self._pads = sizes.context > 1
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         self._broadcast = BatchBroadcast(mesh)
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
-        self._divides = executor is not None or sizes.data > 1
         self._random = StepRandom(mesh, device, lambda: self.seed)
         self.after_look: dict[int, Callable[[], None]] = {}
         self.pipeline: PipelinedSteps | None = None
         count = 1 if executor is None else options.microbatches(sizes.pipeline)
-        kinds = [f"{count} micro-batches"] * (count > 1)
-        kinds += [f"{sizes.data} replicas"] * (sizes.data > 1)
-        self._dims = BatchDimsFinder(batch_layout, " and ".join(kinds))
-        self._cuts = count > 1
-        self._count = count
+        self._dims = BatchDimsFinder(batch_layout, count, sizes.data)
+        self._count, self._cuts = count, count > 1
         if executor is not None:
-            ranks = sizes.pipeline
             self.pipeline = PipelinedSteps(
                 module=module,
                 mesh=mesh,
@@ -149,8 +141,8 @@ class StepRunner:
                 user_step=self._user_step,
                 replay=self._random.replay,
                 sequence=sequence,
-                num_microbatches=options.microbatches(ranks),
-                schedule=cache(partial(options.build_schedule, ranks)),
+                num_microbatches=count,
+                schedule=cache(partial(options.build_schedule, sizes.pipeline)),
                 rank_of_stage=rank_of_stage,
             )
         bind_metrics(module, mesh, rank_of_stage, lambda: self._in_step)
@@ -229,7 +221,7 @@ class StepRunner:
                 if not self._batch_layout.local_statistics:
                     check_batch_statistics(self.module, self._mesh, count)
             if self._first_look.is_due(args[0], count):
-                found = dims if self._divides else self._dims.find(args[0], must_know=False)
+                found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
                 run = partial(self._look, context, args[1:])
                 self._first_look.look(args[0], found, count, run)
             if self.pipeline is not None:
@@ -307,7 +299,7 @@ class StepRunner:
 
     def _dims_of(self, batch: Any) -> BatchDims:
         """Return which entries of a batch have a batch dim, if it is divided."""
-        if not self._divides:
+        if self.pipeline is None and not self._has_replicas:
             return BatchDims()
         layout = self._batch_layout
         is_declared = layout.loss_weight is not None or layout.labels is not None
@@ -418,3 +410,10 @@ class StepRunner:
                     f"T={tokens} tokens in dim {dim}, not divisible by {degree}. Pad to "
                     f"{-(-tokens // degree) * degree}, or use sequence_parallel=False."
                 )
+
+
+def _synchronize(module: pl.LightningModule, mesh: ParallelMesh) -> None:
+    """Join the statistics of BatchNorm layers, if the Trainer was told to."""
+    trainer = trainer_of(module)
+    if trainer is not None and synchronizes_batchnorm(trainer.strategy):
+        synchronize_batchnorm(module, mesh)

@@ -1,6 +1,5 @@
 """Random numbers drawn in the step: those of one process."""
 
-import random
 from typing import Any
 
 import numpy as np
@@ -100,15 +99,6 @@ def noise_for_every_token_of_the_flat_batch() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="pp2 zero3")
-def one_number_of_numpy_and_python() -> Any:
-    class Module(Denoiser):
-        def noise(self, h: Tensor, batch_idx: int) -> Tensor:
-            return torch.randn_like(h) * np.random.rand() + random.random()
-
-    return Module(), token_pairs()
-
-
 @CASES.add(equal="pp2_one_microbatch tp2_whole_sequence", refused={"pp2 zero3": "NumPy or Python"})
 def numbers_of_numpy_for_every_sample() -> Any:
     class Module(Denoiser):
@@ -118,7 +108,7 @@ def numbers_of_numpy_for_every_sample() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="pp2_one_microbatch tp2_whole_sequence", refused={"pp2 zero3": "mixes samples"})
+@CASES.add(equal="tp2_whole_sequence", refused={"pp2 zero3": "mixes samples"})
 def mixing_of_samples() -> Any:
     class Module(Denoiser):
         def noise(self, h: Tensor, batch_idx: int) -> Tensor:
