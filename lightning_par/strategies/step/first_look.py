@@ -173,7 +173,7 @@ class FirstLook:
         rules = candidate_rules(batch, self._layout, dims, self._module)
         found = None
         parts = [(batch, 1)]
-        if dims.size is not None and dims.size > 1:
+        if dims.size is not None and dims.size > 1 and not dims.unsure:
             parts = _choose_parts(batch, dims, microbatches, rules)
             parts = parts if microbatches > 1 or self._mesh.sizes.data > 1 else parts[:1]
         seen, is_random = run(parts)
