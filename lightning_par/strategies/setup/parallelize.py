@@ -42,7 +42,9 @@ from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.gradient_path import GradientPath
+from lightning_par.strategies.step.parameter_reads import describe_parameters, ParameterReads
 from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 
@@ -74,6 +76,7 @@ def parallelize(
     seed = _agree_on_seed(device)
     _broadcast_values(module, mesh, device)
     names = [name for name, _ in module.named_parameters()]
+    known = describe_parameters(module)
     states = StateMap(mesh, list(module.state_dict()), names, resolved.canonical)
     parts = _apply(module, resolved, mesh, options)
     stages, bounds, rank_of_stage = parts.stages, parts.bounds, parts.rank_of_stage
@@ -82,6 +85,16 @@ def parallelize(
     links = _connect(mesh, rank_of_stage, device, groups)
     executor = PipelineExecutor(stages, links, sharding, parts.weight_gradients, activity)
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
+    reads = ParameterReads(
+        module,
+        resolved.block_names,
+        mesh,
+        known,
+        stages,
+        _partial_parameters(module, parts.tensor),
+        device,
+        is_compiled=options.compile_blocks is not False,
+    )
     steps = StepRunner(
         module=module,
         mesh=mesh,
@@ -94,6 +107,7 @@ def parallelize(
         device=device,
         seed=seed,
         activity=activity,
+        reads=reads,
     )
     return ParallelModel(
         module=module,
@@ -190,14 +204,16 @@ def _gradient_path(
         module, resolved, mesh, parts.bounds, parts.rank_of_stage, parts.tensor, parts.experts
     )
     compression = _compress(module, resolved, mesh, device, options)
+    elsewhere |= _of_other_replicas(module, mesh, compression)
     return GradientPath(
         module=module,
         mesh=mesh,
         sharding=sharding,
         shared=shared,
         compression=compression,
-        counted_elsewhere=elsewhere | _of_other_replicas(module, mesh, compression),
+        counted_elsewhere=elsewhere,
         options=options,
+        norms=GradientNorms(module, mesh, resolved.canonical, elsewhere, device),
     )
 
 
@@ -230,6 +246,13 @@ def _of_other_replicas(
     if compression is None or mesh.data_rank == 0:
         return frozenset()
     return frozenset(id(p) for p in module.parameters())
+
+
+def _partial_parameters(module: nn.Module, tensor: TensorParallel | None) -> list[nn.Parameter]:
+    """Return the parameters of whose gradient each tensor rank computes a part."""
+    partial = frozenset() if tensor is None else tensor.partial
+    named = module.named_parameters(remove_duplicate=False)
+    return [p for name, p in named if name in partial]
 
 
 def _parameter_policy(options: MeshOptions, device: torch.device) -> OffloadPolicy:

@@ -25,6 +25,8 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.batch_weights import BatchWeigher, weigh
 from lightning_par.strategies.step.logs import adjust_logs
 from lightning_par.strategies.step.metrics import bind_metrics
+from lightning_par.strategies.step.mixing import mixing_told
+from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
@@ -77,6 +79,7 @@ class StepRunner:
         device: Device of this rank.
         seed: Seed of all steps, the same on every rank.
         activity: Where every step is written down.
+        reads: Answers parameters that the user's step reads.
 
     Attributes:
         pipeline: Runs steps through the pipeline; None without one.
@@ -98,8 +101,10 @@ class StepRunner:
         device: torch.device,
         seed: int,
         activity: Activity,
+        reads: ParameterReads,
     ) -> None:
         sizes = mesh.sizes
+        self._reads = reads
         self.module, self.sequence = module, sequence
         self.seed, self.evaluations = seed, 0
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
@@ -122,7 +127,7 @@ class StepRunner:
                 executor=executor,
                 sharding=sharding,
                 weigher=self._weigher,
-                user_step=self._user_step,
+                user_step=self._microbatch_step,
                 sequence=sequence,
                 num_microbatches=options.microbatches(ranks),
                 schedule=cache(partial(options.build_schedule, ranks)),
@@ -197,7 +202,7 @@ class StepRunner:
             args = self._open("training_step", args, opened)
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
-                with self._random_restored():
+                with self._random_restored(), self._reads.agreed():
                     context = plugin.train_step_context
                     output, has_valid_labels = self.pipeline.training(context, args, key, scaler)
                 return output, Step(has_valid_labels=has_valid_labels)
@@ -265,10 +270,20 @@ class StepRunner:
     def _whole(self, name: str, context: StepContext, args: Sequence[Any], key: Any) -> Any:
         step: Callable[..., Any] = getattr(self.module, name)
         with context(), self._random_restored(), self._user_step(key, 0):
-            output = self._sharding.call(lambda: step(*args))
+            output = self._sharding.call(partial(self._run, step, args))
             if self.sequence is not None:
                 self.sequence.check(name)
         return output
+
+    def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        with self._reads.in_step(), mixing_told(self.module):
+            return step(*args)
+
+    @contextmanager
+    def _microbatch_step(self, key: Any, microbatch: int) -> Iterator[None]:
+        step = self._user_step(key, microbatch)
+        with step, self._reads.in_step(), mixing_told(self.module):
+            yield
 
     @contextmanager
     def _user_step(self, key: Any, microbatch: int) -> Iterator[None]:
