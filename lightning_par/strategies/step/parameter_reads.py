@@ -233,7 +233,8 @@ class ParameterReads:
             names = [name for name in own if name.removeprefix(prefix) not in held]
         absent = {name.removeprefix(prefix): self._known[name] for name in names}
         if absent or any(isinstance(p, DTensor) for p in held.values()) or held:
-            module.__dict__["_parameters"] = _Watched(held, self, absent, self._in_block(fqn))
+            block = "" if isinstance(module, StageStub) else self._in_block(fqn)
+            module.__dict__["_parameters"] = _Watched(held, self, absent, block)
 
     def _outside(self, inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
