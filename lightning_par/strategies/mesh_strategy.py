@@ -223,8 +223,7 @@ class MeshStrategy(ParallelStrategy):
     def pipeline_timeline(self) -> list[list[TimedAction]]:
         """Return when every stage ran its actions in the last pipelined step, in seconds.
 
-        Every rank has to call this. Without a pipeline, or before a step, the list is empty. The
-        clock is `time.monotonic`, which the processes of one node share.
+        Every rank has to call this; empty without a pipeline. The clock is `time.monotonic`.
         """
         return self.parallel_model.steps.timeline()
 
@@ -409,9 +408,7 @@ class MeshStrategy(ParallelStrategy):
         context = self.precision_plugin.predict_step_context
         return self._evaluate("predict_step", context, args, kwargs)
 
-    def _evaluate(
-        self, name: str, context: Callable[[], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _evaluate(self, name: str, context: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return self.parallel_model.steps.evaluation(name, context, [*args, *kwargs.values()])
 
     @override
@@ -466,6 +463,15 @@ class MeshStrategy(ParallelStrategy):
         else:
             with self.offload.block_backward_sync():
                 yield
+
+    def gradient_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Return FQN -> norm of each gradient over all ranks; every rank has to call this."""
+        return self.parallel_model.gradients.norms.of_parameters(norm_type)
+
+    def full_parameter(self, name: str) -> Tensor:
+        """Return a copy of a whole parameter, by its FQN; every rank has to call this."""
+        self.flush_offload()
+        return self.parallel_model.full_parameter(name)
 
     def gather_state_dict(self) -> dict[str, Any]:
         """Return the whole model's state dict on rank 0, on the CPU; elsewhere an empty dict.
@@ -562,17 +568,10 @@ class MeshStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         self.flush_offload()
 
-    @override
-    def on_validation_end(self) -> None:
+    def _end_evaluation(self) -> None:
         self.parallel_model.sharding.release()
 
-    @override
-    def on_test_end(self) -> None:
-        self.parallel_model.sharding.release()
-
-    @override
-    def on_predict_end(self) -> None:
-        self.parallel_model.sharding.release()
+    on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -38,10 +38,10 @@ with names_of("lightning"):
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-    _after_closure = Precision._after_closure
     CLIP_GRADIENTS = Precision._clip_gradients.__name__
     # Called by, or overridden in, classes of ours: a Lightning that renames one would not call it.
     _HOOKS = (
+        Precision._after_closure,
         _SubprocessScriptLauncher._call_children_scripts,
         Strategy._configure_launcher,
     )
@@ -80,7 +80,7 @@ def after_closure(plugin: Precision, module: pl.LightningModule, optimizer: Opti
 
     A precision plugin with an `optimizer_step` of its own has to call it; Lightning's own do.
     """
-    _after_closure(plugin, module, optimizer)
+    plugin._after_closure(module, optimizer)
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:

@@ -196,7 +196,8 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
     Args:
         module: Changed in place; parameters of its submodules stay what they are.
     """
-    items = cast(dict[str, Any], module._parameters).items()
+    # Of dict itself: what holds them may answer a user's step with whole tensors.
+    items = dict.items(cast(dict[str, Any], module._parameters))
     saved = {name: value for name, value in items if isinstance(value, DTensor)}
     try:
         for name, parameter in saved.items():

@@ -117,8 +117,8 @@ def _kinds(optimizer: Optimizer) -> list[_Kind]:
     found: dict[Any, _Kind] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
-            mesh: Any = None
-            placements: tuple[Any, ...] = ()
+            mesh: DeviceMesh | None = None
+            placements: tuple[Placement, ...] = ()
             if isinstance(parameter, DTensor):
                 mesh, placements = parameter.device_mesh, parameter.placements
             caps = (_ROWS, _COLUMNS) if parameter.ndim <= 2 else (8, 6, *[_REST] * parameter.ndim)

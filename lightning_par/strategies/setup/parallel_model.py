@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lightning_par.dtensor import whole
 from lightning_par.engine.data.compression.reduction import CompressedGradients
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
+from lightning_par.errors import ConfigurationError, nearest
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.components.module_forms import ModuleForms
@@ -99,3 +103,30 @@ class ParallelModel:
             yield
         finally:
             self.forms.show_whole({})
+
+    def full_parameter(self, name: str) -> Tensor:
+        """Return a whole parameter on every rank; see `MeshStrategy.full_parameter`."""
+        known = self.resolved.canonical
+        if name not in known:
+            raise ConfigurationError(
+                f"full_parameter({name!r}): the model has no such parameter{nearest(name, known)}"
+            )
+        if self.forms.is_whole:
+            return self.module.get_parameter(name).detach().clone()
+        self.sharding.release()
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        here = next((named[n] for n, c in known.items() if c == known[name] and n in named), None)
+        value = None if here is None else whole(here.detach()).detach().clone()
+        if self.mesh.sizes.pipeline == 1:
+            assert value is not None
+            return value
+        group = self.mesh.group("pp")
+        stages: list[Any] = [None] * group.size()
+        about = None if value is None else (tuple(value.shape), value.dtype)
+        dist.all_gather_object(stages, about, group=group)
+        owner = next(stage for stage, found in enumerate(stages) if found is not None)
+        if value is None:
+            shape, dtype = stages[owner]
+            value = torch.empty(shape, dtype=dtype, device=self.module.device)
+        dist.broadcast(value, self.mesh.rank_at("pp", owner), group=group)
+        return value

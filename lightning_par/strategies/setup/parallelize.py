@@ -44,7 +44,9 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.first_step import FirstStepProof, take_skeleton
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.gradient_path import GradientPath
+from lightning_par.strategies.step.parameter_reads import describe_parameters, ParameterReads
 from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 
@@ -80,12 +82,23 @@ def parallelize(
     seed = _agree_on_seed(device)
     _broadcast_values(module, mesh, device)
     states = _state_map(module, resolved, mesh)
+    known = describe_parameters(module)
     parts = _apply(module, resolved, mesh, options)
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
     groups = mesh.named_groups()
     links = _connect(mesh, parts.rank_of_stage, device, groups)
     executor = PipelineExecutor(parts.stages, links, sharding, parts.weight_gradients, activity)
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
+    reads = ParameterReads(
+        module,
+        resolved.block_names,
+        mesh,
+        known,
+        parts.stages,
+        _partial_parameters(module, parts.tensor),
+        device,
+        is_compiled=options.compile_blocks is not False,
+    )
     steps = StepRunner(
         module=module,
         mesh=mesh,
@@ -98,6 +111,7 @@ def parallelize(
         device=device,
         seed=seed,
         activity=activity,
+        reads=reads,
     )
     forms.become_parallel()
     return ParallelModel(
@@ -197,14 +211,16 @@ def _gradient_path(
         module, resolved, mesh, parts.bounds, parts.rank_of_stage, parts.tensor, parts.experts
     )
     compression = _compress(module, resolved, mesh, device, options)
+    elsewhere |= _of_other_replicas(module, mesh, compression)
     return GradientPath(
         module=module,
         mesh=mesh,
         sharding=sharding,
         shared=shared,
         compression=compression,
-        counted_elsewhere=elsewhere | _of_other_replicas(module, mesh, compression),
+        counted_elsewhere=elsewhere,
         options=options,
+        norms=GradientNorms(module, mesh, resolved.canonical, elsewhere, device),
     )
 
 
@@ -237,6 +253,13 @@ def _of_other_replicas(
     if compression is None or mesh.data_rank == 0:
         return frozenset()
     return frozenset(id(p) for p in module.parameters())
+
+
+def _partial_parameters(module: nn.Module, tensor: TensorParallel | None) -> list[nn.Parameter]:
+    """Return the parameters of whose gradient each tensor rank computes a part."""
+    partial = frozenset() if tensor is None else tensor.partial
+    named = module.named_parameters(remove_duplicate=False)
+    return [p for name, p in named if name in partial]
 
 
 def _parameter_policy(options: MeshOptions, device: torch.device) -> OffloadPolicy:

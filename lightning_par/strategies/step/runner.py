@@ -32,6 +32,8 @@ from lightning_par.strategies.step.first_look import FirstLook, untouched
 from lightning_par.strategies.step.logs import adjust_logs, LogCall, numbers_of, record_logs
 from lightning_par.strategies.step.loss_rule import declared_rule, Seen
 from lightning_par.strategies.step.metrics import bind_metrics
+from lightning_par.strategies.step.mixing import mixing_told
+from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_random import StepRandom
@@ -88,6 +90,7 @@ class StepRunner:
         device: Device of this rank.
         seed: Seed of all steps, the same on every rank.
         activity: Where every step is written down.
+        reads: Answers parameters that the user's step reads.
 
     Attributes:
         pipeline: Runs steps through the pipeline; None without one.
@@ -111,8 +114,10 @@ class StepRunner:
         device: torch.device,
         seed: int,
         activity: Activity,
+        reads: ParameterReads,
     ) -> None:
         sizes = mesh.sizes
+        self._reads = reads
         self.module, self.sequence = module, sequence
         self.seed, self.evaluations = seed, 0
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
@@ -139,7 +144,7 @@ class StepRunner:
                 executor=executor,
                 sharding=sharding,
                 weigher=self._weigher,
-                user_step=self._user_step,
+                user_step=self._microbatch_step,
                 replay=self._random.replay,
                 sequence=sequence,
                 num_microbatches=count,
@@ -228,7 +233,8 @@ class StepRunner:
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
                 tokens = self._tokens_of(args[0])
-                with self._random.step(dims.size or 1, count, tokens, trains=True):
+                random = self._random.step(dims.size or 1, count, tokens, trains=True)
+                with random, self._reads.agreed():
                     output, has_valid_labels = self.pipeline.training(
                         context, args, dims, key, scaler
                     )
@@ -339,7 +345,7 @@ class StepRunner:
         losses, logs = [], []
         for index, batch in enumerate(batches):
             calls: list[LogCall] = []
-            step = partial(self.module.training_step, batch, *rest)
+            step = partial(self._run, self.module.training_step, (batch, *rest))
             logging = record_logs(self.module, calls)
             with torch.no_grad(), context(), logging, self._user_step(_LOOK, index):
                 output = self._sharding.call(step)
@@ -361,10 +367,20 @@ class StepRunner:
         tokens = self._tokens_of(args[0]) if trains else None
         random = self._random.step(samples, tokens=tokens, trains=trains)
         with context(), random, self._user_step(key, 0):
-            output = self._sharding.call(lambda: step(*args))
+            output = self._sharding.call(partial(self._run, step, args))
             if self.sequence is not None:
                 self.sequence.check(name)
         return output
+
+    def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        with self._reads.in_step(), mixing_told(self.module):
+            return step(*args)
+
+    @contextmanager
+    def _microbatch_step(self, key: Any, microbatch: int) -> Iterator[None]:
+        step = self._user_step(key, microbatch)
+        with step, self._reads.in_step(), mixing_told(self.module):
+            yield
 
     @contextmanager
     def _user_step(self, key: Any, microbatch: int) -> Iterator[None]:
