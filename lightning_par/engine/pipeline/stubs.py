@@ -42,7 +42,7 @@ class _AbsentTensor(Tensor):
                 f"{fqn} lives on another pipeline stage than the code that uses it; name its "
                 "module in ParallelPlan(replicated=...)."
             )
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 class _Shape(StageStub):

@@ -51,7 +51,7 @@ class ShardedSequence:
         if not (self._is_checked or self._counted or self._plan.positions):
             assert self.shard.layout is not None
             self._counted = CountedPositions(self.shard.layout.local)
-            self._counted.__enter__()
+            self._counted.__enter__()  # type: ignore[no-untyped-call]
         return [batch, *args[1:]]
 
     def mean(self, value: Tensor, weight: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class ShardedSequence:
     def close(self) -> None:
         """End the step; sequences are whole again. Its backward comes before."""
         if self._counted is not None:
-            self._counted.__exit__(None, None, None)
+            self._counted.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._counted = None
         self.shard.clear()
 
