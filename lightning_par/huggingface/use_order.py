@@ -191,6 +191,6 @@ class _Reader:
             case ast.Constant(value=str(name)):
                 return (name,)
             case ast.Attribute(value=ast.Name(id="self"), attr=attribute):
-                held = getattr(self._kind, attribute, None)  # such as base_model_prefix
-                return (held,) if isinstance(held, str) else None
+                value = getattr(self._kind, attribute, None)  # such as base_model_prefix
+                return (value,) if isinstance(value, str) else None
         return None

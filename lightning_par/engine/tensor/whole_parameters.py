@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -54,7 +54,7 @@ def _reader(found: list[tuple[nn.Module, str]]) -> Any:
                     # With more axes it is a shard of a replica, which is gathered later.
                     if isinstance(whole, DTensor) and whole.device_mesh.ndim == 1:
                         swapped.append((owner, name, whole))
-                        owner._parameters[name] = whole.to_local()  # type: ignore[assignment]
+                        owner._parameters[name] = cast(nn.Parameter, whole.to_local())
                 return inner(*args, **kwargs)
             finally:
                 for owner, name, whole in swapped:

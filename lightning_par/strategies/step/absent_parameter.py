@@ -81,7 +81,7 @@ class AbsentParameter(Tensor):
     fqn: str
     refusals: Refusals
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentParameter({self.fqn})"
 
     @classmethod

@@ -197,7 +197,8 @@ class GradientNorms:
         return values
 
     def _root(self, power: Tensor, norm_type: float) -> Tensor:
-        return power if norm_type == float("inf") else power ** (1 / norm_type)
+        root: Tensor = power if norm_type == float("inf") else power ** (1 / norm_type)
+        return root
 
     def _kind(self, grads: Sequence[Tensor], owners: Mapping[int, int]) -> int:
         asked = {owners.get(id(grad), -1) for grad in grads}
@@ -214,7 +215,7 @@ class GradientNorms:
         kinds = torch.zeros(group.size(), dtype=torch.int, device=self._device)
         kinds[group.rank()] = kind
         dist.all_reduce(kinds, group=group)
-        return kinds.tolist()  # type: ignore[no-any-return]
+        return kinds.tolist()
 
     def _agree(self, kind: int) -> None:
         """Refuse a norm that stages ask for with parts that do not belong together."""
