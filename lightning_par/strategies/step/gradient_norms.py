@@ -189,7 +189,8 @@ class GradientNorms:
             counts = self._mesh.rank == 0
         norm = torch.linalg.vector_norm(local, norm_type, dtype=_wide(local)).double()
         power = norm if norm_type == float("inf") else norm**norm_type
-        return (power if counts else power * 0).to(self._device)
+        counted: Tensor = power if counts else power * 0
+        return counted.to(self._device)
 
     def _reduce(self, values: Tensor, norm_type: float) -> Tensor:
         largest = norm_type == float("inf")
