@@ -245,7 +245,7 @@ class FirstLook:
     def _tolerance(self) -> float:
         precision = str(self._module.trainer.precision)
         if precision.startswith("64"):
-            return 1e-9
+            return 2e-6  # models may compute parts in float32: scans, norms, CTC
         return 5e-3 if "16" in precision else 2e-5
 
     def _refusal(self, rule: LossRule, dims: BatchDims, microbatches: int) -> str:
