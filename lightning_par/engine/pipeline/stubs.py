@@ -17,8 +17,8 @@ from torch import nn, Tensor
 
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.engine.pipeline.stage import fill_hidden, Stage, StageExit, StageStub
-from lightning_par.engine.rng import draws_on_meta, fork_torch_rng
-from lightning_par.errors import PipelineError
+from lightning_par.engine.rng import fork_torch_rng
+from lightning_par.errors import PipelineError, PlanError
 from lightning_par.upstream.pytree import tree_flatten, tree_leaves, tree_map
 
 __all__ = ["AbsentModule", "GhostModule", "LaterBlock", "earlier_block", "poison"]
@@ -111,7 +111,13 @@ class _EarlierBlock(StageStub):
                 object.__setattr__(self, name, value)
         if self._replay is not None:
             self._replay()
-        answer = state.received[str(self._number)]
+        answer = state.received.get(str(self._number))
+        if answer is None:
+            raise PlanError(
+                f"block {self._number} gave no output to the next stage: its forward was called by "
+                "name, which passes its hooks over. Call the block, as in block(x), not "
+                "block.forward(x), or use pipeline_parallel_size=1."
+            )
         if self._number == self._stage.first_block - 1:
             return answer
         # An output carried on has no hidden states; those that come in stand in for them.

@@ -80,12 +80,14 @@ def explain_shards(model: nn.Module) -> Iterator[None]:
         model: The user's module.
 
     Raises:
-        PlanError: Instead of torch's own error, if some parameter is sharded over ``tp``.
+        PlanError: Instead of torch's own error, if some parameter is sharded.
     """
     try:
         yield
     except RuntimeError as error:
-        if not _SIGNS.search(str(error)) or not _is_sharded(model):
+        if not _SIGNS.search(str(error)) or not any(
+            isinstance(p, DTensor) for p in model.parameters()
+        ):
             raise
         names = {id(module): name for name, module in model.named_modules()}
         callers = [f.f_locals.get("self") for f, _ in traceback.walk_tb(error.__traceback__)]
@@ -93,6 +95,12 @@ def explain_shards(model: nn.Module) -> Iterator[None]:
         where = "the step"
         if inside:
             where = f"{names[id(inside[-1])]} ({type(inside[-1]).__name__})"
+        if not _is_sharded(model):
+            raise PlanError(
+                f"{where} met weights that are shards of the replicas: {error} They are gathered "
+                "when their block is called, as in block(x), and neither by block.forward(x) nor "
+                "by code outside of it. Call the block, or use zero_stage=0."
+            ) from error
         raise PlanError(
             f"{where} cannot compute with the shards of its weights or of its input: {error} If "
             "the model runs on one process, its tensor styles do not fit. A layer whose parts are "
