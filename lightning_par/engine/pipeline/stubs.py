@@ -17,7 +17,7 @@ from torch import nn, Tensor
 
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.engine.pipeline.stage import fill_hidden, Stage, StageExit, StageStub
-from lightning_par.engine.rng import fork_torch_rng
+from lightning_par.engine.rng import draws_on_meta, fork_torch_rng
 from lightning_par.errors import PipelineError, PlanError
 from lightning_par.upstream.pytree import tree_flatten, tree_leaves, tree_map
 
