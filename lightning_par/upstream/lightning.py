@@ -11,6 +11,8 @@
                               `ThroughputMonitor` finds it
 `init_process_group`          make the default process group from a cluster environment, with its
                               messages and its clean-up
+`plain_after_closure`         what every precision plugin does between closure and step, for one
+                              that adds to it
 `move_optimizer_states`       move the states of optimizers to a device, but not their steps
 `reduce_tensor`               all-reduce with the names and the barrier of Lightning's strategies
 `set_threads`                 divide the cores among the processes of a node, unless the
@@ -39,9 +41,9 @@ with names_of("lightning"):
     from lightning.pytorch.utilities.exceptions import _TunerExitException
 
     CLIP_GRADIENTS = Precision._clip_gradients.__name__
+    plain_after_closure = Precision._after_closure
     # Called by, or overridden in, classes of ours: a Lightning that renames one would not call it.
     _HOOKS = (
-        Precision._after_closure,
         _SubprocessScriptLauncher._call_children_scripts,
         Strategy._configure_launcher,
     )
@@ -58,6 +60,7 @@ __all__ = [
     "is_logging_step",
     "launch_scripts",
     "move_optimizer_states",
+    "plain_after_closure",
     "reduce_tensor",
     "set_launcher",
     "set_threads",

@@ -92,6 +92,7 @@ class _EarlierBlock(StageStub):
 
     _stage: Stage
     _number: int
+    _shape: nn.Module
     _replay: Callable[[], None] | None
 
     def __getattr__(self, name: str) -> Any:

@@ -6,7 +6,7 @@ host -> materialize and shard, unit by unit (whole replicas that compress gradie
 -> optimizer
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -44,6 +44,7 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.first_step import FirstStepProof, take_skeleton
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.step.absent_parameter import About
 from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.parameter_reads import describe_parameters, ParameterReads
@@ -81,24 +82,12 @@ def parallelize(
         options = replace(options, sequence_parallel=False)
     seed = _agree_on_seed(device)
     _broadcast_values(module, mesh, device)
-    states = _state_map(module, resolved, mesh)
-    known = describe_parameters(module)
+    states, known = _state_map(module, resolved, mesh), describe_parameters(module)
     parts = _apply(module, resolved, mesh, options)
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
-    groups = mesh.named_groups()
-    links = _connect(mesh, parts.rank_of_stage, device, groups)
+    links = _connect(mesh, parts.rank_of_stage, device, groups := mesh.named_groups())
     executor = PipelineExecutor(parts.stages, links, sharding, parts.weight_gradients, activity)
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
-    reads = ParameterReads(
-        module,
-        resolved.block_names,
-        mesh,
-        known,
-        parts.stages,
-        _partial_parameters(module, parts.tensor),
-        device,
-        is_compiled=options.compile_blocks is not False,
-    )
     steps = StepRunner(
         module=module,
         mesh=mesh,
@@ -111,7 +100,7 @@ def parallelize(
         device=device,
         seed=seed,
         activity=activity,
-        reads=reads,
+        reads=_watch_reads(module, resolved, mesh, known, parts, device, options),
     )
     forms.become_parallel()
     return ParallelModel(
@@ -127,6 +116,27 @@ def parallelize(
         proof=FirstStepProof(skeleton, options, device),
         states=states,
         groups=groups,
+    )
+
+
+def _watch_reads(
+    module: nn.Module,
+    resolved: ResolvedPlan,
+    mesh: ParallelMesh,
+    known: Mapping[str, About],
+    parts: "_Parts",
+    device: torch.device,
+    options: MeshOptions,
+) -> ParameterReads:
+    return ParameterReads(
+        module,
+        resolved.block_names,
+        mesh,
+        known,
+        parts.stages,
+        _partial_parameters(module, parts.tensor),
+        device,
+        is_compiled=options.compile_blocks is not False,
     )
 
 

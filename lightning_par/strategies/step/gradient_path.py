@@ -39,7 +39,7 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.gradient_norms import GradientNorms
-from lightning_par.upstream.lightning import CLIP_GRADIENTS
+from lightning_par.upstream.lightning import CLIP_GRADIENTS, plain_after_closure
 
 __all__ = ["GradientAction", "GradientPath", "Phase", "mesh_precision"]
 
@@ -353,7 +353,7 @@ class _MeshPrecision(Precision):
 
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
         with self.gradients.norms.in_hooks("on_before_optimizer_step", [optimizer]):
-            super()._after_closure(model, optimizer)
+            plain_after_closure(self, model, optimizer)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=False)

@@ -117,16 +117,14 @@ class StepRunner:
         reads: ParameterReads,
     ) -> None:
         sizes = mesh.sizes
-        self._reads = reads
-        self.module, self.sequence = module, sequence
+        self.module, self.sequence, self._reads = module, sequence, reads
         self.seed, self.evaluations = seed, 0
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
         self._in_step = self._is_checked = False
         _synchronize(module, mesh)
         # Each is asked for in every step or micro-batch: properties of the mesh compute them anew.
         self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device
-        self._num_microbatches = options.num_microbatches
-        self._pads = sizes.context > 1
+        self._num_microbatches, self._pads = options.num_microbatches, sizes.context > 1
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         self._broadcast = BatchBroadcast(mesh)
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
