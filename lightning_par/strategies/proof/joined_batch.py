@@ -1,4 +1,8 @@
-"""The global batch: those of the replicas, joined."""
+"""The global batch: those of the replicas, joined.
+
+Replicas take samples in turns, as a distributed sampler deals them out, so the first samples of all
+replicas come first: a step that draws a number for every sample draws them in this order.
+"""
 
 import copy
 from collections import Counter
@@ -11,7 +15,7 @@ from torch import Tensor
 from lightning_par.engine.batch import map_tensors, tensors_of
 from lightning_par.plan.parallel_plan import BatchLayout
 
-__all__ = ["CannotJoinError", "cut_rows", "join_batches", "samples_of"]
+__all__ = ["CannotJoinError", "cut_replica", "join_batches", "samples_of"]
 
 
 class CannotJoinError(Exception):
@@ -46,21 +50,34 @@ def samples_of(batch: Any) -> int:
     return len(batch) if isinstance(batch, list | tuple) else -1
 
 
-def cut_rows(batch: Any, first: int, count: int, size: int) -> Any:
-    """Return some samples of a batch.
+def cut_replica(batch: Any, sizes: Sequence[int], replica: int) -> Any:
+    """Return the samples of one replica in a joined batch.
 
     Args:
-        batch: A batch.
-        first: Number of the first sample.
-        count: How many.
-        size: How many the batch has.
+        batch: From `join_batches`.
+        sizes: Number of samples of every replica.
+        replica: Number of the replica.
     """
+    first = sum(sizes[:replica])
+    order = _turns(sizes)
+    rows = [at for at, number in enumerate(order) if first <= number < first + sizes[replica]]
 
-    def rows(tensor: Tensor) -> Tensor:
-        has_batch_dim = tensor.ndim > 0 and tensor.shape[0] == size
-        return tensor.narrow(0, first, count) if has_batch_dim else tensor
+    def cut(tensor: Tensor) -> Tensor:
+        has_batch_dim = tensor.ndim > 0 and tensor.shape[0] == len(order)
+        return tensor[rows] if has_batch_dim else tensor
 
-    return map_tensors(batch, rows)
+    return map_tensors(batch, cut)
+
+
+def _turns(sizes: Sequence[int]) -> list[int]:
+    """Return the order of samples, numbered replica by replica, in a joined batch."""
+    starts = [sum(sizes[:replica]) for replica in range(len(sizes))]
+    return [
+        start + turn
+        for turn in range(max(sizes))
+        for start, size in zip(starts, sizes, strict=True)
+        if turn < size
+    ]
 
 
 def _join(values: list[Any], sizes: Sequence[int], path: str, layout: Any) -> Any:  # house: by kind
@@ -83,7 +100,8 @@ def _join(values: list[Any], sizes: Sequence[int], path: str, layout: Any) -> An
             return made
         return type(first)(joined)  # type: ignore[call-arg]
     if isinstance(first, list) and _is_list_of_samples(values, sizes):
-        return [item for value in values for item in value]
+        items = [item for value in values for item in value]
+        return [items[number] for number in _turns(sizes)]
     if isinstance(first, list | tuple):
         if any(len(value) != len(first) for value in values):
             raise CannotJoinError(f"{path or 'the batch'} has another length on some replicas")
@@ -125,7 +143,7 @@ def _join_tensors(values: list[Tensor], sizes: Sequence[int], path: str, layout:
             not v.is_floating_point() and bool((v == layout.ignore_index).any()) for v in values
         )
         values = [_padded(v, longest, layout.ignore_index if is_label else 0) for v in values]
-    return torch.cat(values)
+    return torch.cat(values)[_turns(sizes)]
 
 
 def _padded(value: Tensor, sizes: Sequence[int], filling: int) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_par.strategies.proof.comparison import (
 from lightning_par.strategies.proof.determinism import WithoutDropout
 from lightning_par.strategies.proof.joined_batch import (
     CannotJoinError,
-    cut_rows,
+    cut_replica,
     join_batches,
     samples_of,
 )
@@ -161,14 +161,12 @@ class Judge:
             whole = join_batches(parts, self.model.resolved.plan.batch)
         except CannotJoinError:
             raise CannotProveError(str(reason)) from None
-        first, rows = 0, sum(map(samples_of, parts))
-        for part in parts:
-            size = samples_of(part)
-            padded = cut_rows(whole, first, size, rows)
+        sizes = [samples_of(part) for part in parts]
+        for replica, part in enumerate(parts):
+            padded = cut_replica(whole, sizes, replica)
             alone, longer = (self._loss_of(batch) for batch in (part, padded))
             if not abs(alone - longer) <= self._tolerance.loss * max(1.0, abs(alone)):
                 raise CannotProveError(f"{reason}, and padding them changes the loss")
-            first += size
         return whole
 
     def _loss_of(self, batch: Any) -> float:

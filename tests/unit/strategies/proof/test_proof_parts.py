@@ -40,7 +40,7 @@ def test_samples_are_joined_and_what_is_no_sample_is_taken_once() -> None:
     joined = parts(one, two)
     assert joined["table"].shape == (5, 2)
     assert joined["pair"].x.shape == (6, 4)
-    assert joined["names"] == ["a", "b", "c", "d", "e", "f"]
+    assert joined["names"] == ["a", "d", "b", "e", "c", "f"]  # in turns
     assert joined["k"] == 7
 
 
