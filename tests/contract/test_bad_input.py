@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
-from lightning_par.errors import ConfigurationError, MeshError, NonFiniteError, PlanError
+from lightning_par.errors import ConfigurationError, MeshError, PlanError
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from tests.support.faults.user_mistakes import (
     Case,
@@ -300,14 +300,6 @@ STEPS = {
         module=planned(batch=BatchLayout(sequence_dims={"ids": 2})),
         says=r"T is dim 2 of the batch entry 'ids', but its shape is \(4, 12\)",
     ),
-    "batch without tensors": Case(
-        error=ConfigurationError,
-        options=PP,
-        ranks=True,
-        module=planned(batch=BatchLayout()),
-        loader=lambda: DataLoader(["a", "b"], batch_size=2),
-        says=r"the batch holds no tensor with a batch dim",
-    ),
     "stream with small batches": Case(
         error=ConfigurationError,
         options={**PP, "num_microbatches": 5},
@@ -329,14 +321,14 @@ STEPS = {
         ranks=True,
         dies=True,
         module=LogitsForLoss,
-        says=r"returned a dict with the keys \['loss'\] whose loss has the shape \(1, 2, 19\)",
+        says=r"returned a dict with the keys \['loss'\] whose loss has the shape \(\d, 2, 19\)",
     ),
     "value of another stage": Case(
-        error=NonFiniteError,
+        error=PlanError,
         options=PP,
         ranks=True,
         module=NaN,
-        says=r"loss of the first pipelined step is NaN.*ParallelPlan\(replicated=.*No weight was",
+        says=r"model\.embed is used after the blocks.*ParallelPlan\(replicated=",
     ),
 }
 CASES = {**MESH, **OPTIONS, **PLANS, **STEPS}

@@ -101,6 +101,7 @@ def train_noisy(strategy: Any, callbacks: list[Any]) -> list[Tensor]:
 def test_dropout_is_that_of_the_forward_on_a_mesh(
     rank: int, world: int, sizes: dict[str, Any]
 ) -> None:
+    sizes = {**sizes, "verify": False}  # one process draws other noise
     wanted = train_noisy(Hybrid3DStrategy(**sizes), [])
     for options in ({"mode": "full"}, {"mode": "selective"}):
         got = train_noisy(Hybrid3DStrategy(**sizes), [ActivationCheckpointing(**options)])

@@ -21,8 +21,9 @@ from lightning_par.errors import ConfigurationError
 __all__ = ["CountedPositions", "check_mixing"]
 
 _CURE = (
-    "Only attention is divided. Use context_parallel_size=1 for this model, with activation "
-    "checkpointing or tensor parallelism where its sequences are long."
+    "Only attention is divided. Attention written by hand: call F.scaled_dot_product_attention or "
+    "lightning_par.attention. Otherwise use context_parallel_size=1 for this model, with "
+    "activation checkpointing or tensor parallelism where its sequences are long."
 )
 _ALONG_DIM = frozenset(
     {

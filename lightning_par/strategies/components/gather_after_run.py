@@ -28,12 +28,13 @@ def gather_after_run(model: ParallelModel, options: MeshOptions, processes: Mesh
     **Communicates**: the weights, to every rank, where there are several.
     """
     model.sharding.release()
-    if model.forms.is_whole or not processes.interruption.ranks_are_together():
+    if model.forms.is_whole:
         return
     if processes.world_size == 1:
-        model.forms.show_whole({})
+        model.forms.show_whole(model.gather_weights() if model.forms.needs_values else {})
         return
-    if not _is_wanted(model, options, processes):
+    # After an exception nobody knows where the other ranks are.
+    if processes.interruption.is_handled or not _is_wanted(model, options, processes):
         return
     weights = model.gather_weights()
     model.forms.show_whole(broadcast_state(weights, None, processes.device))

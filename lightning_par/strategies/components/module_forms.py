@@ -116,6 +116,11 @@ class ModuleForms:
                 tensor.data = tensor.data.new_empty(0)
         self.is_whole = False
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether some tensors of the whole form are not those of the parallel form."""
+        return any(id(tensor) not in self._used for tensor in self._tensors.values())
+
     def show_whole(self, state: Mapping[str, Any]) -> None:
         """Give the module its whole form.
 

@@ -190,7 +190,7 @@ class MeshProcesses:
         sizes = self.sizes
         self.attach(self._devices, self._num_nodes, self._environment)
         self._rendezvous()
-        if sizes.data == 1 < self.world_size and self._filter is None:
+        if sizes.data == 1 and self._filter is None:
             # All ranks log the same values; Lightning cannot know.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
             self._filter = warnings.filters[0]

@@ -138,6 +138,10 @@ class FirstStepProof:
 
     def _start(self, model: "ParallelModel", plugin: Precision) -> bool:
         reason = self._skeleton if isinstance(self._skeleton, str) else ""
+        if not reason and getattr(plugin, "scaler", None) is not None:
+            reason = "the loss is scaled (16-mixed), and steps that overflow are left out."
+        if not reason and model.resolved.plan.batch.local_statistics:
+            reason = "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
         reason = _from_first(reason)
         if reason:
             self.close()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.dtensor import local_part
 from lightning_par.engine.batch import BatchDims, take_samples
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
@@ -39,6 +40,8 @@ _LOOKS = 4
 """Batches for which rules that agreed so far may differ, before the question is given up."""
 _ROWS = 16
 """Samples of a batch from which the parts are chosen."""
+_COPIED = 2**30
+"""Bytes of parameters that are copied, as a step may write to them."""
 _OWN = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold its parameters, buffers, children and hooks."""
 
@@ -51,14 +54,18 @@ whether it drew random numbers that cannot be cut; the same on every rank of the
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Leave buffers, and attributes of a module and its children, as they were.
+    """Leave parameters, buffers, and attributes of a module and its children, as they were.
 
-    Tensors, arrays, lists, dicts, sets and deques in attributes keep their contents, too.
+    Parameters are put back where the copy of this rank's part is small. Tensors, arrays, lists,
+    dicts, sets and deques in attributes keep their contents, too.
 
     Args:
         module: Code that changes it may run inside.
     """
     restores: list[Callable[[], Any]] = []
+    parameters = [local_part(parameter.detach()) for parameter in module.parameters()]
+    if sum(tensor.nbytes for tensor in parameters) <= _COPIED:
+        restores += [r for r in map(_restore, parameters) if r is not None]
     for part in module.modules():
         kept = {name: value for name, value in vars(part).items() if name not in _OWN}
         buffers = dict(part.named_buffers(recurse=False))
