@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_par.engine.memory.measured import available_memory
-from lightning_par.engine.rng import collect_random_states
+from lightning_par.engine.rng import collect_random_states, fork_all_rng
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import VerificationError
 from lightning_par.strategies.options import MeshOptions
@@ -63,7 +63,8 @@ def take_skeleton(
     if verify == "auto" and free is not None and free < _COPIES * size:
         return f"it would need {_COPIES * size / 2**30:.1f} GiB on rank 0. {_HOW}"
     try:
-        return Skeleton(module, getattr(module.trainer, "callbacks", ()))
+        with fork_all_rng(torch.device("cpu")):  # copies of the user's objects may draw numbers
+            return Skeleton(module, getattr(module.trainer, "callbacks", ()))
     except Exception as error:  # whatever a copy of the user's objects raises
         return f"the module cannot be copied ({type(error).__name__}: {error})."
 
@@ -134,7 +135,8 @@ class FirstStepProof:
         self._batch = batch
         self._args.append(args)
         self._random_states.append(collect_random_states(self._device))
-        self._batches.append(gather_batches(args[0], model.mesh))
+        with fork_all_rng(self._device):  # what gathers objects may draw numbers
+            self._batches.append(gather_batches(args[0], model.mesh))
 
     def _start(self, model: "ParallelModel", plugin: Precision) -> bool:
         reason = self._skeleton if isinstance(self._skeleton, str) else ""
