@@ -218,7 +218,8 @@ class FirstStepProof:
         assert model is not None
         model.module.__dict__.pop("on_train_batch_end", None)
         try:
-            verdict = self._compare(model)
+            with fork_all_rng(self._device):
+                verdict = self._compare(model)
         finally:
             self.close()
         if isinstance(verdict, CannotProveError):
