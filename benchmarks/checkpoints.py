@@ -1,5 +1,6 @@
-"""Time to save and to load a checkpoint on two ranks (dp 2, zero 3), against
-torch.distributed.checkpoint and against Lightning's way, one file written by rank 0.
+"""Time to save and to load a checkpoint on two ranks (dp 2, zero 3, or with --tensor tp 2), as one
+file and as a folder, against torch.distributed.checkpoint and against Lightning's way, one file
+written by rank 0; and the memory that a save takes.
 
 All of it: weights and AdamW's states, on the disk (fsync), ours with checksums written and
 verified. A step is one save, or one load.
@@ -20,7 +21,6 @@ from _paired import add_arguments, Arguments, compare, launch, read_arguments, T
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.storage import write_object
 from lightning_par.models.gpt.config import GPTConfig
 from lightning_par.strategies import Hybrid3DStrategy
 
@@ -28,14 +28,12 @@ CONFIG = GPTConfig(
     vocab_size=8192, num_layers=8, model_dim=512, num_heads=8, num_kv_heads=8, tied_head=False
 )
 """34 million parameters: 410 MB with the states of AdamW, in float32."""
-TARGET = 1 / 0.9
 
 
-def trained(**options: Any) -> pl.Trainer:
+def trained(tensor: int, **options: Any) -> pl.Trainer:
     """A Trainer after one step."""
-    strategy = Hybrid3DStrategy(
-        tensor_parallel_size=1, pipeline_parallel_size=1, zero_stage=3, **options
-    )
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": 1}
+    strategy = Hybrid3DStrategy(**sizes, zero_stage=3 if tensor == 1 else 0, **options)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -66,13 +64,15 @@ class Contenders:
     """Every way to save and to load, each with a folder of its own.
 
     Args:
-        trainer: Whose state.
-        background: One that saves in the background.
+        trainer: Whose state; it saves one file.
+        into_folder: One that saves a folder.
+        background: One that saves one file in the background.
         folder: Where to.
     """
 
-    def __init__(self, trainer: Any, background: Any, folder: Path) -> None:
-        self.trainer, self.background, self.folder = trainer, background, folder
+    def __init__(self, trainer: Any, into_folder: Any, background: Any, folder: Path) -> None:
+        self.trainer, self.into_folder, self.background = trainer, into_folder, background
+        self.folder = folder
         self.state = flat_state(trainer)
 
     def save_dcp(self) -> None:
@@ -84,8 +84,12 @@ class Contenders:
         dcp.save(self.state, checkpoint_id=path)
 
     def save_ours(self) -> None:
-        """`Trainer.save_checkpoint`, over the last one."""
-        self.trainer.save_checkpoint(self.folder / "ours.ckpt")
+        """`Trainer.save_checkpoint` of a folder, over the last one."""
+        self.into_folder.save_checkpoint(self.folder / "ours.ckpt")
+
+    def save_file(self) -> None:
+        """`Trainer.save_checkpoint` of one file, over the last one."""
+        self.trainer.save_checkpoint(self.folder / "file.ckpt")
 
     def stall_of_background(self) -> None:
         """How long the training waits with `async_save=True`."""
@@ -105,12 +109,6 @@ class Contenders:
         if dist.get_rank() == 0:
             TorchCheckpointIO().save_checkpoint(checkpoint, self.folder / "lightning.ckpt")
 
-    def save_one_file(self) -> None:
-        """With `save_distributed_checkpoint=False`."""
-        checkpoint = self.gathered()
-        if dist.get_rank() == 0:
-            write_object(self.folder / "one.ckpt", checkpoint)
-
     def load_dcp(self) -> None:
         """Into the tensors in place."""
         dcp.load(self.state, checkpoint_id=self.folder / "dcp")
@@ -119,6 +117,10 @@ class Contenders:
         """Every file verified first."""
         strategy = self.trainer.strategy
         self.load(strategy.load_checkpoint(self.folder / "ours.ckpt"))
+
+    def load_file(self) -> None:
+        """Every part verified first."""
+        self.load(self.trainer.strategy.load_checkpoint(self.folder / "file.ckpt"))
 
     def load_lightning(self) -> None:
         """Each rank reads the whole file and takes its part."""
@@ -143,31 +145,55 @@ def in_turns(work: Callable[[], None], arguments: Arguments) -> Callable[[Turn],
     return run
 
 
-def measure(arguments: Arguments, root: Path) -> None:
+def growth(work: Callable[[], None]) -> float:
+    """MiB by which the resident memory of this process grows at most during `work`."""
+
+    def resident(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (line,) = [line for line in lines if line.startswith(f"{field}:")]
+        return int(line.split()[1])
+
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, see proc(5)
+    before = resident("VmRSS")
+    work()
+    return round((resident("VmHWM") - before) / 1024, 1)
+
+
+def measure(arguments: Arguments, root: Path, tensor: int) -> None:
     """Run on every rank."""
     pl.seed_everything(1, verbose=False)
     box = [tempfile.mkdtemp(dir=root) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box)
     folder = Path(box[0])
-    made = Contenders(trained(), trained(async_save=True), folder)
+    made = Contenders(
+        trained(tensor, checkpoint_format="file"),
+        trained(tensor, checkpoint_format="folder"),
+        trained(tensor, checkpoint_format="file", async_save=True),
+        folder,
+    )
     made.trainer.state.fn = "fit"
     saving = {
+        "folder": made.save_ours,
+        "file": made.save_file,
+        "file, async_save: wait": made.stall_of_background,
         "DCP": made.save_dcp,
-        "ours": made.save_ours,
-        "ours, async_save: wait": made.stall_of_background,
-        "ours, one file": made.save_one_file,
         "Lightning's file": made.save_lightning,
     }
     loading = {
+        "folder": made.load_ours,
+        "file": made.load_file,
         "DCP": made.load_dcp,
-        "ours": made.load_ours,
         "Lightning's file": made.load_lightning,
     }
-    for title, work in (("save", saving), ("load", loading)):
+    for title, work, target in (("save", saving, 1.15), ("load", loading, 1.0)):
         contenders = {name: in_turns(call, arguments) for name, call in work.items()}
-        compare(f"{title}, 2 ranks", contenders, arguments, targets={"ours": TARGET})
+        compare(f"{title}, 2 ranks", contenders, arguments, targets={"file": target})
         made.background.strategy.finish_saving()
+    grown = growth(made.save_file)
+    held = [None] * dist.get_world_size()
+    dist.all_gather_object(held, grown)
     if dist.get_rank() == 0:
+        print(f"memory that a save of one file takes, by rank: {held} MiB")
         index = CheckpointReader(folder / "ours.ckpt").index
         numel = sum(entry.numel for entry in index.weights.values())
         size = sum(file.stat().st_size for file in (folder / "ours.ckpt").iterdir())
@@ -180,9 +206,11 @@ def main() -> None:
     add_arguments(parser)
     parser.set_defaults(pairs=7, steps=1, warmup=1)
     parser.add_argument("--folder", type=Path, help="where to write; default: that for such files")
+    parser.add_argument("--tensor", action="store_true", help="tp 2: columns of rowwise weights")
     options = parser.parse_args()
     root = options.folder or Path(tempfile.gettempdir())
-    launch(lambda arguments: measure(arguments, root), read_arguments(options), ranks=2)
+    tensor = 2 if options.tensor else 1
+    launch(lambda arguments: measure(arguments, root, tensor), read_arguments(options), ranks=2)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ __all__ = [
     "__version__",
     "attention",
     "check_plan",
+    "infer_plan",
+    "load_from_checkpoint",
     "memory_estimate",
     "verify",
 ]
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_par.engine.context.options import ContextOptions
     from lightning_par.engine.data.compression.options import GradientCompression
     from lightning_par.errors import LightningParError
+    from lightning_par.plan.inference.infer import infer_plan
     from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
     from lightning_par.plan.resolved_plan import check_plan
     from lightning_par.sizes import ParallelSizes
@@ -44,7 +47,8 @@ if TYPE_CHECKING:
         TensorParallelStrategy,
         ZeROOffloadStrategy,
     )
-    from lightning_par.strategies.mesh_strategy import memory_estimate
+    from lightning_par.strategies.components.load_module import load_from_checkpoint
+    from lightning_par.strategies.memory_estimate import memory_estimate
     from lightning_par.verification import verify
 else:
     # Imported when they are asked for (PEP 562): the engine has to work without Lightning.
@@ -62,7 +66,9 @@ else:
         "ZeROOffloadStrategy": "strategies",
         "attention": "engine.context.attention",
         "check_plan": "plan.resolved_plan",
-        "memory_estimate": "strategies.mesh_strategy",
+        "memory_estimate": "strategies.memory_estimate",
+        "load_from_checkpoint": "strategies.components.load_module",
+        "infer_plan": "plan.inference.infer",
         "verify": "verification",
     }
     _PACKAGES = ("callbacks", "huggingface", "models", "strategies", "verification")

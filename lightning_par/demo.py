@@ -16,8 +16,6 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_par.checkpoint.export import export_checkpoint
-from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.models import GPTModule, TextDataModule
 from lightning_par.profiling.timeline_plot import draw_timeline
 from lightning_par.strategies import MeshStrategy
@@ -109,21 +107,19 @@ def _report(
             history.timeline, out / "pipeline.png", title="One training step, measured"
         )
         lines.append(f"Pipeline that ran: {picture}")
-    whole = out / "gpt.ckpt"
-    export_checkpoint(CheckpointReader(Path(checkpoint.best_model_path)), whole)
-    sample = _generate(whole, data)
+    sample = _generate(checkpoint.best_model_path, data)
     quoted = "\n".join("    | " + line for line in sample.splitlines())
     lines += [
-        f"Checkpoint: {checkpoint.best_model_path} (a folder, any layout loads it)",
-        f"As one file: {whole} (GPTModule.load_from_checkpoint reads it)",
+        f"Checkpoint: {checkpoint.best_model_path} (any layout loads it, and so does "
+        "GPTModule.load_from_checkpoint)",
         f"Losses: {logger.log_dir}/metrics.csv",
-        "One process has loaded the file and writes:",
+        "One process has loaded it and writes:",
         quoted,
     ]
     _log.info("\n".join(lines))
 
 
-def _generate(path: Path, data: TextDataModule) -> str:
+def _generate(path: str, data: TextDataModule) -> str:
     """Return a prompt continued on one process with the weights of a Lightning checkpoint file."""
     module = GPTModule.load_from_checkpoint(path, map_location="cpu")
     module.eval()

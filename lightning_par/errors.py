@@ -12,6 +12,7 @@ working::
     |-- NonFiniteError    (RuntimeError)  the loss or the gradient is NaN or infinite
     |-- OffloadError      (RuntimeError)  the host cannot hold or step the optimizer
     |-- UpstreamError     (RuntimeError)  torch or Lightning lacks a private name that is needed
+    |-- VerificationError (RuntimeError)  a run differs from the same run on one process
     `-- CheckpointError   (RuntimeError)  a checkpoint does not fit the model
 """
 
@@ -29,6 +30,7 @@ __all__ = [
     "PlanError",
     "ScheduleError",
     "UpstreamError",
+    "VerificationError",
     "either",
     "nearest",
     "raise_problems",
@@ -69,6 +71,10 @@ class OffloadError(LightningParError, RuntimeError):
 
 class UpstreamError(LightningParError, RuntimeError):
     """The installed torch, Lightning, torchmetrics or transformers lacks a private name."""
+
+
+class VerificationError(LightningParError, RuntimeError):
+    """The first step on the mesh differs from the same step on one process."""
 
 
 class CheckpointError(LightningParError, RuntimeError):

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
@@ -30,6 +30,7 @@ class ParallelMesh:
         replica_group: Ranks that hold the parts of one copy of the model and see the same samples.
         timeout: Time limit of a collective in any group; None: the default of torch.
         expert_mesh: The mesh with `EXPERT_AXES`; None without expert parallelism.
+        links: Name -> group between neighboring pipeline stages, once they have been connected.
     """
 
     sizes: ParallelSizes
@@ -40,6 +41,7 @@ class ParallelMesh:
     replica_group: dist.ProcessGroup
     timeout: timedelta | None = None
     expert_mesh: DeviceMesh | None = None
+    links: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @cached_property
     def place(self) -> Mapping[str, int]:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from lightning_par.checkpoint.index import Chunk, file_name
 from lightning_par.checkpoint.pieces import assign_writers
-from lightning_par.checkpoint.reader import overlap
+from lightning_par.checkpoint.tensor_files import overlap
 from lightning_par.dtensor import Box, cut_box
 from lightning_par.mesh import ParallelSizes
 

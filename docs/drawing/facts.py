@@ -107,7 +107,9 @@ def stage_modules(index: int, num_stages: int, names: list[str]) -> Mapping[str,
         kind = type(model.get_submodule(name))
         # The stub of an earlier block is of a class made of the engine's and the block's.
         ours = [c for c in kind.__mro__ if c.__module__.startswith("lightning_par.engine.")]
-        named = [c.__name__.strip("_").removesuffix("Module") for c in ours if c is not StageStub]
+        bases = ("StageStub", "_Shape")
+        ours = [c for c in ours if c.__name__ not in bases]
+        named = [c.__name__.strip("_").removesuffix("Module") for c in ours]
         found[name] = named[-1] if issubclass(kind, StageStub) else "here"
     return found
 

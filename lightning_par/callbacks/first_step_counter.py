@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_par.engine.batch import signature
+from lightning_par.strategies.mesh_strategy import MeshStrategy
 
 __all__ = ["FirstStepCounter", "gather_numbers"]
 
@@ -45,10 +46,9 @@ class FirstStepCounter(Callback, Generic[T]):
     ) -> None:
         self._signature = signature(batch)
         if self._signature not in self._counters:
-            self._counting = ExitStack()
-            torch.compiler.set_stance("force_eager")
-            self._counting.callback(torch.compiler.set_stance, "default")
-            self._counters[self._signature] = self._counting.enter_context(self.counter())
+            self._start_counting()
+            if isinstance(trainer.strategy, MeshStrategy):
+                trainer.strategy.parallel_model.steps.after_look[id(self)] = self._restart_counting
 
     @override
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -61,6 +61,18 @@ class FirstStepCounter(Callback, Generic[T]):
     @override
     def on_exception(self, *_: Any) -> None:
         self._stop_counting()
+
+    def _start_counting(self) -> None:
+        self._counting = ExitStack()
+        torch.compiler.set_stance("force_eager")
+        self._counting.callback(torch.compiler.set_stance, "default")
+        self._counters[self._signature] = self._counting.enter_context(self.counter())
+
+    def _restart_counting(self) -> None:
+        """Forget what the first look at the step has added."""
+        if self._counting is not None:
+            self._stop_counting()
+            self._start_counting()
 
     def _stop_counting(self) -> None:
         if self._counting is not None:

@@ -79,6 +79,9 @@ class Recording:
             before, executor.clock = executor.clock, self.steps.clock
             self._hooks.callback(setattr, executor, "clock", before)
         self._hooks.enter_context(self.steps.hooked())
+        after_look = self.parallel_model.steps.after_look
+        after_look[id(self)] = self._restart
+        self._hooks.callback(after_look.pop, id(self), None)
 
     def stop(self) -> None:
         """Remove the hooks; may be called again."""
@@ -94,6 +97,13 @@ class Recording:
         """
         self._signature = signature(batch, synchronizes)
         if self._signature not in self._expected:
+            self._shape_hooks = self._forecast.watch()
+        self.steps.begin()
+
+    def _restart(self) -> None:
+        """Forget what the first look at the step has added to the step that is being recorded."""
+        if self._shape_hooks is not None:
+            self._shape_hooks.close()
             self._shape_hooks = self._forecast.watch()
         self.steps.begin()
 
@@ -165,7 +175,8 @@ class Recording:
             owners=self.parallel_model.rank_of_stage,
             shared=[s for s in self.parallel_model.shared if isinstance(s, SharedGradients)],
             zero_stage=strategy.options.zero_stage,
-            sequence_parallel=strategy.options.sequence_parallel,
+            sequence_parallel=strategy.options.sequence_parallel
+            and self.parallel_model.resolved.plan.sequence_region != "none",
             compiled=strategy.options.compile_blocks is not False,
         )
 

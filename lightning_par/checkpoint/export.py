@@ -1,16 +1,18 @@
-"""Export of a checkpoint folder to one file: weights as safetensors, or a Lightning .ckpt."""
+"""Export of a checkpoint to one file: weights as safetensors, or a Lightning .ckpt."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_par.checkpoint.reader import CheckpointReader, StoredOptimizer, StoredTensor
+from lightning_par.checkpoint.optimizer_groups import torch_state
+from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.storage import (
     file_order,
     replacing,
     write_object,
     write_tensors,
 )
+from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor
 from lightning_par.errors import CheckpointError
 
 __all__ = ["OWN_STATE", "export_checkpoint", "export_weights", "verify_files"]
@@ -56,45 +58,38 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
     return list(stored)
 
 
-def export_checkpoint(reader: CheckpointReader, path: Path, *, unpickle: bool = False) -> None:
+def export_checkpoint(
+    reader: CheckpointReader, path: Path, *, unpickle: bool = False, optimizer: bool = True
+) -> None:
     """Write a checkpoint as the .ckpt file that a Trainer on one device would have written.
 
     Args:
         reader: Reader of the checkpoint.
         path: File to write; an existing one is replaced when the new one is complete.
         unpickle: Whether pickles in the checkpoint may be loaded, which can run code.
+        optimizer: Whether the states of optimizers are written, too.
 
     Raises:
         CheckpointError: A file is damaged, or holds a pickle and `unpickle` is false.
     """
-    verify_files(reader, ["weights", "optimizer", "state"])
+    verify_files(reader, ["weights", "state", *(["optimizer"] if optimizer else [])])
     # The state of rank 0 is that of the Trainer; the files of other ranks only hold their own part.
     state = reader.state(0, unpickle=unpickle)
     state.pop(OWN_STATE, None)
     state.pop("left_out", None)
     state["state_dict"] = dict(reader.weights(unpickle=unpickle))
-    optimizers = reader.optimizers(unpickle=unpickle)
+    optimizers = reader.optimizers(unpickle=unpickle) if optimizer else []
     if optimizers:
         state["optimizer_states"] = [_state_dict(optimizer) for optimizer in optimizers]
     write_object(path, state)
 
 
 def _state_dict(optimizer: StoredOptimizer) -> dict[str, Any]:
-    """Return an optimizer's state in the form of torch, with numbers in place of FQNs."""
-    numbers: dict[str, int] = {}
-    groups = []
-    for group in optimizer.groups:
-        ids = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
-        groups.append({**group, "params": ids})
     states = {
-        number: {
-            key: value.read() if isinstance(value, StoredTensor) else value
-            for key, value in optimizer.states[name].items()
-        }
-        for name, number in numbers.items()
-        if name in optimizer.states
+        name: {k: v.read() if isinstance(v, StoredTensor) else v for k, v in entries.items()}
+        for name, entries in optimizer.states.items()
     }
-    return {"state": states, "param_groups": groups}
+    return torch_state(optimizer.groups, states)
 
 
 def verify_files(reader: CheckpointReader, kinds: Iterable[str]) -> None:
@@ -109,4 +104,4 @@ def verify_files(reader: CheckpointReader, kinds: Iterable[str]) -> None:
     """
     problems = reader.problems(reader.data_files(*kinds))
     if problems:
-        raise CheckpointError(f"{reader.folder} cannot be exported: {'; '.join(problems)}.")
+        raise CheckpointError(f"{reader.path} cannot be exported: {'; '.join(problems)}.")

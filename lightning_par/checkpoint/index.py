@@ -1,6 +1,6 @@
 """Index and manifest of a checkpoint: which file holds which slice of which tensor, and checksums.
 
-A checkpoint is a folder::
+A checkpoint is one file, see `plain_file`, or a folder::
 
     manifest.json                            step, mesh sizes; length and checksum of every file
     index.json                               global name -> dtype, global shape, slices
@@ -13,14 +13,15 @@ Names and shapes are those of one process; nothing in the index knows a mesh.
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_par.checkpoint.storage import ChecksumFile, DTYPES, FileRecord
+from lightning_par.checkpoint.storage import ChecksumFile, DTYPES, FileRecord, read_regular
 from lightning_par.errors import CheckpointError
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "file_name",
     "is_checkpoint_folder",
     "merge_entries",
+    "well_formed",
 ]
 
 FORMAT = 1
@@ -60,13 +62,38 @@ def is_checkpoint_folder(path: Path) -> bool:
     return (path / MANIFEST).exists() or (path / INDEX).exists()
 
 
+@contextmanager
+def well_formed(what: str) -> Iterator[None]:
+    """Context around the reading of a file that anyone may have written.
+
+    Args:
+        what: Path and name of the file, for the message.
+
+    Raises:
+        CheckpointError: In place of whatever a value of another type, a missing key, or nesting
+            without end makes Python raise.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        cause = f"{type(error).__name__}: {error}"
+    except RuntimeError as error:  # of torch; also RecursionError, of which Python says too much
+        cause = str(error).partition("\n")[0]
+    else:
+        return
+    raise CheckpointError(f"{what} is malformed ({cause}). Use another checkpoint.")
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A box (slice in every dim) of a global tensor, stored in a file.
 
     Attributes:
-        file: Name of the file inside the checkpoint.
-        key: Name of the box in that safetensors file.
+        file: Name of the file inside the checkpoint; of one file, of the record in it that holds
+            the whole tensor.
+        key: Name of the box, in that safetensors file.
         offset: First entry of the box in every dim of the global tensor.
         shape: Shape of the box.
     """
@@ -135,14 +162,29 @@ class Index:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Index":
-        """Return the index of the JSON types that `to_json` returned."""
-        return cls(
+        """Return the index of the JSON types that `to_json` returned; see `well_formed`.
+
+        Raises:
+            CheckpointError: An entry does not fit the others.
+        """
+        index = cls(
             weights=_entries_from_json(value["weights"]),
-            aliases=dict(value["aliases"]),
+            aliases={str(name): str(of) for name, of in value["aliases"].items()},
             optimizer=_entries_from_json(value["optimizer"]),
-            groups=value["groups"],
+            groups=[[dict(group) for group in groups] for groups in value["groups"]],
             values=dict(value["values"]),
         )
+        index.check_complete()
+        unknown = [name for name, of in index.aliases.items() if of not in index.weights]
+        if unknown:
+            raise CheckpointError(f"the index has no weight for its name {unknown[0]!r}.")
+        return index
+
+    def chunks(self) -> Iterator[tuple[str, TensorEntry, Chunk]]:
+        """Give every stored box with its kind, ``weights`` or ``optimizer``, and its tensor."""
+        for kind, entries in (("weights", self.weights), ("optimizer", self.optimizer)):
+            for entry in entries.values():
+                yield from ((kind, entry, chunk) for chunk in entry.chunks)
 
     def check_complete(self) -> None:
         """Check that the chunks of every tensor fill its global shape.
@@ -176,22 +218,30 @@ def _entries_to_json(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
 
 
 def _entries_from_json(value: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    return {
-        name: TensorEntry(
-            dtype=DTYPES[entry["dtype"]],
-            shape=tuple(entry["shape"]),
-            chunks=tuple(
-                Chunk(c["file"], c["key"], tuple(c["offset"]), tuple(c["shape"]))
-                for c in entry["chunks"]
-            ),
-        )
-        for name, entry in value.items()
-    }
+    found = {}
+    for name, entry in value.items():
+        shape = _sizes(entry["shape"])
+        chunks = []
+        for c in entry["chunks"]:
+            chunk = Chunk(str(c["file"]), str(c["key"]), _sizes(c["offset"]), _sizes(c["shape"]))
+            boxes = zip(chunk.offset, chunk.shape, shape, strict=True)
+            if any(low + size > whole for low, size, whole in boxes):
+                raise CheckpointError(f"the index puts a part of {name} outside of {shape}.")
+            chunks.append(chunk)
+        found[name] = TensorEntry(DTYPES[entry["dtype"]], shape, tuple(chunks))
+    return found
+
+
+def _sizes(value: Iterable[Any]) -> tuple[int, ...]:
+    sizes = tuple(value)
+    if any(type(size) is not int or size < 0 for size in sizes):
+        raise CheckpointError(f"the index gives {sizes} for sizes.")
+    return sizes
 
 
 @dataclass(kw_only=True)
 class Manifest:
-    """Manifest of a checkpoint. It is written last: a folder without one is incomplete.
+    """Manifest of a checkpoint. It is written last: a checkpoint without one is incomplete.
 
     Attributes:
         world_size: Number of ranks that wrote the checkpoint.
@@ -199,7 +249,9 @@ class Manifest:
         step: Number of optimizer steps of the weights.
         epoch: Epoch of the Trainer.
         versions: Package -> version, for the packages that wrote the checkpoint.
-        files: Name -> length and checksum of every other file.
+        files: Name -> length and checksum of every other file; of one file, of its records and of
+            the boxes of its tensors (``weights/<key of the box>``).
+        places: Of one file: record -> its first byte.
     """
 
     world_size: int
@@ -208,48 +260,87 @@ class Manifest:
     epoch: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+
+    def encode(self, **more: Any) -> bytes:
+        """Return the manifest as text, with its own checksum in the first line.
+
+        Args:
+            more: Further entries, of JSON types.
+        """
+        value = {"kind": _KIND, "format": FORMAT, **asdict(self), **more}
+        if not self.places:
+            del value["places"]
+        # Python's fast encoder does not indent; a folder's manifest is short, and read by people.
+        text = json.dumps(value, indent=None if more else 1, allow_nan=False)
+        # No other file could hold its checksum. With the first line the whole is one JSON object.
+        body = f'"manifest": {text}\n}}\n'.encode()
+        return _first_line(body) + body
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> tuple["Manifest", dict[str, Any]]:
+        """Verify and read what `encode` wrote; return the further entries, too.
+
+        Args:
+            data: The text.
+            where: Path and name of its file, for messages.
+
+        Raises:
+            CheckpointError: It is damaged, malformed or of a newer format.
+        """
+        # The first line has the same length whatever the body is: 8 hexadecimal digits.
+        body = data[len(_first_line(b"")) :]
+        if data != _first_line(body) + body:
+            raise CheckpointError(
+                f"{where} is damaged: its content does not have the checksum in its first line. "
+                "Use another checkpoint."
+            )
+        with well_formed(where):
+            value = json.loads(data)["manifest"]
+            if value.pop("kind") != _KIND or int(value.pop("format")) > FORMAT:
+                raise CheckpointError(
+                    f"{where} says that a newer version wrote it; this one reads format {FORMAT}."
+                )
+            files = {
+                str(name): FileRecord(int(record["length"]), str(record["crc32"]))
+                for name, record in value.pop("files").items()
+            }
+            manifest = cls(
+                world_size=int(value.pop("world_size")),
+                layout={str(k): int(v) for k, v in value.pop("layout").items()},
+                step=int(value.pop("step")),
+                epoch=int(value.pop("epoch")),
+                versions={str(k): str(v) for k, v in value.pop("versions").items()},
+                files=files,
+                places={str(k): int(v) for k, v in value.pop("places", {}).items()},
+            )
+            return manifest, value
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into a folder, with its own checksum in the first line."""
-        value = {"kind": _KIND, "format": FORMAT, **asdict(self)}
-        # No other file could hold its checksum. With the first line the whole is one JSON object.
-        body = f'"manifest": {json.dumps(value, indent=1)}\n}}\n'.encode()
+        """Write the manifest into a folder."""
         with ChecksumFile(folder / MANIFEST) as file:
-            file.write(_first_line(body) + body)
+            file.write(self.encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Read and verify the manifest of a folder.
 
         Raises:
-            CheckpointError: The manifest is missing, damaged, of a newer format, or names a file
-                outside the folder.
+            CheckpointError: The manifest is missing, damaged, malformed, of a newer format, or
+                names a file outside the folder.
         """
         try:
-            data = (folder / MANIFEST).read_bytes()
+            data = read_regular(folder / MANIFEST)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(
                 f"{folder} is not a complete checkpoint: it has no {MANIFEST}."
             ) from None
-        # The first line has the same length whatever the body is: 8 hexadecimal digits.
-        body = data[len(_first_line(b"")) :]
-        if data != _first_line(body) + body:
-            raise CheckpointError(
-                f"{folder}: {MANIFEST} is damaged: its content does not have the checksum in its "
-                "first line. Use another checkpoint."
-            )
-        value = json.loads(data)["manifest"]
-        if value.pop("kind") != _KIND or value.pop("format") > FORMAT:
-            raise CheckpointError(
-                f"{folder}: {MANIFEST} says that a newer version wrote it; this one reads format "
-                f"{FORMAT}."
-            )
-        files = {name: FileRecord(**record) for name, record in value.pop("files").items()}
+        manifest, _ = cls.decode(data, f"{folder}: {MANIFEST}")
         # A manifest from elsewhere must not make us read (or compare) "../../etc/passwd".
-        outside = [name for name in files if Path(name).name != name]
+        outside = [name for name in manifest.files if Path(name).name != name]
         if outside:
             raise CheckpointError(f"{folder}: {MANIFEST} names {outside[0]!r}, a file elsewhere.")
-        return cls(**value, files=files)
+        return manifest
 
 
 def _first_line(body: bytes) -> bytes:

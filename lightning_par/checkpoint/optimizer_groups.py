@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_par.checkpoint.reader import StoredOptimizer
+from lightning_par.checkpoint.tensor_files import StoredOptimizer
 from lightning_par.errors import CheckpointError
 
-__all__ = ["by_name", "check_groups", "number_names"]
+__all__ = ["by_name", "check_groups", "number_names", "split_states", "torch_state"]
 
 
 def number_names(groups: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -43,6 +43,44 @@ def by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Stored
     states = {name: state["state"][i] for name, i in numbers.items() if i in state["state"]}
     named = [{**g, "params": list(names)} for g, names in zip(saved, groups, strict=True)]
     return StoredOptimizer(named, states)
+
+
+def split_states(number: int, entries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return FQN of a parameter -> name of a state -> its entry, of one optimizer.
+
+    Args:
+        number: Number of the optimizer.
+        entries: ``"<number>/<FQN>/<name of the state>"`` -> entry, of all optimizers.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    prefix = f"{number}/"
+    for key, entry in entries.items():
+        if key.startswith(prefix):
+            # From the right: an FQN may hold a "/", the name of a state does not.
+            name, _, state = key.removeprefix(prefix).rpartition("/")
+            found.setdefault(name, {})[state] = entry
+    return found
+
+
+def torch_state(
+    groups: Sequence[Mapping[str, Any]], states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return an optimizer's state dict in the form of torch: `by_name` is the inverse.
+
+    Args:
+        groups: Parameter groups: their options, and FQNs under ``"params"``.
+        states: FQN of a parameter -> name of a state -> its value.
+    """
+    numbers = number_names([group["params"] for group in groups])
+    return {
+        "state": {number: dict(states[name]) for name, number in numbers.items() if name in states},
+        "param_groups": [
+            # The numbers last, as torch has them.
+            {k: v for k, v in group.items() if k != "params"}
+            | {"params": [numbers[name] for name in group["params"]]}
+            for group in groups
+        ],
+    }
 
 
 def check_groups(stored: StoredOptimizer, groups: Sequence[Sequence[str]]) -> None:

@@ -1,272 +1,56 @@
-"""Checkpoint reader: any box of a global tensor, from whichever files hold parts of it."""
+"""Checkpoint reader: what a folder or a file of this package holds, verified, by global names."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open, SafetensorError
-from torch import Tensor
-
-from lightning_par.checkpoint.index import (
-    Chunk,
-    file_name,
-    INDEX,
-    Index,
-    MANIFEST,
-    Manifest,
-    TensorEntry,
-)
+from lightning_par.checkpoint.index import file_name, is_checkpoint_folder, MANIFEST, well_formed
 from lightning_par.checkpoint.json_encoding import Decoder, PickledValueError
-from lightning_par.checkpoint.storage import check_file
+from lightning_par.checkpoint.optimizer_groups import split_states
+from lightning_par.checkpoint.plain_file import read_manifest
+from lightning_par.checkpoint.stores import open_store
+from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
 
-__all__ = [
-    "CheckpointReader",
-    "StoredOptimizer",
-    "StoredTensor",
-    "StoredTensors",
-    "TensorFiles",
-    "find_problems",
-    "overlap",
-]
+__all__ = ["CheckpointReader", "find_problems", "is_checkpoint"]
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Parts of the state that the Trainer never restores, so that pickles in them can be left out."""
 
 
-def overlap(
-    chunk: Chunk, offset: Sequence[int], shape: Sequence[int]
-) -> list[tuple[int, int]] | None:
-    """Return the intersection of a stored box and a wanted box.
-
-    Args:
-        chunk: Stored box.
-        offset: First entry of the wanted box in every dim.
-        shape: Shape of the wanted box.
-
-    Returns:
-        First and one-past-last global entry in every dim; None if the boxes do not overlap.
-    """
-    common = []
-    for dim, size in enumerate(shape):
-        low = max(offset[dim], chunk.offset[dim])
-        high = min(offset[dim] + size, chunk.offset[dim] + chunk.shape[dim])
-        if high <= low:
-            return None
-        common.append((low, high))
-    return common
-
-
-class TensorFiles:
-    """Safetensors files of a folder, memory-mapped at their first use.
-
-    Args:
-        folder: Folder of the files.
-
-    Attributes:
-        bytes_read: Bytes of tensors copied out of the files so far.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: dict[str, Any] = {}
-        self.bytes_read = 0
-
-    def tensor(self, file: str, key: str) -> Tensor:
-        """Return a memory-mapped tensor; its pages are read when they are accessed.
-
-        Args:
-            file: Name of the file in the folder.
-            key: Name of the tensor in the file.
-
-        Raises:
-            CheckpointError: The file is missing, not a safetensors file, or has no such tensor.
-        """
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
-            found: Tensor = self._open[file].get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._folder / file}: {error}") from error
-        return found
-
-    @torch.no_grad()
-    def read_box(self, entry: TensorEntry, offset: Sequence[int], out: Tensor) -> None:
-        """Read a box of a global tensor from the chunks that overlap it.
-
-        Args:
-            entry: Index entry of the tensor.
-            offset: First entry of the box in every dim.
-            out: Receives the box; has its shape, any dtype and any device.
-
-        Raises:
-            CheckpointError: A file has not the tensors that the index says.
-        """
-        # Only the pages of the intersections are read: a mapped tensor is narrowed before the copy.
-        for chunk in entry.chunks:
-            common = overlap(chunk, offset, out.shape)
-            if common is None:
-                continue
-            source, target = self._chunk(chunk), out
-            for dim, (low, high) in enumerate(common):
-                source = source.narrow(dim, low - chunk.offset[dim], high - low)
-                target = target.narrow(dim, low - offset[dim], high - low)
-            target.copy_(source)
-            self.bytes_read += source.numel() * source.element_size()
-
-    def _chunk(self, chunk: Chunk) -> Tensor:
-        found = self.tensor(chunk.file, chunk.key)
-        if chunk.shape == (1, *found.shape):
-            # One of several tensors that the index stacks, e.g. experts in files of Hugging Face.
-            found = found[None]
-        if tuple(found.shape) != chunk.shape:
-            raise CheckpointError(
-                f"{self._folder / chunk.file}: {chunk.key} has the shape {tuple(found.shape)}, "
-                f"the index says {chunk.shape}."
-            )
-        return found
-
-    def read_whole(self, entry: TensorEntry) -> Tensor:
-        """Read the global tensor of an index entry, onto the CPU."""
-        out = torch.empty(entry.shape, dtype=entry.dtype)
-        self.read_box(entry, [0] * len(entry.shape), out)
-        return out
-
-
-@dataclass(frozen=True, eq=False)
-class StoredTensor:
-    """A global tensor in files, of which any box can be read.
-
-    Attributes:
-        files: Files that hold its chunks.
-        entry: Its entry in the index.
-    """
-
-    files: TensorFiles
-    entry: TensorEntry
-
-    @property
-    def shape(self) -> torch.Size:
-        """Global shape."""
-        return torch.Size(self.entry.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in the files."""
-        return self.entry.dtype
-
-    def read_box(self, offset: Sequence[int], out: Tensor) -> None:
-        """Read a box into `out`; see `TensorFiles.read_box`."""
-        self.files.read_box(self.entry, offset, out)
-
-    def read(self) -> Tensor:
-        """Read the global tensor, onto the CPU."""
-        return self.files.read_whole(self.entry)
-
-
-class StoredTensors(MutableMapping[str, Any]):
-    """State dict whose tensors stay in files until they are accessed.
-
-    ``states[name]`` reads the global tensor; `find` returns it unread, for a rank that needs only
-    its shard. Entries may be replaced or removed.
-
-    Args:
-        files: Files that hold the chunks.
-        entries: FQN -> index entry.
-        aliases: Further FQNs of tied weights -> FQN in `entries`.
-        values: Entries of the state dict that are no tensors.
-    """
-
-    def __init__(
-        self,
-        files: TensorFiles,
-        entries: Mapping[str, TensorEntry],
-        aliases: Mapping[str, str] | None = None,
-        values: Mapping[str, Any] | None = None,
-    ) -> None:
-        more = {name: entries[of] for name, of in (aliases or {}).items()}
-        found = {name: StoredTensor(files, entry) for name, entry in {**entries, **more}.items()}
-        self._entries: dict[str, Any] = {**found, **(values or {})}
-
-    def find(self, name: str) -> Any:
-        """Return an entry without reading it: a tensor in files is a `StoredTensor`.
-
-        Args:
-            name: FQN of the entry.
-
-        Raises:
-            KeyError: There is no such entry.
-        """
-        return self._entries[name]
-
-    def renamed(self, prefix: str) -> "StoredTensors":
-        """Return the same entries with `prefix` before every name."""
-        return self.with_entries({f"{prefix}{name}": e for name, e in self._entries.items()})
-
-    def with_entries(self, entries: Mapping[str, Any]) -> "StoredTensors":
-        """Return a mapping with other entries.
-
-        Args:
-            entries: FQN -> `StoredTensor`, or a value that is no tensor in files.
-        """
-        copy = StoredTensors.__new__(StoredTensors)  # __init__ takes entries of an index
-        copy._entries = dict(entries)
-        return copy
-
-    def __getitem__(self, name: str) -> Any:
-        entry = self._entries[name]
-        return entry.read() if isinstance(entry, StoredTensor) else entry
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._entries[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._entries[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries  # Mapping's own calls __getitem__, which reads the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-@dataclass(frozen=True, eq=False)
-class StoredOptimizer:
-    """State of one optimizer in a checkpoint.
-
-    Attributes:
-        groups: Parameter groups: their options, and FQNs under ``"params"``.
-        states: FQN of a parameter -> name of a state -> its value; tensors as `StoredTensor`.
-    """
-
-    groups: list[dict[str, Any]]
-    states: Mapping[str, Mapping[str, Any]]
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder or a file is a checkpoint of this package, complete or not."""
+    return read_manifest(path) is not None if path.is_file() else is_checkpoint_folder(path)
 
 
 class CheckpointReader:
-    """Reader of a checkpoint folder; manifest and index are verified at once, other files not.
+    """Reader of a checkpoint; manifest and index are verified at once, all else is not.
 
     Args:
-        folder: Checkpoint folder.
+        path: Folder or file.
+
+    Attributes:
+        path: Folder or file.
+        manifest: Its manifest.
+        index: Its index.
+        files: Its tensors.
 
     Raises:
-        CheckpointError: Manifest or index are missing or damaged.
+        CheckpointError: Manifest or index are missing, damaged or malformed.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.manifest = Manifest.read(folder)
-        self.index = Index.from_json(self._read_json(INDEX))
-        self.files = TensorFiles(folder)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._store = open_store(path)
+        self.manifest, self.index = self._store.manifest, self._store.index
+        self.files = self._store.files
 
     def data_files(self, *kinds: str) -> list[str]:
-        """Return the names of the files of these kinds: ``weights``, ``optimizer``, ``state``."""
+        """Return the names of the files of these kinds: ``weights``, ``optimizer``, ``state``.
+
+        Of one file they are the names of its boxes and records.
+        """
         return [name for name in self.manifest.files if name.startswith(kinds)]
 
     def problems(self, names: Iterable[str]) -> list[str]:
@@ -278,7 +62,7 @@ class CheckpointReader:
         Returns:
             One message per missing or damaged file.
         """
-        found = (check_file(self.folder / name, self.manifest.files[name]) for name in names)
+        found = (self._store.problem(name) for name in names)
         return [problem for problem in found if problem is not None]
 
     def weights(self, *, unpickle: bool = False) -> StoredTensors:
@@ -303,29 +87,24 @@ class CheckpointReader:
             PickledValueError: An entry is a pickle, and `unpickle` is false.
         """
         decoder = self._decoder(unpickle=unpickle)
+        tensors = {k: StoredTensor(self.files, e) for k, e in self.index.optimizer.items()}
+        values = self._values("optimizer/", unpickle=unpickle)
         found = []
         for number, groups in enumerate(self.index.groups):
-            states: dict[str, dict[str, Any]] = {}
-            prefix = f"{number}/"
-            for key, entry in self.index.optimizer.items():
-                if key.startswith(prefix):
-                    # From the right: an FQN may hold a "/", the name of a state does not.
-                    name, _, state = key.removeprefix(prefix).rpartition("/")
-                    states.setdefault(name, {})[state] = StoredTensor(self.files, entry)
-            for key, value in self._values(f"optimizer/{prefix}", unpickle=unpickle).items():
-                name, _, state = key.rpartition("/")
-                states.setdefault(name, {})[state] = value
-            options = [decoder.decode(group, "param_groups") for group in groups]
+            states = split_states(number, {**tensors, **values})
+            with well_formed(f"{self.path}: the index"):
+                options = [decoder.decode(group, "param_groups") for group in groups]
             found.append(StoredOptimizer(options, states))
         return found
 
     def _values(self, prefix: str, *, unpickle: bool) -> dict[str, Any]:
         decoder = self._decoder(unpickle=unpickle)
-        return {
-            key.removeprefix(prefix): decoder.decode(value, key)
-            for key, value in self.index.values.items()
-            if key.startswith(prefix)
-        }
+        with well_formed(f"{self.path}: the index"):
+            return {
+                key.removeprefix(prefix): decoder.decode(value, key)
+                for key, value in self.index.values.items()
+                if key.startswith(prefix)
+            }
 
     def state(self, rank: int, *, unpickle: bool = False) -> dict[str, Any]:
         """Return what one rank stored besides weights and optimizer states.
@@ -344,11 +123,15 @@ class CheckpointReader:
                 false.
         """
         world = self.manifest.world_size
-        encoded = self._read_json(file_name("state", rank, world, "json"))
+        name = file_name("state", rank, world, "json")
+        encoded = self._read_json(name)
         with_tensors = file_name("state", rank, world)
         if with_tensors in self.manifest.files:
             self._verify(with_tensors)
-        decoder = self._decoder(unpickle=unpickle)
+        with well_formed(f"{self.path}: {name}"):
+            return self._decode_state(encoded, self._decoder(unpickle=unpickle))
+
+    def _decode_state(self, encoded: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
         left_out: list[str] = []
         for part in _HYPER_PARAMETERS:
             given = encoded.get(part)
@@ -364,37 +147,32 @@ class CheckpointReader:
         return {**state, "left_out": left_out} if left_out else state
 
     def _decoder(self, *, unpickle: bool) -> Decoder:
-        # A clone, since a mapped tensor would keep the file open and change with it.
-        fetch = lambda file, key: self.files.tensor(file, key).clone()  # noqa: E731
-        return Decoder(fetch, unpickle=unpickle)
+        return Decoder(self._store.state_tensor, unpickle=unpickle)
 
     def _verify(self, name: str) -> None:
         problems = self.problems([name])
         if problems:
-            raise CheckpointError(f"{self.folder}: {problems[0]}. Use another checkpoint.")
+            raise CheckpointError(f"{self.path}: {problems[0]}. Use another checkpoint.")
 
     def _read_json(self, name: str) -> dict[str, Any]:
         if name not in self.manifest.files:
-            raise CheckpointError(f"{self.folder}: {MANIFEST} does not name {name}.")
+            raise CheckpointError(f"{self.path}: {MANIFEST} does not name {name}.")
         self._verify(name)
-        try:
-            value: dict[str, Any] = json.loads((self.folder / name).read_bytes())
-        except ValueError as error:
-            raise CheckpointError(f"{self.folder}: {name} is not JSON: {error}.") from error
-        return value
+        with well_formed(f"{self.path}: {name}"):
+            return dict(json.loads(self._store.read(name)))
 
 
-def find_problems(folder: Path) -> list[str]:
+def find_problems(path: Path) -> list[str]:
     """Verify every file of a checkpoint.
 
     Args:
-        folder: Checkpoint folder.
+        path: Folder or file.
 
     Returns:
         One message per missing or damaged file; empty if the checkpoint is intact.
     """
     try:
-        reader = CheckpointReader(folder)
+        reader = CheckpointReader(path)
     except CheckpointError as error:
         return [str(error)]
     return reader.problems(sorted(reader.manifest.files))

@@ -6,8 +6,8 @@ from pathlib import Path
 from safetensors import safe_open, SafetensorError
 
 from lightning_par.checkpoint.index import Chunk, TensorEntry
-from lightning_par.checkpoint.reader import StoredTensors, TensorFiles
 from lightning_par.checkpoint.storage import DTYPES
+from lightning_par.checkpoint.tensor_files import StoredTensors, TensorFiles
 from lightning_par.errors import CheckpointError
 
 __all__ = ["find_weights", "holds_weights_only"]
@@ -40,7 +40,7 @@ def find_weights(path: Path) -> StoredTensors:
     entries: dict[str, TensorEntry] = {}
     for file in sorted(files):
         entries |= _entries_of(folder, file)
-    return StoredTensors(TensorFiles(folder), entries)
+    return StoredTensors(TensorFiles(folder, follows_links=True), entries)
 
 
 def holds_weights_only(path: Path) -> bool:

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,16 +21,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lightning_par.errors import CheckpointError
+
 __all__ = [
     "DTYPES",
     "ChecksumFile",
     "FileRecord",
     "check_file",
+    "check_regular",
     "file_order",
     "publish",
+    "read_regular",
     "remove_path",
     "replacing",
     "sync_files",
+    "tensors_length",
     "write_json",
     "write_object",
     "write_tensors",
@@ -81,10 +87,12 @@ class ChecksumFile:
 
     Args:
         path: File to create or overwrite.
+        place: First byte of the part of an existing file to write instead.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
+    def __init__(self, path: Path, place: int | None = None) -> None:
+        self._file = path.open("wb" if place is None else "r+b", buffering=0)
+        self._file.seek(place or 0)
         self._length = self._sum = 0
 
     def write(self, data: Any) -> None:
@@ -142,11 +150,14 @@ def write_tensors(
     specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     values: Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str] | None = None,
+    *,
+    place: int | None = None,
 ) -> FileRecord:
     """Write a safetensors file, tensor by tensor.
 
     Args:
         path: File to write.
+        place: First byte of the part of an existing file to write instead, of `tensors_length`.
         specs: Key -> dtype and shape of every tensor.
         values: Every key of `specs` with its tensor, in the order of `file_order`; may be lazy, so
             that one tensor at a time is in memory.
@@ -159,6 +170,30 @@ def write_tensors(
         OSError: The disk is full, for example.
     """
     # Not safetensors.save_file: it wants all tensors in memory and computes no checksum.
+    text = _header(specs, metadata)
+    with ChecksumFile(path, place) as file:
+        file.write(text)
+        for key, tensor in values:
+            assert specs[key] == (tensor.dtype, tuple(tensor.shape)), key
+            if tensor.numel():
+                flat = tensor.detach().cpu().contiguous().view(-1)
+                file.write(flat.view(torch.uint8).numpy())  # NumPy lacks bfloat16 and float8
+    return file.record
+
+
+def tensors_length(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> int:
+    """Return the length of the file that `write_tensors` writes.
+
+    Args:
+        specs: Key -> dtype and shape of every tensor.
+    """
+    sizes = (torch.Size(shape).numel() * dtype.itemsize for dtype, shape in specs.values())
+    return len(_header(specs, None)) + sum(sizes)
+
+
+def _header(
+    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None
+) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     names = {dtype: name for name, dtype in DTYPES.items()}
     place = 0
@@ -169,15 +204,7 @@ def write_tensors(
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the first tensor
-    with ChecksumFile(path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for key, tensor in values:
-            assert specs[key] == (tensor.dtype, tuple(tensor.shape)), key
-            if tensor.numel():
-                flat = tensor.detach().cpu().contiguous().view(-1)
-                file.write(flat.view(torch.uint8).numpy())  # NumPy lacks bfloat16 and float8
-    return file.record
+    return len(text).to_bytes(8, "little") + text
 
 
 @contextlib.contextmanager
@@ -237,6 +264,7 @@ def check_file(path: Path, record: FileRecord) -> str | None:
         What is wrong with the file; None if nothing is.
     """
     try:
+        check_regular(path)
         length = path.stat().st_size
         if length != record.length:
             return f"{path.name} has {length} bytes, but {record.length} were written"
@@ -245,11 +273,34 @@ def check_file(path: Path, record: FileRecord) -> str | None:
             found = zlib.crc32(part, found)
     except FileNotFoundError:
         return f"{path.name} is missing"
+    except CheckpointError as error:
+        return str(error)
     except OSError as error:
         return f"{path.name} cannot be read: {error}"
     if f"{found:08x}" != record.crc32:
         return f"{path.name} is damaged: its checksum is {found:08x}, {record.crc32} was written"
     return None
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a file of a checkpoint that is something else.
+
+    Args:
+        path: The file; what is above it may be a link.
+
+    Raises:
+        CheckpointError: It is a link, which may lead out of the checkpoint, or a pipe or a device,
+            which may give no data for ever.
+        FileNotFoundError: There is none.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise CheckpointError(f"{path.name} is no regular file, as every file of a checkpoint is")
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a file; see `check_regular`."""
+    check_regular(path)
+    return path.read_bytes()
 
 
 def _read(path: Path) -> Iterator[memoryview]:

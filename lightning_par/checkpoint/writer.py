@@ -1,11 +1,16 @@
-"""Checkpoint writer: every rank writes its files into a hidden folder, which rank 0 commits."""
+"""Checkpoint writer: what a rank writes, and checkpoints that are folders.
 
+Every rank writes its files into a hidden folder, which rank 0 commits.
+"""
+
+import json
 import shutil
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_par.checkpoint.index import (
@@ -32,7 +37,59 @@ from lightning_par.checkpoint.storage import (
 from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 
-__all__ = ["Part", "WriteReport", "commit", "make_part", "write_part"]
+__all__ = [
+    "Part",
+    "Plain",
+    "SaveMetadata",
+    "WriteReport",
+    "check_reports",
+    "commit",
+    "encode_state",
+    "entries_of",
+    "make_part",
+    "merge_groups",
+    "merge_index",
+    "not_saved",
+    "state_specs",
+    "write_part",
+    "write_state_tensors",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveMetadata:
+    """What rank 0 adds to the parts of all ranks to commit a checkpoint.
+
+    Attributes:
+        manifest: Manifest with an empty list of files.
+        aliases: Further FQNs of tied weights -> FQN under which the weight is stored.
+        place: Function from a parameter's FQN to its position in the model, which orders
+            parameter groups.
+        state_order: Keys of the whole model's state dict, in order; for one file.
+    """
+
+    manifest: Manifest
+    aliases: Mapping[str, str]
+    place: Callable[[str], int]
+    state_order: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """What goes into the pickle of a checkpoint that is one file, not encoded.
+
+    Attributes:
+        state: What the Trainer dumped; of its state dict and its optimizers only that they are
+            there. Used of rank 0.
+        values: As `Part.values`.
+        groups: As `Part.groups`.
+        state_names: Names of optimizer states (``exp_avg``), in the optimizers' order.
+    """
+
+    state: Mapping[str, Any]
+    values: Mapping[str, Any]
+    groups: Sequence[Sequence[Mapping[str, Any]]]
+    state_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +106,7 @@ class Part:
         tensors: Key -> tensor, of all tensors inside `state`, `values` and `groups`.
         values: Entries of the state dicts that are no tensors, encoded; see `Index`.
         groups: Per optimizer its parameter groups: encoded options, and FQNs.
+        plain: What of it goes into a pickle, too; None: the checkpoint is a folder.
         error: Why this rank has nothing to write; None: it has.
     """
 
@@ -61,6 +119,7 @@ class Part:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    plain: Plain | None = None
     error: str | None = None
 
     def only(self, boxes: Container[Box]) -> "Part":
@@ -97,6 +156,7 @@ def make_part(
     state: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
     groups: Sequence[Sequence[Mapping[str, Any]]] = (),
+    plain: Mapping[str, Any] | None = None,
 ) -> Part:
     """Make the part of one rank: encode its state, check its dtypes.
 
@@ -109,6 +169,7 @@ def make_part(
         state: The rest of the state by the Trainer's keys, not encoded.
         values: Entries of the state dicts that are no tensors, named as in `Index.values`.
         groups: Per optimizer its parameter groups: options, and FQNs under ``"params"``.
+        plain: For one file: what the Trainer dumped, see `Plain.state`.
 
     Raises:
         CheckpointError: A tensor has a dtype that safetensors lacks, or a value cannot be encoded;
@@ -119,6 +180,8 @@ def make_part(
             raise CheckpointError(
                 f"{piece.box.name} is of {piece.values.dtype}, which safetensors cannot hold."
             )
+    # All states, as of some of them another rank may be the writer.
+    state_names = list(dict.fromkeys(p.box.name.rpartition("/")[2] for p in optimizer))
     encoder = Encoder(file_name("state", rank, world))
     encode = encoder.encode
     return Part(
@@ -133,6 +196,9 @@ def make_part(
             [{k: encode(v, f"param_groups.{k}") for k, v in g.items()} for g in o] for o in groups
         ],
         tensors=encoder.tensors,
+        plain=None
+        if plain is None
+        else Plain(state=plain, values=values or {}, groups=groups, state_names=state_names),
     )
 
 
@@ -192,10 +258,20 @@ def _write_pieces(
     # Lazy, so that tensors are copied from the device one by one.
     values = ((key, by_key[key].values) for key in file_order(specs))
     report.files[name] = write_tensors(folder / name, specs, values)
+    return entries_of(pieces, name)
+
+
+def entries_of(pieces: Sequence[Piece], file: str) -> dict[str, TensorEntry]:
+    """Return the index of shards that one rank writes.
+
+    Args:
+        pieces: The shards.
+        file: Name of the file that holds them.
+    """
     return merge_entries(
         {
             p.box.name: TensorEntry(
-                p.values.dtype, p.global_shape, (Chunk(name, p.key, p.box.offset, p.box.shape),)
+                p.values.dtype, p.global_shape, (Chunk(file, p.key, p.box.offset, p.box.shape),)
             )
         }
         for p in pieces
@@ -208,9 +284,24 @@ def _write_state(folder: Path, part: Part, report: WriteReport) -> None:
     report.files[name] = write_json(folder / name, part.state)
     if part.tensors:
         name = file_name("state", part.rank, part.world)
-        specs = {key: (t.dtype, tuple(t.shape)) for key, t in part.tensors.items()}
-        values = ((key, part.tensors[key]) for key in file_order(specs))
-        report.files[name] = write_tensors(folder / name, specs, values)
+        report.files[name] = write_state_tensors(folder / name, part)
+
+
+def write_state_tensors(path: Path, part: Part, place: int | None = None) -> FileRecord:
+    """Write the tensors in the state of a rank; see `write_tensors`."""
+    specs = state_specs(part)
+    values = ((key, part.tensors[key]) for key in file_order(specs))
+    return write_tensors(path, specs, values, place=place)
+
+
+def state_specs(part: Part) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of the tensors in the state of a rank."""
+    return {key: (t.dtype, tuple(t.shape)) for key, t in part.tensors.items()}
+
+
+def encode_state(part: Part) -> bytes:
+    """Return the state of a rank as JSON."""
+    return json.dumps(part.state, allow_nan=False).encode()
 
 
 def commit(
@@ -239,17 +330,9 @@ def commit(
             rank, and the cause.
     """
     try:
-        _check_reports(folder, reports, manifest.step)
-        index = Index(
-            weights=merge_entries(r.index.weights for r in reports),
-            aliases=dict(aliases),
-            optimizer=merge_entries(r.index.optimizer for r in reports),
-            groups=_merge_groups([r.index.groups for r in reports if r.index.groups], order),
-            values={k: v for r in reports for k, v in r.index.values.items()},
-        )
-        # A hook of the user may have left a tied weight out of the state dict.
-        index.aliases = {k: v for k, v in index.aliases.items() if v in index.weights}
-        index.check_complete()
+        check_reports(reports, manifest.step)
+        _check_shared(folder, reports)
+        index = merge_index(reports, aliases, order)
         for report in reports:
             manifest.files.update(report.files)
         manifest.files[INDEX] = write_json(folder / INDEX, index.to_json())
@@ -258,13 +341,53 @@ def commit(
         publish(folder, final)
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
-        cause = error if isinstance(error, CheckpointError) else f"rank 0: {error}"
-        before = "what was there before is untouched" if final.exists() else "nothing is left"
-        raise CheckpointError(f"{final} was not saved, {before}: {cause}") from error
+        raise not_saved(final, error) from error
 
 
-def _check_reports(folder: Path, reports: Sequence[WriteReport], step: int) -> None:
-    """Check that all ranks wrote, at the same step, into the same folder."""
+def not_saved(final: Path, error: Exception) -> CheckpointError:
+    """Return the error of a save that failed, after its hidden folder or file is removed.
+
+    Args:
+        final: Path of the checkpoint.
+        error: What failed on rank 0, or a `CheckpointError` that says what failed elsewhere.
+    """
+    cause = error if isinstance(error, CheckpointError) else f"rank 0: {error}"
+    before = "what was there before is untouched" if final.exists() else "nothing is left"
+    return CheckpointError(f"{final} was not saved, {before}: {cause}")
+
+
+def merge_index(
+    reports: Sequence[WriteReport], aliases: Mapping[str, str], order: Callable[[str], int]
+) -> Index:
+    """Return the index of what all ranks wrote.
+
+    Args:
+        reports: Reports of all ranks, in their order.
+        aliases: Further FQNs of tied weights -> FQN under which the weight is stored.
+        order: Function from a parameter's FQN to its position in the model.
+
+    Raises:
+        CheckpointError: A part of a tensor is missing or there twice.
+    """
+    index = Index(
+        weights=merge_entries(r.index.weights for r in reports),
+        aliases=dict(aliases),
+        optimizer=merge_entries(r.index.optimizer for r in reports),
+        groups=merge_groups([r.index.groups for r in reports if r.index.groups], order),
+        values={k: v for r in reports for k, v in r.index.values.items()},
+    )
+    # A hook of the user may have left a tied weight out of the state dict.
+    index.aliases = {k: v for k, v in index.aliases.items() if v in index.weights}
+    index.check_complete()
+    return index
+
+
+def check_reports(reports: Sequence[WriteReport], step: int) -> None:
+    """Check that no rank failed, and that all are at the same step.
+
+    Raises:
+        CheckpointError: With every rank that did, or is not.
+    """
     # One kind of problem at a time: a rank that failed has no step and no files to compare.
     problems = [f"rank {r.rank}: {r.error}" for r in reports if r.error is not None]
     if not problems:
@@ -273,24 +396,32 @@ def _check_reports(folder: Path, reports: Sequence[WriteReport], step: int) -> N
             for r in reports
             if r.step != step
         ]
-    if not problems:
-        problems = [
-            f"rank {r.rank} wrote {name}, which rank {reports[0].rank} does not see: all nodes "
-            "have to share the folder"
-            for r in reports
-            for name in r.files
-            if not (folder / name).exists()
-        ]
     if problems:
         raise CheckpointError("; ".join(problems))
 
 
-def _merge_groups(
+def _check_shared(folder: Path, reports: Sequence[WriteReport]) -> None:
+    problems = [
+        f"rank {r.rank} wrote {name}, which rank {reports[0].rank} does not see: all nodes "
+        "have to share the folder"
+        for r in reports
+        for name in r.files
+        if not (folder / name).exists()
+    ]
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def merge_groups(
     parts: Sequence[Sequence[Sequence[Mapping[str, Any]]]], order: Callable[[str], int]
 ) -> list[list[dict[str, Any]]]:
     """Merge the parameter groups of all ranks: FQNs in the model's order, options of one rank.
 
     With a pipeline, a rank's groups hold the parameters of its stages only.
+
+    Args:
+        parts: Per rank that has optimizers, per optimizer its groups.
+        order: Function from a parameter's FQN to its position in the model.
     """
     merged = []
     for optimizers in zip(*parts, strict=True):

@@ -1,4 +1,4 @@
-"""Write a checkpoint folder as one file: its weights as .safetensors, or everything as the .ckpt
+"""Write a checkpoint as one file: its weights as .safetensors, or everything as the .ckpt
 that a plain Trainer reads; or as a folder that from_pretrained of Hugging Face reads.
 """
 
@@ -65,7 +65,7 @@ def _export_folder(ckpt: Path, out: Path, options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-par export", description=__doc__)
-    parser.add_argument("--ckpt", required=True, metavar="DIR", help="the checkpoint")
+    parser.add_argument("--ckpt", required=True, metavar="CHECKPOINT", help="a folder or a file")
     parser.add_argument(
         "--out", required=True, help="model.safetensors, name.ckpt, or the folder of --format"
     )

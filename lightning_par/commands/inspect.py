@@ -1,4 +1,4 @@
-"""Show what a checkpoint folder holds: mesh sizes, step, bytes; and verify all checksums."""
+"""Show what a checkpoint holds: mesh sizes, step, bytes; and verify all checksums."""
 
 import argparse
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         CheckpointError: The manifest or the index is missing or damaged.
     """
     options = _parser().parse_args(arguments)
-    reader = CheckpointReader(Path(options.folder))
+    reader = CheckpointReader(Path(options.path))
     print("\n".join(_summary(reader)))
     if options.tensors:
         print("\n".join(_tensors(reader.index.weights)))
@@ -44,13 +44,15 @@ def main(arguments: list[str]) -> int:
 def _summary(reader: CheckpointReader) -> Iterator[str]:
     manifest, index = reader.manifest, reader.index
     mesh_sizes = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1)
-    yield f"{reader.folder}: step {manifest.step}, epoch {manifest.epoch}"
+    yield f"{reader.path}: step {manifest.step}, epoch {manifest.epoch}"
     yield f"written by {manifest.world_size} ranks: {mesh_sizes or '1 device'}"
     yield "versions: " + ", ".join(f"{name} {v}" for name, v in manifest.versions.items())
     for kind in _KINDS:
-        names = [name for name in manifest.files if name.startswith(f"{kind}-")]
+        names = [name for name in manifest.files if name.startswith((f"{kind}-", f"{kind}/"))]
         size = sum(manifest.files[name].length for name in names)
-        yield f"{kind}: {len(names)} files, {size:,} bytes"
+        # One file has a checksum for every part of a tensor.
+        word = "parts" if manifest.places and kind != "state" else "files"
+        yield f"{kind}: {len(names)} {word}, {size:,} bytes"
     numbers = sum(entry.numel for entry in index.weights.values())
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in index.weights.values()})
     tied = f", {len(index.aliases)} more names of tied ones" if index.aliases else ""
@@ -68,7 +70,7 @@ def _tensors(entries: dict[str, TensorEntry]) -> Iterator[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-par inspect", description=__doc__)
-    parser.add_argument("folder", metavar="DIR", help="the checkpoint")
+    parser.add_argument("path", metavar="CHECKPOINT", help="a folder or a file")
     parser.add_argument("--tensors", action="store_true", help="list every weight")
     parser.add_argument("--no-verify", action="store_true", help="do not read the files")
     return parser

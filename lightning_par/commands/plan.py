@@ -7,11 +7,15 @@ processes.
 import argparse
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
 from lightning_par.commands.run_config import configure, ConfiguredRun
+from lightning_par.commands.verify import first_batches
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
+from lightning_par.plan.inference.infer import infer_plan
+from lightning_par.plan.lookup import find_plan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.setup.checks import check_module
@@ -37,6 +41,7 @@ def main(arguments: list[str]) -> int:
     run = configure(rest, on_meta=True)
     strategy = run.trainer.strategy
     assert isinstance(strategy, MeshStrategy)
+    _infer(run, strategy)
     placements = _place(run, strategy)
     rows = [_row(p, strategy.sizes) for p in placements]
     rows = rows if options.all else _merge_blocks(rows)
@@ -48,10 +53,26 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _place(run: ConfiguredRun, strategy: MeshStrategy) -> list[ParameterPlacement]:
-    """Return where every parameter would be, without creating a process group."""
+def _infer(run: ConfiguredRun, strategy: MeshStrategy) -> None:
+    """Build the model; print and take the inferred plan where the model declares none."""
     with record_construction(), run.trainer.precision_plugin.module_init_context():
         run.model.configure_model()
+    sizes = strategy.sizes
+    declared = strategy.options.plan is not None or find_plan(run.model) is not None
+    if declared or (sizes.tensor == 1 and sizes.pipeline == 1):
+        return
+    plan = infer_plan(
+        run.model,
+        example=first_batches(run, 1)[0],
+        tensor_parallel_size=sizes.tensor,
+        pipeline_parallel_size=sizes.pipeline,
+    )
+    print(f"{type(run.model).__name__} declares no plan; inferred:\n{plan.as_code()}\n")
+    strategy.options = replace(strategy.options, plan=plan)
+
+
+def _place(run: ConfiguredRun, strategy: MeshStrategy) -> list[ParameterPlacement]:
+    """Return where every parameter would be, without creating a process group."""
     options, sizes = strategy.options, strategy.sizes
     return find_placements(
         run.model,

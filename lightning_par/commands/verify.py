@@ -18,7 +18,7 @@ from lightning_par.verification.layouts import check_batches, shrink
 from lightning_par.verification.run_trace import Subject
 from lightning_par.verification.verify import verify_subject
 
-__all__ = ["main"]
+__all__ = ["first_batches", "main"]
 
 
 def main(arguments: list[str]) -> int:
@@ -56,11 +56,16 @@ def _make(arguments: tuple[str, ...], steps: int) -> Subject:
     run = configure(arguments, on_meta=False)
     strategy = run.trainer.strategy
     assert isinstance(strategy, MeshStrategy)
-    return Subject(module=run.model, batches=_batches(run, steps), strategy=strategy)
+    return Subject(module=run.model, batches=first_batches(run, steps), strategy=strategy)
 
 
-def _batches(run: ConfiguredRun, steps: int) -> list[Any]:
-    """Return the first `steps` batches; if there are fewer, they repeat."""
+def first_batches(run: ConfiguredRun, steps: int) -> list[Any]:
+    """Return the first training batches; if there are fewer, they repeat.
+
+    Args:
+        run: Its data are set up.
+        steps: How many.
+    """
     source = run.model if run.datamodule is None else run.datamodule
     # The Trainer would call these hooks, but only inside fit.
     source.prepare_data()

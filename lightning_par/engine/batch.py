@@ -1,109 +1,352 @@
-"""Batches: split into micro-batches, entries by path, and the count that the loss averages over.
+"""Batches: their entries by path, their batch dim, micro-batches, and the count that the loss
+averages over.
 
-A batch is any nest of mappings, tuples and lists of tensors and other values. B is the number of
-samples.
+A batch is any nest of mappings, tuples, lists and objects (dataclasses, and others that hold
+tensors) of tensors, arrays and other values. B is the number of samples.
 """
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 
 from lightning_par.engine.annotations import Float
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan.parallel_plan import BatchLayout
 
 __all__ = [
+    "BatchDims",
     "batch_entry",
     "batch_size",
     "count_valid",
+    "cut_batch",
+    "find_batch_dims",
     "has_entry",
     "map_tensors",
     "sequence_entries",
     "shift_labels",
     "signature",
     "split_batch",
+    "split_rows",
+    "take_samples",
     "tensors_of",
     "to_cpu",
     "with_entries",
 ]
+
+_PLAIN = (Tensor, np.ndarray, str, bytes, int, float, complex, type(None), type, nn.Module)
+
+
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """Return what a container of a batch holds, as pairs of key and value; None for other values.
+
+    The keys are those of a mapping, the numbers of a list or tuple, or the names of attributes: of
+    a dataclass, of an attrs class, and of any object that has a method `to` or holds a tensor.
+    """
+    if isinstance(node, _PLAIN):
+        return None
+    if isinstance(node, Mapping):
+        return list(node.items())
+    if isinstance(node, list | tuple):
+        return list(enumerate(node))
+    if is_dataclass(node):
+        names = [entry.name for entry in fields(node)]
+    elif hasattr(type(node), "__attrs_attrs__"):
+        names = [entry.name for entry in type(node).__attrs_attrs__]
+    else:
+        held = getattr(node, "__dict__", {})
+        moves = callable(getattr(node, "to", None))
+        names = list(held) if moves or any(isinstance(v, Tensor) for v in held.values()) else []
+        if not names:
+            return None
+    return [(name, getattr(node, name)) for name in names if hasattr(node, name)]
+
+
+def _rebuild(node: Any, items: list[tuple[Any, Any]]) -> Any:
+    """Return a container like `node` with other values."""
+    if isinstance(node, MutableMapping):
+        # A copy keeps what a mapping holds besides its items, as tokenizers' BatchEncoding does.
+        changed = copy.copy(node)
+        changed.update(items)
+        return changed
+    if isinstance(node, Mapping):
+        return type(node)(dict(items))  # type: ignore[call-arg]
+    if isinstance(node, list | tuple):
+        values = [value for _, value in items]
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    changed = copy.copy(node)
+    for name, value in items:
+        if getattr(changed, name) is not value:
+            object.__setattr__(changed, name, value)  # a frozen dataclass has no other way
+    return changed
 
 
 def map_tensors(batch: Any, function: Any) -> Any:
     """Apply `function` to every tensor; containers keep their type, other values stay.
 
     Args:
-        batch: A mapping that can be changed is copied, so that it keeps what else it holds; any
-            other is rebuilt from a dict of its items.
+        batch: A mapping that can be changed, or an object, is copied, so that it keeps what else it
+            holds; any other container is rebuilt from its items.
         function: Tensor -> anything.
     """
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, MutableMapping):
-        # A copy keeps what a mapping holds besides its items, as tokenizers' BatchEncoding does.
-        mapped = copy.copy(batch)
-        mapped.update({k: map_tensors(v, function) for k, v in batch.items()})
-        return mapped
-    if isinstance(batch, Mapping):
-        return type(batch)({k: map_tensors(v, function) for k, v in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(v, function) for v in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(v, function) for v in batch)
-    return batch
+    held = children(batch)
+    if held is None:
+        return batch
+    return _rebuild(batch, [(key, map_tensors(value, function)) for key, value in held])
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Yield every tensor of a batch in a fixed order."""
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors_of(value)
+        return
+    for _, value in children(batch) or ():
+        yield from tensors_of(value)
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchDims:
+    """Which entries of a batch have a batch dim.
+
+    Attributes:
+        size: B; None if there is no entry with a batch dim.
+        dims: Entry -> its batch dim; of a list of one value per sample it is 0.
+        others: Entries with a dim 0 of another size, which nobody declared.
+        unsure: Why `size` may be wrong: what could be B as well; empty if it is known.
+    """
+
+    size: int | None = None
+    dims: Mapping[str, int] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    unsure: str = ""
+
+
+def find_batch_dims(
+    batch: Any, layout: BatchLayout, sizes: Collection[int] = (), known: Collection[str] = ()
+) -> BatchDims:
+    """Tell which entries of a batch have a batch dim, and how large it is.
+
+    B is what declared entries have (labels, sequences, `batch_dims`); else what `known` ones have;
+    else a size of the data loader that some entry has; else what all tensors have in dim 0.
+
+    Args:
+        batch: Any nest.
+        layout: What is declared.
+        sizes: Batch sizes of the data loaders, if they are known.
+        known: Entries that had a batch dim in an earlier batch.
+
+    Raises:
+        PlanError: Declared entries have different numbers of samples.
+    """
+    extents = dict(_extents(batch, "", layout))
+    tensors = {path: size for path, (size, is_list) in extents.items() if not is_list}
+    declared = _declared(batch, layout)
+    if len(set(declared.values())) > 1:
+        raise PlanError(
+            f"the declared batch entries have different numbers of samples: {declared}. Declare "
+            "the batch dim of an entry where it is not 0 in BatchLayout(batch_dims=...), and "
+            "entries without one in BatchLayout(whole=...)."
+        )
+    seen = {extents[path][0] for path in known if path in extents}
+    given = {*sizes} & {size for size, _ in extents.values()}
+    found = {*tensors.values()} or {size for size, _ in extents.values()}
+    unsure = ""
+    for choice in (set(declared.values()), seen, given, found):
+        if len(choice) == 1:
+            size = next(iter(choice))
+            break
+    else:
+        if not found:
+            return BatchDims()
+        size, unsure = next(iter(tensors.values())), _describe(tensors)
+    if not declared and not seen and sizes and not given and size > max(sizes):
+        unsure = f"{_describe(extents, pairs=True)}, while the data loader gives {max(sizes)}"
+    dims = dict(_cuts(batch, "", layout, size))
+    others = tuple(p for p, n in tensors.items() if n != size and p not in dims)
+    below = tuple(f"{path}." for path in dims)
+    others = tuple(p for p in others if not p.startswith(below))
+    return BatchDims(size=size, dims=dims, others=others, unsure=unsure)
+
+
+def _describe(extents: Mapping[str, Any], *, pairs: bool = False) -> str:
+    named = [f"{p or 'the batch'!r} has {n[0] if pairs else n}" for p, n in extents.items()]
+    return ", ".join(named[:8])
+
+
+def _extents(node: Any, path: str, layout: BatchLayout) -> Iterator[tuple[str, tuple[int, bool]]]:
+    """Yield path, size of dim 0 (of the declared batch dim) and whether it is a list's length."""
+    if path in layout.whole:
+        return
+    if isinstance(node, Tensor | np.ndarray):
+        dim = layout.batch_dims.get(path, 0)
+        if node.ndim > dim:
+            yield path, (node.shape[dim], False)
+        return
+    if _is_plain_list(node) and len({type(value) for value in node} - {type(None)}) == 1:
+        yield path, (len(node), True)
+    for key, value in children(node) or ():
+        yield from _extents(value, _join(path, key), layout)
+
+
+def _is_plain_list(node: Any) -> bool:
+    return isinstance(node, list | tuple) and not hasattr(node, "_fields")
+
+
+def _declared(batch: Any, layout: BatchLayout) -> dict[str, int]:
+    """Return the sizes of the batch dims of declared entries that the batch has."""
+    named = {path: 0 for path, dim in layout.sequence_dims.items() if dim != 0}
+    for path in (layout.labels, layout.shifted):
+        if path is not None and layout.sequence_dims.get(path) != 0:
+            named[path] = 0
+    found = {}
+    for path, dim in {**named, **layout.batch_dims}.items():
+        if path in layout.whole or not has_entry(batch, path):
+            continue
+        entry = batch_entry(batch, path)
+        if isinstance(entry, Tensor | np.ndarray) and entry.ndim > dim:
+            found[path] = int(entry.shape[dim])
+        elif _is_plain_list(entry):
+            found[path] = len(entry)
+    return found
+
+
+def _cuts(node: Any, path: str, layout: BatchLayout, size: int) -> Iterator[tuple[str, int]]:
+    """Yield the entries that hold `size` samples, and their batch dims."""
+    if path in layout.whole:
+        return
+    if path in layout.batch_dims:
+        yield path, layout.batch_dims[path]
+    elif isinstance(node, Tensor | np.ndarray):
+        if node.ndim and node.shape[0] == size:
+            yield path, 0
+    elif _is_plain_list(node) and _lists_samples(node, size, is_batch=not path):
+        yield path, 0
+    else:
+        for key, value in children(node) or ():
+            yield from _cuts(value, _join(path, key), layout, size)
+
+
+def _lists_samples(node: Any, size: int, *, is_batch: bool) -> bool:
+    """Tell a list of one value per sample from one of entries that have a batch dim each."""
+    if len(node) != size:
+        return False
+    held = [_holds(value, size) for value in node]
+    if is_batch or not any(held):
+        return not any(held)
+    alike = len({type(value) for value in node}) == 1
+    # One mapping for each sample is likelier than as many mappings of batches as there are samples.
+    return alike and not (all(held) and isinstance(node[0], Tensor | np.ndarray))
+
+
+def _holds(node: Any, size: int) -> bool:
+    if isinstance(node, Tensor | np.ndarray):
+        return bool(node.ndim) and node.shape[0] == size
+    return any(_holds(value, size) for _, value in children(node) or ())
 
 
 def batch_size(batch: Any) -> int:
-    """Return B: the size of dim 0 of the first tensor that has dims.
+    """Return B, as `find_batch_dims` tells it without a declaration.
 
     Raises:
-        ConfigurationError: No tensor has a batch dim.
+        ConfigurationError: Nothing has a batch dim.
     """
-    for tensor in tensors_of(batch):
-        if tensor.ndim:
-            return tensor.shape[0]
-    raise ConfigurationError(
-        "the batch holds no tensor with a batch dim, so it cannot be split into micro-batches or "
-        "weighted."
-    )
+    size = find_batch_dims(batch, BatchLayout()).size
+    if size is None:
+        raise ConfigurationError("the batch holds nothing with a batch dim.")
+    return size
 
 
-def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
-    """Split a batch along dim 0 into micro-batches of nearly equal size; the first ones are larger.
+def split_rows(size: int, count: int) -> list[tuple[int, int]]:
+    """Return first sample and number of samples of every micro-batch; the first ones are larger.
 
-    Tensors whose dim 0 is not B, and values that are not tensors, go to every micro-batch.
+    Args:
+        size: B.
+        count: Number of micro-batches; fewer if B is smaller.
+    """
+    count = max(1, min(count, size))
+    sizes = [size // count + (i < size % count) for i in range(count)]
+    return [(sum(sizes[:i]), sizes[i]) for i in range(count)]
+
+
+def cut_batch(batch: Any, dims: BatchDims, start: int, length: int) -> Any:
+    """Return the samples ``start .. start + length`` of a batch; tensors share its memory.
+
+    What has no batch dim is the same in every part.
+    """
+
+    def cut(node: Any, dim: int) -> Any:
+        if isinstance(node, Tensor):
+            return node.narrow(dim, start, length)
+        if isinstance(node, np.ndarray):
+            return node.take(range(start, start + length), dim)
+        return node[start : start + length]
+
+    return _map_cut(batch, "", dims.dims, cut)
+
+
+def take_samples(batch: Any, dims: BatchDims, rows: Sequence[int]) -> Any:
+    """Return a copy of the samples of a batch that have the numbers `rows`."""
+
+    def take(node: Any, dim: int) -> Any:
+        if isinstance(node, Tensor):
+            return node.index_select(dim, torch.tensor(rows, device=node.device))
+        if isinstance(node, np.ndarray):
+            return node.take(rows, dim)
+        return type(node)(node[row] for row in rows)
+
+    return _map_cut(batch, "", dims.dims, take)
+
+
+def _map_cut(
+    node: Any, path: str, dims: Mapping[str, int], function: Callable[[Any, int], Any]
+) -> Any:
+    if path in dims:
+        return function(node, dims[path])
+    held = children(node)
+    if held is None:
+        return node
+    return _rebuild(node, [(k, _map_cut(v, _join(path, k), dims, function)) for k, v in held])
+
+
+def split_batch(batch: Any, num_microbatches: int, dims: BatchDims | None = None) -> list[Any]:
+    """Split a batch into micro-batches of nearly equal size; the first ones are larger.
 
     Args:
         batch: B samples.
-        num_microbatches: Number of micro-batches; fewer if B is smaller.
+        num_microbatches: Number of micro-batches; fewer if B is smaller, and one if nothing has a
+            batch dim.
+        dims: Which entries have a batch dim; None: what `find_batch_dims` tells.
     """
-    size = batch_size(batch)
-    count = min(num_microbatches, size)
-    sizes = [size // count + (i < size % count) for i in range(count)]
-    starts = [sum(sizes[:i]) for i in range(count)]
+    dims = dims or find_batch_dims(batch, BatchLayout())
+    if dims.size is None:
+        return [batch]
+    return [cut_batch(batch, dims, *rows) for rows in split_rows(dims.size, num_microbatches)]
 
-    def rows(tensor: Tensor, start: int, length: int) -> Tensor:
-        has_batch_dim = tensor.ndim > 0 and tensor.shape[0] == size
-        return tensor.narrow(0, start, length) if has_batch_dim else tensor
 
-    return [
-        map_tensors(batch, lambda t, s=start, n=length: rows(t, s, n))
-        for start, length in zip(starts, sizes, strict=True)
-    ]
+def _named(node: Any, held: list[tuple[Any, Any]] | None) -> dict[str, tuple[Any, Any]]:
+    """Return a container's pairs by what a path may call them: key, attribute, or place."""
+    pairs = held or []
+    named = {} if isinstance(node, Mapping) else {str(i): pair for i, pair in enumerate(pairs)}
+    fields_of_tuple = zip(getattr(node, "_fields", ()), pairs, strict=False)
+    return {**named, **dict(fields_of_tuple), **{str(pair[0]): pair for pair in pairs}}
 
 
 def batch_entry(batch: Any, path: str) -> Any:
@@ -114,18 +357,17 @@ def batch_entry(batch: Any, path: str) -> Any:
     """
     value, passed = batch, list[str]()
     for step in path.split("."):
-        if isinstance(value, Mapping) and step in value:
-            value = value[step]
-        elif isinstance(value, list | tuple) and step.isdecimal() and int(step) < len(value):
-            value = value[int(step)]
-        else:
+        held = children(value)
+        found = {name: entry for name, (_, entry) in _named(value, held).items()}
+        if step not in found:
             where = repr(".".join(passed)) if passed else "the batch"
             has = f"is a {type(value).__name__}"
-            if isinstance(value, Mapping):
-                has = f"has {sorted(map(str, value))}"
-            elif isinstance(value, list | tuple):
+            if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
                 has = f"has {len(value)} entries ({type(value).__name__})"
+            elif held is not None:
+                has = f"has {sorted(str(key) for key, _ in held)}"
             raise PlanError(f"the plan names the batch entry {path!r}, but {where} {has}.")
+        value = found[step]
         passed.append(step)
     return value
 
@@ -199,15 +441,9 @@ def _with_entry(batch: Any, path: list[str], value: Any) -> Any:
     if not path:
         return value
     step, rest = path[0], path[1:]
-    if isinstance(batch, Mapping):
-        inner = _with_entry(batch[step], rest, value)
-        if isinstance(batch, MutableMapping):
-            changed = copy.copy(batch)
-            changed[step] = inner
-            return changed
-        return type(batch)({**batch, step: inner})  # type: ignore[call-arg]
-    items = [_with_entry(v, rest, value) if i == int(step) else v for i, v in enumerate(batch)]
-    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    held = children(batch) or []
+    key, _ = _named(batch, held)[step]
+    return _rebuild(batch, [(k, _with_entry(v, rest, value) if k == key else v) for k, v in held])
 
 
 def count_valid(batch: Any, layout: BatchLayout) -> Float[Tensor, ""]:
@@ -220,8 +456,9 @@ def count_valid(batch: Any, layout: BatchLayout) -> Float[Tensor, ""]:
             B samples.
     """
     if layout.labels is None:
-        size = batch_size(batch)
-        device = next(tensors_of(batch)).device
+        tensor = next(tensors_of(batch), None)
+        device = None if tensor is None else tensor.device
+        size = find_batch_dims(batch, layout).size or 1
         return torch.tensor(float(size), dtype=torch.float64, device=device)
     is_shifted = layout.shifted is not None and has_entry(batch, layout.shifted)
     labels = batch_entry(batch, layout.shifted or "" if is_shifted else layout.labels)
@@ -233,8 +470,23 @@ def count_valid(batch: Any, layout: BatchLayout) -> Float[Tensor, ""]:
 
 
 def signature(batch: Any, *extra: Hashable) -> Hashable:
-    """Return the shapes and dtypes of a batch, and `extra`, as a key that ranks agree on."""
-    return (tuple((tuple(t.shape), t.dtype) for t in tensors_of(batch)), *extra)
+    """Return shapes, dtypes and texts of a batch, and `extra`, as a key that ranks agree on.
+
+    Texts are in it, since a step that tokenizes them makes tensors of their lengths.
+    """
+    return (tuple(_marks(batch)), *extra)
+
+
+def _marks(node: Any) -> Iterator[Hashable]:
+    if isinstance(node, Tensor):
+        yield tuple(node.shape), node.dtype
+    elif isinstance(node, np.ndarray):
+        yield tuple(node.shape), str(node.dtype)
+    elif isinstance(node, str | bytes):
+        yield node
+    else:
+        for _, value in children(node) or ():
+            yield from _marks(value)
 
 
 def to_cpu(tree: Any) -> Any:

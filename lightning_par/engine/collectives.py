@@ -84,7 +84,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None =
         x = torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
     out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
     joined: Tensor = out if dim == 0 else torch.cat(out.chunk(ranks), dim)
-    if size is not None:
+    if size is not None and size != joined.shape[dim]:
         joined = torch.narrow(joined, dim, 0, size).contiguous()
     return joined
 

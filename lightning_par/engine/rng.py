@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,35 @@ import torch
 
 __all__ = [
     "collect_random_states",
+    "draws_on_meta",
     "fork_all_rng",
     "fork_torch_rng",
+    "real_draws",
     "restore_random_states",
     "seed_all_generators",
     "seed_generators",
     "seed_of",
 ]
+
+
+_REAL_DRAWS: ContextVar[bool] = ContextVar("real_draws", default=False)
+
+
+@contextmanager
+def real_draws() -> Iterator[None]:
+    """Inside, modules that only stand for their shapes (on meta) draw random numbers as the real
+    ones do, so that what is drawn after them is the same.
+    """
+    token = _REAL_DRAWS.set(True)
+    try:
+        yield
+    finally:
+        _REAL_DRAWS.reset(token)
+
+
+def draws_on_meta() -> bool:
+    """Whether the caller is inside of `real_draws`."""
+    return _REAL_DRAWS.get()
 
 
 def seed_of(*parts: object) -> int:

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_par.checkpoint.export import OWN_STATE, verify_files
-from lightning_par.checkpoint.reader import CheckpointReader, StoredTensor
+from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.storage import publish, remove_path, write_json
+from lightning_par.checkpoint.tensor_files import StoredTensor
 from lightning_par.errors import CheckpointError
 
 __all__ = ["MODEL_STATE", "export_folder"]
@@ -28,7 +29,7 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     In memory are the weights of one file.
 
     Args:
-        reader: Reader of the checkpoint folder.
+        reader: Reader of the checkpoint.
         path: A folder; what is there stays until the new one is whole.
         max_shard_bytes: A file of weights ends before it grows larger.
 
@@ -42,7 +43,7 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     found = reader.state(0)[OWN_STATE].get(MODEL_STATE)
     if found is None:
         raise CheckpointError(
-            f"{reader.folder} holds no Hugging Face model, or several: use --out "
+            f"{reader.path} holds no Hugging Face model, or several: use --out "
             "NAME.safetensors for its weights."
         )
     dot = f"{found['prefix']}." if found["prefix"] else ""

@@ -6,12 +6,15 @@ refused when the axis is asked for: a style that is passed over gives wrong grad
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from lightning_par.huggingface.batch_losses import why_whole_batch
+from lightning_par.huggingface.gathered_styles import gathered_styles, vocabulary_styles
 from lightning_par.huggingface.lookup import find_model
+from lightning_par.huggingface.stages import find_stages
 from lightning_par.huggingface.styles import InBlockStyles
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan, TensorStyle
 
@@ -23,7 +26,7 @@ _PASTE = (
     "Or declare it by hand: give your LightningModule a method\n"
     "    def parallel_plan(self):\n"
     "        plan = lightning_par.huggingface.derive_plan(self.model)\n"
-    "        return dataclasses.replace(plan, {}, refusals={{}}).under('model')\n"
+    "        return dataclasses.replace(plan, {}refusals={{}}).under('model')\n"
 )
 
 
@@ -45,9 +48,7 @@ def find_huggingface_plan(module: nn.Module) -> ParallelPlan | None:
     if not prefix or not plan.tensor:
         return plan
     beside = {
-        name: "replicated"
-        for name in _owners(module)
-        if name and name != prefix and not name.startswith(prefix + ".")
+        name: "replicated" for name in _owners(module) if name and not name.startswith(prefix + ".")
     }
     return _with(plan, tensor={**plan.tensor, **beside})
 
@@ -58,62 +59,42 @@ def derive_plan(model: Any) -> ParallelPlan:
     Args:
         model: A `transformers.PreTrainedModel`; parameters may be on meta.
     """
-    blocks = None if model.config.is_encoder_decoder else find_blocks(model)
+    stages = find_stages(model)
+    blocks = stages.blocks
     plan = ParallelPlan(
         blocks=blocks,
+        first=stages.first,
+        last=stages.last,
+        replicated=stages.replicated,
+        kept=stages.kept,
         batch=_batch_layout(model),
         positions={"": "position_ids"} if _takes_positions(model) else None,
-        captured={} if blocks is None else _captured(model, model.get_submodule(blocks)),
-        sequence_region="blocks",
+        captured=_captured(model, [model.get_submodule(c) for c in stages.containers]),
     )
     refusals = {}
-    undivided = _why_not_divided(model)
+    undivided = _why_not_divided(model, len(stages.containers))
     if undivided is not None:
         refusals["context"] = undivided
+    whole = why_whole_batch(model)
+    if whole is not None:
+        refusals["batch"] = whole + " " + _PASTE.format("")
     name = type(model).__name__
     if blocks is None:
         refusals["pipeline"] = (
-            f"{name} is an encoder-decoder model: it passes through two lists of blocks, and a "
-            "pipeline through one. Use pipeline_parallel_size=1 with data parallelism (zero_stage=3"
-            " shards the weights)."
-            if model.config.is_encoder_decoder
-            else f"{name} has no list of blocks of one class, so nothing says where it can be cut. "
-            + _PASTE.format("blocks='...'")
+            f"{name} has no list of blocks, so nothing says where it can be cut. "
+            + _PASTE.format("blocks='...', ")
         )
-        problems = [f"{name} has no list of blocks that a tensor-parallel plan is known for."]
-        styles = None
-    else:
-        styles = InBlockStyles(model, blocks)
-        problems = styles.problems
-    if problems:
-        refusals["tensor"] = (
-            " ".join(problems)
-            + " Use tensor_parallel_size=1 with data parallelism (zero_stage=3 shards the weights)"
-            + (" or a pipeline. " if blocks else ". ")
-            + _PASTE.format("tensor={**plan.tensor, '...': 'colwise'}")
-        )
-    tensor = {} if styles is None else {**_edge_styles(model, f"{blocks}."), **styles.tensor}
+    plan = _with(plan, refusals=refusals)
+    styles = InBlockStyles(model, blocks) if isinstance(blocks, str) else None
+    if styles is None or styles.problems:
+        return _with(plan, tensor=gathered_styles(model), sequence_region="none")
     return _with(
         plan,
-        tensor=tensor,
-        divided={} if styles is None else styles.divided,
-        counts={} if styles is None else styles.counts,
-        refusals=refusals,
+        tensor={**_edge_styles(model, f"{blocks}."), **styles.tensor},
+        divided=styles.divided,
+        counts=styles.counts,
+        sequence_region="blocks",
     )
-
-
-def find_blocks(model: nn.Module) -> str | None:
-    """Return the FQN of the largest `nn.ModuleList` whose children share one class.
-
-    Args:
-        model: Parameters may be on meta.
-    """
-    sizes = {
-        name: sum(p.numel() for p in module.parameters())
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
-    }
-    return max(sizes, key=lambda name: sizes[name], default=None)
 
 
 def _with(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
@@ -128,12 +109,16 @@ def _batch_layout(model: Any) -> BatchLayout:
     """
     name = type(model).__name__
     ids = {"input_ids": 1, **dict.fromkeys(_OPTIONAL, 1)}
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        ids = {}  # an image or a sound, which is no sequence of tokens yet
     if model.loss_type is None and not name.endswith("LMHeadModel"):
-        return BatchLayout(sequence_dims=ids, optional=_OPTIONAL)
+        return BatchLayout(sequence_dims=ids, optional=_OPTIONAL if ids else ())
     if model.loss_type in ("ForMaskedLM", "ForTokenClassification"):
         return BatchLayout(sequence_dims={**ids, "labels": 1}, labels="labels", optional=_OPTIONAL)
     if model.config.is_encoder_decoder:
         return BatchLayout(sequence_dims={"labels": 1}, labels="labels")
+    if (model.loss_type == "ForCausalLM" or name.endswith("LMHeadModel")) and not _shifts(model):
+        return BatchLayout(sequence_dims={**ids, "labels": 1}, labels="labels", optional=_OPTIONAL)
     if model.loss_type == "ForCausalLM" or name.endswith("LMHeadModel"):
         return BatchLayout(
             sequence_dims={**ids, "labels": 1, _SHIFTED: 1},
@@ -142,16 +127,33 @@ def _batch_layout(model: Any) -> BatchLayout:
             shifted=_SHIFTED,
             optional=(*_OPTIONAL, _SHIFTED),
         )
-    return BatchLayout(sequence_dims=ids, optional=_OPTIONAL)  # one label for a sample
+    # One label for a sample.
+    return BatchLayout(sequence_dims=ids, optional=_OPTIONAL if ids else ())
+
+
+def _shifts(model: Any) -> bool:
+    """Tell whether a causal model moves the labels itself; some take them moved already."""
+    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    return "loss_function" in source or "shift" in source
 
 
 def _takes_positions(model: Any) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def _why_not_divided(model: Any) -> str | None:
-    """Say why the sequences of a model cannot be divided, or None."""
+def _why_not_divided(model: Any, stacks: int) -> str | None:
+    """Say why the sequences of a model cannot be divided, or None.
+
+    Args:
+        model: A `transformers.PreTrainedModel`.
+        stacks: How many lists of blocks it has.
+    """
     name, config = type(model).__name__, model.config
+    if stacks > 1:
+        return (
+            f"{name} attends from one list of blocks to another, whose tokens are others. Use "
+            "context_parallel_size=1."
+        )
     if getattr(config, "output_router_logits", False):
         return (
             f"{name} adds an auxiliary loss of its routers, a product of means over all tokens "
@@ -166,7 +168,7 @@ def _why_not_divided(model: Any) -> str | None:
     return None
 
 
-def _captured(model: Any, blocks: nn.Module) -> dict[str, int]:
+def _captured(model: Any, containers: Sequence[nn.Module]) -> dict[str, int]:
     """Find the modules inside the blocks whose outputs the model collects by hooks for its loss.
 
     Hidden states and attention weights are collected on request only, and not for the loss.
@@ -180,7 +182,7 @@ def _captured(model: Any, blocks: nn.Module) -> dict[str, int]:
             for entry in entries if isinstance(entries, list) else [entries]:
                 kind: Any = getattr(entry, "target_class", entry)
                 index = getattr(entry, "index", 1)
-                for block in blocks.children():
+                for block in (block for blocks in containers for block in blocks.children()):
                     names = (n for n, m in block.named_modules() if n and isinstance(m, kind))
                     found |= dict.fromkeys(names, index)
     return found
@@ -191,13 +193,7 @@ def _edge_styles(model: Any, blocks: str) -> dict[str, TensorStyle]:
     styles: dict[str, TensorStyle] = {
         name: "replicated" for name in _owners(model) if not name.startswith(blocks)
     }
-    names = {module: name for name, module in model.named_modules()}
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if isinstance(table, nn.Embedding):
-        styles[names[table]] = "vocab_embedding"
-    if isinstance(head, nn.Linear):
-        styles[names[head]] = "vocab_head"
-    return styles
+    return {**styles, **vocabulary_styles(model)}
 
 
 def _owners(model: nn.Module) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Tensor-parallel styles of the modules inside the blocks of a Hugging Face model."""
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -105,6 +106,8 @@ class InBlockStyles:
     def _owner_style(self, fqn: str, module: nn.Module) -> TensorStyle | None:
         given = self._style_of(fqn)
         if given is not None:
+            if given == "moe_tp_experts" and len(inspect.signature(module.forward).parameters) != 3:
+                self.problems.append(f"{fqn} is not called with tokens, their experts and weights.")
             if given not in _OURS:
                 self.problems.append(f"{fqn} has the style {given!r}, which is not supported.")
             return _OURS.get(given)

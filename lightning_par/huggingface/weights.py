@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_par.checkpoint.index import Chunk, TensorEntry
-from lightning_par.checkpoint.reader import StoredTensor, StoredTensors
+from lightning_par.checkpoint.tensor_files import StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.upstream.transformers import ignored_keys

@@ -7,8 +7,9 @@ pattern, ``*`` stands for exactly one component: ``blocks.*.attention`` matches
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -60,13 +61,38 @@ def _refuse_unknown(kind: type, values: Mapping[str, Any]) -> None:
         )
 
 
+def _as_code(value: Any, indent: str) -> str:
+    """Write a plan, or a value in one, as source; texts in double quotes, as formatters want."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        items = ", ".join(_as_code(item, indent) for item in value)
+        return f"({items},)" if len(value) == 1 else f"({items})"
+    inner = indent + "    "
+    if isinstance(value, Mapping):
+        lines = [f"{_as_code(k, inner)}: {_as_code(v, inner)}" for k, v in value.items()]
+        opening, closing = "{", "}"
+    elif isinstance(value, ParallelPlan | BatchLayout):
+        given = {f.name: getattr(value, f.name) for f in fields(value)}
+        changed = {n: v for n, v in given.items() if v != getattr(type(value)(), n)}
+        lines = [f"{n}={_as_code(v, inner)}" for n, v in changed.items()]
+        opening, closing = f"{type(value).__name__}(", ")"
+    else:
+        return repr(value)
+    body = "".join(f"{inner}{line},\n" for line in lines)
+    return f"{opening}\n{body}{indent}{closing}" if lines else opening + closing
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """Where the labels and the sequence dims of a batch are.
+    """Where the labels and the sequence dims of a batch are, and how its loss is made of those of
+    its parts.
+
+    An entry is the key of a mapping, the name of an attribute, or the index of a tuple as text
+    (``"0"``); nested entries are joined by dots. What is left out is found in the first batch.
 
     Attributes:
-        sequence_dims: Batch entry -> the dim that holds its T tokens. An entry is a key of a
-            mapping or the index of a tuple as text (``"0"``); nested entries are joined by dots.
+        sequence_dims: Batch entry -> the dim that holds its T tokens.
         labels: The entry that holds the labels, or None: then every sample counts the same.
         ignore_index: Labels of this value do not count.
         label_shift: How many labels at the start of T the model drops (1 where it shifts by
@@ -75,6 +101,16 @@ class BatchLayout:
             model takes it under that keyword and drops none. Where sequences are divided, labels
             are shifted before, and given so.
         optional: Entries of `sequence_dims` that a batch may lack.
+        whole: Entries without a batch dim, which are never cut: class weights, tables.
+        batch_dims: Batch entry -> its batch dim, where that is not dim 0, or not to be seen from
+            the shapes. A list of one value per sample has the dim 0.
+        loss_weight: What one part of a batch weighs in the loss of the whole: ``"labels"`` (the
+            mean over the labels that count), ``"samples"`` (the mean over the samples), ``"sum"``
+            (the sum of the losses of the parts), the name of an entry (the mean weighted by the sum
+            of its values), or a function of a batch that returns a number. None: "labels" or
+            "samples", by `labels`, which the first training step checks on a few samples.
+        local_statistics: Whether layers that normalize over the batch in training (BatchNorm) may
+            take the samples of one micro-batch of one replica for the batch.
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
@@ -83,10 +119,21 @@ class BatchLayout:
     label_shift: int = 0
     shifted: str | None = None
     optional: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    batch_dims: Mapping[str, int] = field(default_factory=dict)
+    loss_weight: str | Callable[[Any], Any] | None = None
+    local_statistics: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "optional", _names("optional", self.optional))
-        object.__setattr__(self, "sequence_dims", _Frozen(self.sequence_dims))
+        for name in ("optional", "whole"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        for name in ("sequence_dims", "batch_dims"):
+            object.__setattr__(self, name, _Frozen(getattr(self, name)))
+        both = sorted({*self.whole} & {*self.batch_dims})
+        if both:
+            raise PlanError(f"the batch entries {both} are in `whole` and in `batch_dims`.")
+        if self.loss_weight == "labels" and self.labels is None:
+            raise PlanError("loss_weight='labels' needs labels= to name the entry that holds them.")
         if self.label_shift < 0:
             raise PlanError(f"label_shift={self.label_shift} must be 0 or more.")
 
@@ -97,16 +144,20 @@ class ParallelPlan:
 
     Attributes:
         blocks: FQN of the container (`nn.ModuleList`) of repeated blocks: pipeline cuts, units of
-            sharding and of compilation. None: the model cannot be cut into pipeline stages.
+            sharding and of compilation. Several, in the order in which they run, where a model
+            passes through one after the other, as through an encoder and a decoder. None: the model
+            cannot be cut into pipeline stages.
         first: FQNs used only before the blocks. What stands before the container is "first" by
             itself.
         last: FQNs used only after the blocks. What stands after the container is "last" by itself.
         replicated: FQNs that every pipeline stage holds; their gradients are summed over the
-            stages.
+            stages. What stands between two containers is "replicated" by itself.
         tied: Groups of parameter FQNs that are one parameter. Ties are also found by identity.
         carried: Attributes (tensors) that a block stores on itself and that code after the blocks
             reads.
-        tensor: FQN pattern -> `TensorStyle`.
+        kept: FQNs of blocks whose output code after later blocks reads, besides the next block. It
+            crosses the boundaries of stages whole. The last block of every container is kept.
+        tensor: FQN pattern -> `TensorStyle`; the empty pattern is the model itself.
         divided: FQN pattern -> attributes that count heads or features, lowered to the local count.
         batch: Where labels and sequence dims are.
         experts: FQN patterns of modules whose parameters have one entry per expert in dim 0, and
@@ -123,18 +174,19 @@ class ParallelPlan:
         counts: FQN pattern -> name and number of what a module counts (heads), where it has no such
             attribute; the tensor-parallel degree has to divide them.
         sequence_region: Where sequence parallelism shards activations: ``"model"``, from the
-            embedding to the head, or ``"blocks"``, from the input of the first block to the output
-            of the last.
-        refusals: ``"pipeline"``, ``"tensor"`` or ``"context"`` -> why the model is not cut so, and
-            what to declare.
+            embedding to the head; ``"blocks"``, from the input of the first block to the output of
+            the last; or ``"none"``, nowhere, as with ``sequence_parallel=False``.
+        refusals: ``"pipeline"``, ``"tensor"``, ``"context"`` or ``"batch"`` -> why the model is not
+            cut so, or a batch not divided among replicas and micro-batches, and what to declare.
     """
 
-    blocks: str | None = None
+    blocks: str | tuple[str, ...] | None = None
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     carried: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     batch: BatchLayout = field(default_factory=BatchLayout)
@@ -144,7 +196,7 @@ class ParallelPlan:
     positions: Mapping[str, str] | None = None
     captured: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    sequence_region: Literal["blocks", "model"] = "model"
+    sequence_region: Literal["blocks", "model", "none"] = "model"
     refusals: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,9 +208,9 @@ class ParallelPlan:
                     f"{nearest(style, TENSOR_STYLES)} "
                     f"Use one of {', '.join(TENSOR_STYLES)}."
                 )
-        if self.sequence_region not in ("blocks", "model"):
+        if self.sequence_region not in ("blocks", "model", "none"):
             problems.append(
-                f"sequence_region={self.sequence_region!r} must be 'blocks' or 'model'."
+                f"sequence_region={self.sequence_region!r} must be 'blocks', 'model' or 'none'."
             )
         raise_problems(PlanError, problems)
         divided = {k: _names(f"divided[{k!r}]", v) for k, v in self.divided.items()}
@@ -168,11 +220,20 @@ class ParallelPlan:
         values["counts"] = _Frozen({k: _Frozen(v) for k, v in self.counts.items()})
         values["refusals"] = _Frozen(self.refusals)
         values["positions"] = None if self.positions is None else _Frozen(self.positions)
-        names = ("first", "last", "replicated", "carried", "experts", "replica_sums")
+        if self.blocks is not None and not isinstance(self.blocks, str):
+            values["blocks"] = _names("blocks", self.blocks)
+        names = ("first", "last", "replicated", "carried", "kept", "experts", "replica_sums")
         for name in (*names, "checkpointable"):
             values[name] = _names(name, getattr(self, name))
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def containers(self) -> tuple[str, ...]:
+        """FQNs of the containers of blocks, in the order in which they run."""
+        if self.blocks is None:
+            return ()
+        return (self.blocks,) if isinstance(self.blocks, str) else self.blocks
 
     def under(self, prefix: str) -> "ParallelPlan":
         """Return the same plan as seen from a parent, in which the model stands at `prefix`.
@@ -185,12 +246,15 @@ class ParallelPlan:
         dot = prefix + "."
         return replace(
             self,
-            blocks=None if self.blocks is None else dot + self.blocks,
+            blocks=dot + self.blocks
+            if isinstance(self.blocks, str)
+            else self.blocks and tuple(dot + f for f in self.blocks),
             first=tuple(dot + f for f in self.first),
             last=tuple(dot + f for f in self.last),
             replicated=tuple(dot + f for f in self.replicated),
+            kept=tuple(dot + f for f in self.kept),
             tied=tuple(tuple(dot + f for f in group) for group in self.tied),
-            tensor={dot + k: v for k, v in self.tensor.items()},
+            tensor={dot + k if k else prefix: v for k, v in self.tensor.items()},
             divided={dot + k: v for k, v in self.divided.items()},
             counts={dot + k: v for k, v in self.counts.items()},
             experts=tuple(dot + f for f in self.experts),
@@ -202,11 +266,28 @@ class ParallelPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain dicts, lists and strings, ready for JSON or YAML."""
+        """Return the plan as plain dicts, lists and strings, ready for JSON or YAML.
+
+        A `loss_weight` that is a function is written as ``"module:function"``.
+        """
         shallow = {name: getattr(self, name) for name in self.__dataclass_fields__}
         shallow["batch"] = {n: getattr(self.batch, n) for n in self.batch.__dataclass_fields__}
+        weight = self.batch.loss_weight
+        if callable(weight):
+            shallow["batch"]["loss_weight"] = f"{weight.__module__}:{weight.__qualname__}"
         plain: dict[str, Any] = json.loads(json.dumps(shallow, default=dict))
         return plain
+
+    def as_code(self) -> str:
+        """Return the plan as Python source, without the fields that have their defaults.
+
+        Example:
+            >>> print(ParallelPlan(blocks="layers").as_code())
+            ParallelPlan(
+                blocks="layers",
+            )
+        """
+        return _as_code(self, "")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ParallelPlan":
@@ -222,6 +303,9 @@ class ParallelPlan:
         batch = values.get("batch", {})
         if not isinstance(batch, BatchLayout):
             _refuse_unknown(BatchLayout, batch)
+            weight = batch.get("loss_weight")
+            if isinstance(weight, str) and ":" in weight:
+                batch = {**batch, "loss_weight": pkgutil.resolve_name(weight)}
             batch = BatchLayout(**batch)
         return cls(**{**values, "batch": batch})
 

@@ -31,6 +31,8 @@ __all__ = ["ResolvedPlan", "balance_blocks", "check_plan", "resolve_plan"]
 _T = TypeVar("_T")
 
 _MOST_DEGREES = 64  # of those that a message lists
+_COLUMNS = ("colwise", "colwise_transposed", "fused_qkv_transposed")
+_CONTAINERS = ("experts", "gather_sequence")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +59,13 @@ class ResolvedPlan:
     canonical: Mapping[str, str]
     styles: Mapping[str, TensorStyle]
     divided: Mapping[str, tuple[str, ...]]
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Numbers of the blocks whose output later code reads, besides the next block."""
+        ends = {f.rpartition(".")[0]: number for number, f in enumerate(self.block_names)}
+        named = (self.block_names.index(f) for f in self.plan.kept)
+        return frozenset((*ends.values(), *named)) - {len(self.block_names) - 1}
 
     @cached_property
     def tied(self) -> tuple[tuple[str, ...], ...]:
@@ -98,7 +107,7 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     problems: list[str] = []
     blocks = _find_blocks(plan, modules, problems)
-    for role in ("first", "last", "replicated"):
+    for role in ("first", "last", "replicated", "kept"):
         problems += [
             _missing(f"{role} names {fqn!r}", fqn, [*modules, *parameters])
             for fqn in getattr(plan, role)
@@ -197,18 +206,19 @@ def balance_blocks(
 def _find_blocks(
     plan: ParallelPlan, modules: Mapping[str, nn.Module], problems: list[str]
 ) -> list[str]:
-    if plan.blocks is None:
-        return []
-    container = modules.get(plan.blocks)
-    if container is None:
-        problems.append(_missing(f"blocks names {plan.blocks!r}", plan.blocks, list(modules)))
-        return []
-    if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        problems.append(
-            f"blocks: {plan.blocks} is a {type(container).__name__}; name the ModuleList that "
-            "holds the blocks."
-        )
-    return [f"{plan.blocks}.{name}" for name, _ in container.named_children()]
+    found: list[str] = []
+    for fqn in plan.containers:
+        container = modules.get(fqn)
+        if container is None:
+            problems.append(_missing(f"blocks names {fqn!r}", fqn, list(modules)))
+            continue
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            problems.append(
+                f"blocks: {fqn} is a {type(container).__name__}; name the ModuleList that "
+                "holds the blocks."
+            )
+        found += [f"{fqn}.{name}" for name, _ in container.named_children()]
+    return found
 
 
 def _match_patterns(
@@ -217,7 +227,7 @@ def _match_patterns(
     found: dict[str, _T] = {}
     source: dict[str, str] = {}
     for pattern, value in patterns.items():
-        hits = [name for name in names if name and match_pattern(pattern, name)]
+        hits = [n for n in names if (n or not pattern) and match_pattern(pattern, n)]
         if not hits:
             problems.append(f"{kind}: {pattern!r} matches no module{_nearest(pattern, names)}")
         for name in hits:
@@ -283,11 +293,13 @@ def _check_pipeline(
         return [
             f"stage_blocks={list(stage_blocks)} has {len(stage_blocks)} entries with the sum "
             f"{sum(stage_blocks)}; {asked}{each} takes {num_stages} numbers of 1 or more "
-            f"that sum to the {count} blocks of {resolved.plan.blocks}, or leave stage_blocks out."
+            f"that sum to the {count} blocks of {', '.join(resolved.plan.containers)}, or leave "
+            "stage_blocks out."
         ]
     if num_stages > count:
         return [
-            f"{asked}{each}: {resolved.plan.blocks} has {count} blocks, and every stage needs one. "
+            f"{asked}{each}: {', '.join(resolved.plan.containers)} has {count} blocks, and every "
+            "stage needs one. "
             f"Use at most {count * num_ranks // num_stages}."
         ]
     return []
@@ -318,6 +330,7 @@ def _check_tensor(
     counts += [(f, f" has {n}={v}", v) for f, named in numbers.items() for n, v in named.items()]
     for fqn, style in resolved.styles.items():
         counts += _sharded_sizes(fqn, modules[fqn], style, degree, problems)
+    problems += _colwise_alone(resolved)
     fit = _fitting_degrees([size for *_, size in counts])
     misfits = [(f, t) for f, t, size in counts if size % degree]
     asked = f"tensor_parallel_size={degree}"
@@ -325,7 +338,7 @@ def _check_tensor(
         f"{asked}: {p}, not divisible by {degree}. Use {fit}, or other sizes in the model."
         for p in _alike(misfits)
     ]
-    if sequence_parallel:
+    if sequence_parallel and resolved.plan.sequence_region != "none":
         owners = dict.fromkeys(n.rpartition(".")[0] for n, _ in model.named_parameters())
         itself = f"{type(model).__name__} itself"
         bare = [(owner or itself, "") for owner in owners if owner not in resolved.styles]
@@ -338,15 +351,35 @@ def _check_tensor(
     return problems
 
 
+def _colwise_alone(resolved: ResolvedPlan) -> list[str]:
+    """Find colwise layers outside of a container, whose input would get a part of its gradient."""
+    inside = tuple(f"{f}." for f, style in resolved.styles.items() if style in _CONTAINERS)
+    alone = [
+        (fqn, f" is {style!r}")
+        for fqn, style in resolved.styles.items()
+        if style in _COLUMNS and not fqn.startswith(inside)
+    ]
+    return [
+        f"tensor: {text}, but no module around it is 'gather_sequence', which gives it its input "
+        "whole and sums the gradient of that. Give the module around it this style, or the layer "
+        "'colwise_gather_output'."
+        for text in _alike(alone)
+    ]
+
+
 def _sharded_sizes(
     fqn: str, module: nn.Module, style: TensorStyle, degree: int, problems: list[str]
 ) -> list[tuple[str, str, int]]:
     """Return what must divide by the degree: the FQN, the words about it and the size."""
     spec = TENSOR_STYLES[style]
     dim, ndim = spec.weight_dim, spec.weight_ndim
+    weight = getattr(module, "weight", None)
+    if style == "fused_qkv_transposed" and isinstance(weight, nn.Parameter):
+        third, rest = divmod(weight.shape[-1], 3)
+        words = f" has {weight.shape[-1]} columns, {third} each of query, key and value"
+        return [(f"{fqn}.weight", words, 1 if rest else third)]
     if dim is None or ndim is None:
         return []
-    weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != ndim:
         problems.append(
             f"tensor: {fqn} is a {type(module).__name__}, but {style!r} needs a module with a "

@@ -38,8 +38,8 @@ def classify_units(model: nn.Module, plan: ParallelPlan) -> dict[str, Place]:
     """Assign every module and parameter outside the blocks to the first, the last or every stage.
 
     Modules defined before the blocks go to the first stage, those after them to the last, and those
-    without parameters to every stage. A role in the plan overrides this, also for a module nested
-    in one that stands beside the blocks.
+    between two containers, or without parameters, to every stage. A role in the plan overrides
+    this, also for a module nested in one that stands beside the blocks.
 
     Args:
         model: Parameters may be on meta.
@@ -49,17 +49,31 @@ def classify_units(model: nn.Module, plan: ParallelPlan) -> dict[str, Place]:
         FQN of a module or direct parameter -> the stages that hold it; none lies inside another.
     """
     units: dict[str, Place] = {}
-    module, prefix = model, ""
-    for step in plan.blocks.split(".") if plan.blocks else ():
-        passed = False
-        for name, _ in module.named_parameters(recurse=False):
-            units[prefix + name] = _declared(plan, prefix + name) or "first"
-        for name, child in module.named_children():
-            passed = passed or name == step
-            if name != step:
-                _place(child, prefix + name, "last" if passed else "first", plan, units)
-        module, prefix = getattr(module, step), f"{prefix}{step}."
+    if plan.blocks is not None:
+        _place_around(model, "", set(plan.containers), plan, units)
     return units
+
+
+def _place_around(
+    module: nn.Module, prefix: str, ahead: set[str], plan: ParallelPlan, units: dict[str, Place]
+) -> None:
+    """Place what a module on the way to the containers holds; take those passed out of `ahead`."""
+
+    def place() -> Place:
+        if len(ahead) == len(plan.containers):
+            return "first"
+        return "every" if ahead else "last"
+
+    for name, _ in module.named_parameters(recurse=False):
+        units[prefix + name] = _declared(plan, prefix + name) or place()
+    for name, child in module.named_children():
+        fqn = prefix + name
+        if fqn in ahead:
+            ahead.discard(fqn)
+        elif any(container.startswith(fqn + ".") for container in ahead):
+            _place_around(child, fqn + ".", ahead, plan, units)
+        else:
+            _place(child, fqn, place(), plan, units)
 
 
 def edge_weights(model: nn.Module, units: Mapping[str, Place]) -> tuple[int, int]:

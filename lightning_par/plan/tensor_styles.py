@@ -23,6 +23,7 @@ __all__ = ["TENSOR_STYLES", "StyleSpec", "TensorStyle"]
 
 TensorStyle = Literal[
     "colwise",
+    "colwise_alone",
     "colwise_gather_output",
     "colwise_transposed",
     "expert_colwise",
@@ -32,6 +33,7 @@ TensorStyle = Literal[
     "fused_qkv_transposed",
     "gather_sequence",
     "replicated",
+    "replicated_inside",
     "replicated_with_grad_allreduce",
     "rowwise",
     "rowwise_transposed",
@@ -97,11 +99,20 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         bias_dim=0,
         weight_ndim=2,
     ),
+    "colwise_alone": StyleSpec(
+        meaning="like colwise, outside of a 'gather_sequence' container: its own input is made "
+        "whole along T",
+        weight_dim=0,
+        bias_dim=0,
+        weight_ndim=2,
+        crossing="enter",
+    ),
     "colwise_gather_output": StyleSpec(
         meaning="like colwise; the output is gathered",
         weight_dim=0,
         bias_dim=0,
         weight_ndim=2,
+        uneven=True,
         crossing="enter",
         output="gathered",
     ),
@@ -146,6 +157,10 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
     ),
     "replicated": StyleSpec(
         meaning="the same computation on every rank",
+        reason="every rank computes it alike",
+    ),
+    "replicated_inside": StyleSpec(
+        meaning="like replicated, for a module that reads parameters of modules inside it itself",
         reason="every rank computes it alike",
     ),
     "replicated_with_grad_allreduce": StyleSpec(

@@ -24,16 +24,14 @@ from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
-from lightning_par.engine.memory.estimate import MemoryEstimate
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.actions import TimedAction
-from lightning_par.errors import LightningParError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import ParallelPlan
-from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import AutoRule, ParallelSizes, Size
 from lightning_par.strategies.components.checkpoint_load import CheckpointLoad
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave
+from lightning_par.strategies.components.gather_after_run import gather_after_run
 from lightning_par.strategies.components.host_offload import (
     check_offload,
     HostOffload,
@@ -47,11 +45,14 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.parallelize import parallelize
 from lightning_par.strategies.setup.precision import AdoptedPrecision
 from lightning_par.strategies.setup.preflight import check_run
-from lightning_par.strategies.setup.stage_optimizers import check_optimizers, optimizers_of_a_stage
+from lightning_par.strategies.setup.stage_optimizers import (
+    optimizers_of_a_stage,
+    prepare_optimizers,
+)
 from lightning_par.strategies.step.runner import Step
 from lightning_par.upstream.lightning import move_optimizer_states, set_launcher
 
-__all__ = ["MeshStrategy", "memory_estimate"]
+__all__ = ["MeshStrategy"]
 
 
 class MeshStrategy(ParallelStrategy):
@@ -81,9 +82,8 @@ class MeshStrategy(ParallelStrategy):
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
         compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
             ``{"mode": "max-autotune"}``.
-        save_distributed_checkpoint: Write checkpoints as folders, to which every rank writes its
-            part and which any layout reads. False: as one file, gathered on rank 0, which a plain
-            `Trainer` reads, too.
+        checkpoint_format: ``"file"``, which a plain `Trainer` reads, too, ``"folder"``, or "auto".
+        save_distributed_checkpoint: Lightning's name: True is ``"folder"``, False ``"file"``.
         async_save: Train on while a checkpoint is written; costs a copy of weights and optimizer
             states in host memory.
         plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
@@ -92,10 +92,14 @@ class MeshStrategy(ParallelStrategy):
         timeout: Time after which a collective of any group gives up.
         on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
             "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
+        verify: Compare the first optimizer step with the same on one process, and end the run if
+            they differ: ``"first_step"`` always, ``"auto"`` where the model is small, False never.
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
         gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
             ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its
             fields).
+        gather_after_run: Give every rank the whole, plain module again once a run has ended;
+            "auto": where one for each rank takes no more than a quarter of the host's free memory.
 
     Attributes:
         options: What the user chose, and what callbacks added; see `change_options`.
@@ -129,14 +133,17 @@ class MeshStrategy(ParallelStrategy):
         stage_blocks: Sequence[int] | None = None,
         sequence_parallel: bool = True,
         compile_blocks: bool | dict[str, Any] = False,
-        save_distributed_checkpoint: bool = True,
+        checkpoint_format: str = "auto",
+        save_distributed_checkpoint: bool | None = None,
         async_save: bool = False,
         plan: ParallelPlan | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         on_nonfinite: str = "raise",
+        verify: bool | str = "auto",
         offload_options: OffloadOptions | dict[str, Any] | None = None,
         gradient_compression: GradientCompression | dict[str, Any] | str | None = None,
+        gather_after_run: bool | str = "auto",
         **lightning_options: Any,
     ) -> None:
         names = {field.name for field in fields(MeshOptions)}
@@ -216,8 +223,7 @@ class MeshStrategy(ParallelStrategy):
     def pipeline_timeline(self) -> list[list[TimedAction]]:
         """Return when every stage ran its actions in the last pipelined step, in seconds.
 
-        Every rank has to call this. Without a pipeline, or before a step, the list is empty. The
-        clock is `time.monotonic`, which the processes of one node share.
+        Every rank has to call this; empty without a pipeline. The clock is `time.monotonic`.
         """
         return self.parallel_model.steps.timeline()
 
@@ -265,8 +271,8 @@ class MeshStrategy(ParallelStrategy):
         """Refuse what cannot work before any other process starts."""
         if trainer is not None and isinstance(model, pl.LightningModule):
             check_trainer(trainer, model, self.sizes)
-            if self._parallel_model is None and next(model.parameters(), None) is not None:
-                check_module(model, self.options, self.sizes)
+            if not self._on_mesh(model) and next(model.parameters(), None) is not None:
+                check_module(model, self.options, self.sizes, infers=False)
 
     @override
     def setup_environment(self) -> None:
@@ -304,7 +310,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Inside `configure_model`, parameters are made on the meta device."""
-        if self._parallel_model is not None:
+        if self._on_mesh(self.lightning_module):
             yield
             return
         with record_construction() as self._record:
@@ -318,8 +324,8 @@ class MeshStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         plugin = self.precision_plugin = self._precision.adopt(self.precision_plugin)
-        if self._parallel_model is None or self._parallel_model.module is not module:
-            resolved = self._check(trainer, module)
+        if not self._on_mesh(module):
+            resolved = check_run(trainer, module, self.options, self.processes)
             if self._record is not None:
                 self._record.remember(module)
             self.model = plugin.convert_module(self.model)
@@ -332,29 +338,20 @@ class MeshStrategy(ParallelStrategy):
                 self.options,
                 self.activity,
             )
-        self._precision.connect(self._parallel_model.gradients)
+        self._precision.connect(self.parallel_model.gradients)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
-            if self.sizes.pipeline > 1:
-                with optimizers_of_a_stage():
-                    self.setup_optimizers(trainer)
-                check_optimizers(self.optimizers, self.mesh.group("pp"), self.root_device)
-            else:
+            with optimizers_of_a_stage(self.sizes.pipeline):
                 self.setup_optimizers(trainer)
+            prepare_optimizers(self.optimizers, self.parallel_model, self.root_device)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             move_optimizer_states(self.optimizers, self.root_device)
 
-    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> ResolvedPlan:
-        """Refuse what cannot work; of the processes that a script started, the first one speaks."""
-        assert self.cluster_environment is not None
-        device, ranks = self.root_device, self.processes.num_local
-        try:
-            return check_run(trainer, module, self.options, self.sizes, device, ranks)
-        except LightningParError:
-            if self.local_rank and not self.cluster_environment.creates_processes_externally:
-                raise SystemExit(1) from None
-            raise
+    def _on_mesh(self, module: pl.LightningModule | None) -> bool:
+        """Whether a module is in its parallel form already, as in the middle of a run."""
+        model = self._parallel_model
+        return model is not None and model.module is module and not model.forms.is_whole
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -387,7 +384,10 @@ class MeshStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_step()
         steps, module = self.parallel_model.steps, self.parallel_model.module
-        output, step = steps.training(self.precision_plugin, [*args, *kwargs.values()])
+        given = [*args, *kwargs.values()]
+        if not self.parallel_model.proof.is_over:  # a steady step does not even ask
+            self.parallel_model.proof.begin(self.parallel_model, self.precision_plugin, given)
+        output, step = steps.training(self.precision_plugin, given)
         if output is None or not module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
         else:
@@ -408,9 +408,7 @@ class MeshStrategy(ParallelStrategy):
         context = self.precision_plugin.predict_step_context
         return self._evaluate("predict_step", context, args, kwargs)
 
-    def _evaluate(
-        self, name: str, context: Callable[[], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _evaluate(self, name: str, context: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return self.parallel_model.steps.evaluation(name, context, [*args, *kwargs.values()])
 
     @override
@@ -432,6 +430,8 @@ class MeshStrategy(ParallelStrategy):
             with model.steps.backward(step):
                 plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
         model.gradients.after_backward()
+        if not model.proof.is_over:
+            model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
         loss = plugin.post_backward(loss, model.module)
         self.post_backward(loss)
@@ -464,31 +464,43 @@ class MeshStrategy(ParallelStrategy):
             with self.offload.block_backward_sync():
                 yield
 
+    def gradient_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Return FQN -> norm of each gradient over all ranks; every rank has to call this."""
+        return self.parallel_model.gradients.norms.of_parameters(norm_type)
+
+    def full_parameter(self, name: str) -> Tensor:
+        """Return a copy of a whole parameter, by its FQN; every rank has to call this."""
+        self.flush_offload()
+        return self.parallel_model.full_parameter(name)
+
     def gather_state_dict(self) -> dict[str, Any]:
         """Return the whole model's state dict on rank 0, on the CPU; elsewhere an empty dict.
 
         Every rank has to call this.
         """
         self.flush_offload()
-        return self.parallel_model.gather_weights()
+        with self.parallel_model.in_parallel_form():
+            return self.parallel_model.gather_weights()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.flush_offload()
-        return self._saving.weights(self.parallel_model)
+        with self.parallel_model.in_parallel_form():
+            return self._saving.weights(self.parallel_model)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.flush_offload()
-        return self._saving.optimizer(self.parallel_model, optimizer)
+        with self.parallel_model.in_parallel_form():
+            return self._saving.optimizer(self.parallel_model, optimizer)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        self._saving.save(
-            self.parallel_model, checkpoint, filepath, storage_options, self.checkpoint_io
-        )
+        model, plugin = self.parallel_model, self.checkpoint_io
+        with model.in_parallel_form():
+            self._saving.save(model, checkpoint, filepath, storage_options, plugin)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -530,7 +542,8 @@ class MeshStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         saved = checkpoint["optimizer_states"]
-        self._loading.load_optimizers(self.parallel_model, self.optimizers, saved)
+        with self.parallel_model.in_parallel_form():
+            self._loading.load_optimizers(self.parallel_model, self.optimizers, saved)
         self.flush_offload()
 
     def flush_offload(self) -> None:
@@ -555,17 +568,10 @@ class MeshStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         self.flush_offload()
 
-    @override
-    def on_validation_end(self) -> None:
+    def _end_evaluation(self) -> None:
         self.parallel_model.sharding.release()
 
-    @override
-    def on_test_end(self) -> None:
-        self.parallel_model.sharding.release()
-
-    @override
-    def on_predict_end(self) -> None:
-        self.parallel_model.sharding.release()
+    on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -577,7 +583,8 @@ class MeshStrategy(ParallelStrategy):
         self._drop_step()
         self._close_offload()
         if self._parallel_model is not None:
-            self._parallel_model.sharding.release()
+            self._parallel_model.proof.end_run()
+            gather_after_run(self._parallel_model, self.options, self.processes)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -585,16 +592,3 @@ class MeshStrategy(ParallelStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.processes.close()
-
-
-def memory_estimate(model: nn.Module, strategy: MeshStrategy) -> MemoryEstimate:
-    """Return the bytes that the fullest rank will hold, on its device and on its host, by kind.
-
-    Args:
-        model: Whole, as the user made it; parameters may be on meta.
-        strategy: A strategy that a Trainer has, so that it knows the devices.
-
-    Raises:
-        PlanError: The model does not fit the mesh.
-    """
-    return strategy.memory_check(model).estimate()

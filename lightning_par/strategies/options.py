@@ -21,9 +21,12 @@ from lightning_par.option_fields import read_fields
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
 
-__all__ = ["MeshOptions"]
+__all__ = ["CHECKPOINT_FORMATS", "MeshOptions"]
 
 _NONFINITE = ("raise", "skip", "ignore")
+_VERIFY = ("auto", "first_step", True, False)
+CHECKPOINT_FORMATS = ("auto", "file", "folder")
+"""Values of `checkpoint_format`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +59,17 @@ class MeshOptions:
     stage_blocks: Sequence[int] | None = None
     sequence_parallel: bool = True
     compile_blocks: bool | dict[str, Any] = False
-    save_distributed_checkpoint: bool = True
+    checkpoint_format: str = "auto"
+    save_distributed_checkpoint: bool | None = None
     async_save: bool = False
     plan: ParallelPlan | None = None
     process_group_backend: str | None = None
     timeout: timedelta | None = default_pg_timeout
     on_nonfinite: str = "raise"
+    verify: bool | str = "auto"
     offload_options: OffloadOptions | None = None
     gradient_compression: GradientCompression | None = None
+    gather_after_run: bool | str = "auto"
     auto_rule: AutoRule = "balanced"
     recomputation: Recomputation | None = None
     reduce_dtype: torch.dtype | None = None
@@ -73,18 +79,37 @@ class MeshOptions:
             "offload_options": read_offload_options(self.offload_options),
             "gradient_compression": read_compression(self.gradient_compression, self.zero_stage),
         }
-        if self.async_save and not self.save_distributed_checkpoint:
-            raise ConfigurationError(
-                "async_save=True needs save_distributed_checkpoint=True: one file is gathered and "
-                "written while all ranks wait."
-            )
+        read["checkpoint_format"] = self._read_checkpoint_format()
         raise_problems(ConfigurationError, [*self._schedule_problems(), *self._count_problems()])
         read["context_options"] = _read_context_options(self.context_options)
+        if self.gather_after_run not in (True, False, "auto"):
+            raise ConfigurationError(
+                f"gather_after_run={self.gather_after_run!r} must be True, False or 'auto'."
+            )
         if self.on_nonfinite not in _NONFINITE:
             valid = either([repr(choice) for choice in _NONFINITE])
             raise ConfigurationError(f"on_nonfinite={self.on_nonfinite!r} must be {valid}.")
+        if self.verify not in _VERIFY:
+            valid = either([repr(choice) for choice in _VERIFY])
+            raise ConfigurationError(f"verify={self.verify!r} must be {valid}.")
         for name, value in read.items():
             object.__setattr__(self, name, value)  # how a frozen dataclass sets its own fields
+
+    def _read_checkpoint_format(self) -> str:
+        """Return the form of checkpoints, from its own option or from that of Lightning."""
+        form, distributed = self.checkpoint_format, self.save_distributed_checkpoint
+        if form not in CHECKPOINT_FORMATS:
+            valid = either([repr(choice) for choice in CHECKPOINT_FORMATS])
+            raise ConfigurationError(f"checkpoint_format={form!r} must be {valid}.")
+        if distributed is None:
+            return form
+        other = "folder" if distributed else "file"
+        if form not in ("auto", other):
+            raise ConfigurationError(
+                f"save_distributed_checkpoint={distributed} means checkpoint_format={other!r}, but "
+                f"checkpoint_format={form!r} is given, too. Give one of them."
+            )
+        return other
 
     def _schedule_problems(self) -> list[str]:
         problems, schedule, virtual = [], self.schedule, self.virtual_pipeline_size

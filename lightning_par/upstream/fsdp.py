@@ -1,5 +1,9 @@
 """FSDP2 units (`torch.distributed.fsdp.FSDPModule`)."""
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_par.upstream.presence import names_of
@@ -7,8 +11,32 @@ from lightning_par.upstream.presence import names_of
 with names_of("torch"):
     _get_state = FSDPModule._get_fsdp_state
     _set_unshard_async_op = FSDPModule._set_unshard_async_op
+    from torch.distributed._composable_state import _module_state_mapping
 
-__all__ = ["initialize", "reduce_gradients", "unshard_without_streams"]
+__all__ = [
+    "attach_states",
+    "detach_states",
+    "initialize",
+    "reduce_gradients",
+    "unshard_without_streams",
+]
+
+
+def detach_states(modules: Iterable[nn.Module]) -> dict[nn.Module, Any]:
+    """Let FSDP2 forget modules, which `fully_shard` could not take again otherwise.
+
+    Nothing public undoes `fully_shard`. The state itself lives on in the hooks of the module.
+
+    Returns:
+        What `attach_states` needs to undo this.
+    """
+    found = [module for module in modules if module in _module_state_mapping]
+    return {module: _module_state_mapping.pop(module) for module in found}
+
+
+def attach_states(states: Mapping[nn.Module, Any]) -> None:
+    """Undo `detach_states`."""
+    _module_state_mapping.update(states)
 
 
 def initialize(root: FSDPModule) -> None:

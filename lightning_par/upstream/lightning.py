@@ -11,6 +11,8 @@
                               `ThroughputMonitor` finds it
 `init_process_group`          make the default process group from a cluster environment, with its
                               messages and its clean-up
+`plain_after_closure`         what every precision plugin does between closure and step, for one
+                              that adds to it
 `move_optimizer_states`       move the states of optimizers to a device, but not their steps
 `reduce_tensor`               all-reduce with the names and the barrier of Lightning's strategies
 `set_threads`                 divide the cores among the processes of a node, unless the
@@ -38,8 +40,8 @@ with names_of("lightning"):
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-    _after_closure = Precision._after_closure
     CLIP_GRADIENTS = Precision._clip_gradients.__name__
+    plain_after_closure = Precision._after_closure
     # Called by, or overridden in, classes of ours: a Lightning that renames one would not call it.
     _HOOKS = (
         _SubprocessScriptLauncher._call_children_scripts,
@@ -58,6 +60,7 @@ __all__ = [
     "is_logging_step",
     "launch_scripts",
     "move_optimizer_states",
+    "plain_after_closure",
     "reduce_tensor",
     "set_launcher",
     "set_threads",
@@ -80,7 +83,7 @@ def after_closure(plugin: Precision, module: pl.LightningModule, optimizer: Opti
 
     A precision plugin with an `optimizer_step` of its own has to call it; Lightning's own do.
     """
-    _after_closure(plugin, module, optimizer)
+    plugin._after_closure(module, optimizer)
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:

@@ -7,6 +7,7 @@ shape, `dtype` and `device`. Torch's notes on wrapper subclasses use it; there i
 extending torch tell subclasses to use it; there is no public name.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -19,10 +20,11 @@ with names_of("torch"):
     _make_subclass = Tensor._make_subclass
     plain_functions = torch._C.DisableTorchFunctionSubclass
     # Read where they are used; looked up here so that nothing is read from a torch without them.
-    _CHECKED = (Tensor._version, torch.UntypedStorage._cdata)
+    _CHECKED = (Tensor._version, Tensor._backward_hooks, torch.UntypedStorage._cdata)
 
 __all__ = [
     "count_of_changes",
+    "gradient_hooks",
     "make_subclass",
     "make_wrapper",
     "plain_functions",
@@ -59,3 +61,8 @@ def make_subclass(kind: type[T], data: Tensor, requires_grad: bool) -> T:
     """
     made: T = _make_subclass(kind, data, requires_grad)
     return made
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[..., object]]:
+    """Return what `Tensor.register_hook` was given; torch has no public list of it."""
+    return list((tensor._backward_hooks or {}).values())

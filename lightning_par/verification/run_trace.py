@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_par.engine.batch import batch_size, split_batch
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.strategies.proof.determinism import DoublePrecision, WithoutDropout
 from lightning_par.strategies.step.pipelined_step import loss_of
-from lightning_par.verification.determinism import DoublePrecision, WithoutDropout
 from lightning_par.verification.layouts import strategy_at
 
 __all__ = ["Subject", "Trace", "describe_error", "trace_steps"]

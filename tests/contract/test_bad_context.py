@@ -204,8 +204,8 @@ DURING = {
     "dropout": r"dropout_p=0\.1 of attention weights is not supported with context_parallel_size=2",
     "mask of pairs": r"attn_mask of shape \(6, 6\) with is_causal=False.*\[B, 1, 1, 6\]",
     "weights": r"attn_mask holds numbers other than 0 and minus infinity",
-    "memory": r"attention over \(4, 2, 6, 12\), \(4, 2, 2, 12\).*\[B, heads, 6, H\]",
-    "by hand": r"no attention of the blocks 'model\.blocks' was seen",
+    "memory": r"mixes tokens with __getitem__, .* the 6 tokens of one rank",
+    "by hand": r"mixes tokens with softmax, .* call F.scaled_dot_product_attention",
     "module": r"nn\.MultiheadAttention cannot be divided over context_parallel_size=2",
     "forward": r"the plan gives positions to 'model', but no such module was called",
 }

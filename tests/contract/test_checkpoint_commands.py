@@ -31,12 +31,13 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: object) -> tup
     return int(ended.value.code or 0), said.out, said.err
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+@pytest.fixture(scope="module", params=["file", "folder"])
+def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A checkpoint of four ranks, and the whole state."""
     folder = tmp_path_factory.mktemp("trained")
     path = folder / "a.ckpt"
-    results = run_layout("tp2 pp2", folder, steps=2, save_at=2, save_to=path)
+    form = {"checkpoint_format": request.param}
+    results = run_layout("tp2 pp2", folder, steps=2, save_at=2, save_to=path, **form)
     return path, results[0]["saved"]
 
 
@@ -48,7 +49,7 @@ def test_inspect_says_what_is_there(trained: Any, monkeypatch: Any, capsys: Any)
     for words in (
         f"{path}: step 2, epoch 0",
         "written by 4 ranks: pp 2 x tp 2",
-        "weights: 4 files",
+        "weights: 4 files" if path.is_dir() else " parts, ",
         f"of {numbers:,} numbers (float64), 1 more names of tied ones",
         "1 optimizers",
         "model.embed.weight [257, 12] float64 in 2 parts",

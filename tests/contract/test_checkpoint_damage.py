@@ -8,8 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.reader import find_problems
+from lightning_par.checkpoint.reader import CheckpointReader, find_problems
 from lightning_par.errors import CheckpointError
 from tests.contract.test_checkpoints import fit
 from tests.support.ranks.api import ranks
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.contract
 @ranks(2, fresh=True)
 def test_damaged_file_is_named_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "a")
-    fit(world, "tp2", [saver], max_epochs=1)
+    fit(world, "tp2", [saver], max_epochs=1, strategy={"checkpoint_format": "folder"})
     folder = tmp_path / "a.ckpt"
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
@@ -49,17 +48,18 @@ class FullDisk(Callback):
 
 
 @ranks(2, fresh=True)
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("background", "form"), [(False, "file"), (True, "folder")])
 def test_full_disk_on_one_rank_keeps_the_previous_checkpoint_and_stops_all(
-    rank: int, world: int, background: bool, tmp_path: Path
+    rank: int, world: int, background: bool, form: str, tmp_path: Path
 ) -> None:
     """In the background the next save, here the end of the run, says so."""
     saver = ModelCheckpoint(tmp_path, "a", save_top_k=-1, enable_version_counter=False)
+    options = {"async_save": background, "checkpoint_format": form}
     with pytest.raises(CheckpointError) as caught:
-        fit(world, "dp2", [FullDisk(), saver], strategy={"async_save": background})
+        fit(world, "dp2", [FullDisk(), saver], strategy=options)
     assert "what was there before is untouched: rank 1: OSError: [Errno 27]" in str(caught.value)
     torch.distributed.barrier()
     assert find_problems(tmp_path / "a.ckpt") == []
-    assert Manifest.read(tmp_path / "a.ckpt").step == 3
+    assert CheckpointReader(tmp_path / "a.ckpt").manifest.step == 3
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -11,10 +11,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from safetensors.torch import load_file, save_file
 
-from lightning_par.checkpoint.index import is_checkpoint_folder, Manifest
+from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint
 from lightning_par.dtensor import local_part
 from lightning_par.errors import CheckpointError, ConfigurationError
 from tests.contract.subject import data, files, LAYOUTS, TalkativeModule
@@ -86,7 +86,8 @@ def best_and_last(rank: int, world: int, folder: Path, layout: str, options: Run
         "files": files(folder),
         "best": Path(top.best_model_path).name,
         "linked": (folder / "steps" / "last.ckpt").is_symlink(),
-        "complete": all(is_checkpoint_folder(p) for p in folder.rglob("*.ckpt")),
+        "complete": all(is_checkpoint(p) for p in folder.rglob("*.ckpt")),
+        "form": {("file", "folder")[p.is_dir()] for p in folder.rglob("*.ckpt")},
         "hidden": [p.name for p in folder.rglob(".*")],
         "last is the end": same(made, module, "last"),
         "best of all": same(made, module, "best") == (top.best_model_path[-6] == "1"),
@@ -96,10 +97,12 @@ def best_and_last(rank: int, world: int, folder: Path, layout: str, options: Run
     return found
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("background", "form"), [(False, "folder"), (True, "file")])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_best_last_and_every_few_steps(layout: str, background: bool, tmp_path: Path) -> None:
-    options = {"async_save": background}
+def test_best_last_and_every_few_steps(
+    layout: str, background: bool, form: str, tmp_path: Path
+) -> None:
+    options = {"async_save": background, "checkpoint_format": form}
     results = run_ranks(best_and_last, 2, tmp_path, layout, options, timeout=120)
     for result in results:
         best = result.pop("best")
@@ -110,6 +113,7 @@ def test_best_last_and_every_few_steps(layout: str, background: bool, tmp_path: 
             ],
             "linked": not background,
             "complete": True,
+            "form": {form},
             "hidden": [],
             "last is the end": True,
             "best of all": True,
@@ -120,7 +124,7 @@ def test_best_last_and_every_few_steps(layout: str, background: bool, tmp_path: 
 def weights_alone(rank: int, world: int, folder: Path) -> Run:
     saver = ModelCheckpoint(folder, "weights", save_weights_only=True)
     module = TalkativeModule()
-    made = fit(world, "dp2", [saver], module=module)
+    made = fit(world, "dp2", [saver], module=module, strategy={"checkpoint_format": "folder"})
     made.strategy.barrier()
     found = {"same": same(made, module, folder / "weights.ckpt"), "files": []}
     found["files"] = sorted(p.name.partition("-")[0] for p in (folder / "weights.ckpt").iterdir())
@@ -168,7 +172,7 @@ def fail(rank: int, world: int, folder: Path, layout: str, failing: list[int]) -
 def test_exception_on_all_ranks_saves(layout: str, tmp_path: Path) -> None:
     run_ranks(fail, 2, tmp_path, layout, [0, 1], fresh=True)
     assert files(tmp_path) == ["last.ckpt", "signal", "step=2.ckpt"]
-    assert Manifest.read(tmp_path / "step=2.ckpt").step == 2
+    assert CheckpointReader(tmp_path / "step=2.ckpt").manifest.step == 2
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -179,12 +183,12 @@ def test_exception_on_one_rank_saves_nothing_and_ends(failing: int, tmp_path: Pa
 
 
 @ranks(2, fresh=True)
-def test_on_exception_checkpoint_is_a_folder(rank: int, world: int, tmp_path: Path) -> None:
+def test_on_exception_checkpoint_is_whole(rank: int, world: int, tmp_path: Path) -> None:
     saver = OnExceptionCheckpoint(tmp_path)
     with pytest.raises(KeyError, match="no such thing"):
         fit(world, "tp2", [saver, Fails([0, 1])])
     torch.distributed.barrier()
-    assert is_checkpoint_folder(tmp_path / "on_exception.ckpt")
+    assert is_checkpoint(tmp_path / "on_exception.ckpt")
 
 
 # ---------------------------------------------------------------- trust
@@ -253,11 +257,16 @@ class Hyper(TalkativeModule):
         self.save_hyperparameters()
 
 
+class OwnIO(TorchCheckpointIO):
+    """A plugin, which is given what rank 0 has gathered."""
+
+
 @ranks(2, fresh=True)
 def test_file_of_lightning_with_a_pickle_needs_trust(rank: int, world: int, tmp_path: Path) -> None:
-    one_file = {"save_distributed_checkpoint": False}
     saver = ModelCheckpoint(tmp_path, "a")
-    fit(world, "tp2", [saver], module=Hyper(Custom(1)), strategy=one_file)
+    fit(world, "tp2", [saver], module=Hyper(Custom(1)), plugins=[OwnIO()])
+    torch.distributed.barrier()
+    assert not is_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"a\.ckpt holds more.*pass weights_only=False"):
         fit(world, "tp2", [], module=Hyper(), ckpt=tmp_path / "a.ckpt", max_epochs=3)
     trusted = {"ckpt": tmp_path / "a.ckpt", "weights_only": False}
@@ -331,11 +340,15 @@ def write_weights(path: Path, whole: Run, form: str) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def test_background_needs_folders() -> None:
+def test_forms_have_names_and_do_not_contradict() -> None:
     import lightning_par
 
-    with pytest.raises(ConfigurationError, match="async_save=True needs save_distributed_check"):
-        lightning_par.Hybrid3DStrategy(async_save=True, save_distributed_checkpoint=False)
+    with pytest.raises(ConfigurationError, match=r"'zip' must be 'auto', 'file' or 'folder'"):
+        lightning_par.Hybrid3DStrategy(checkpoint_format="zip")
+    with pytest.raises(ConfigurationError, match="=True means checkpoint_format='folder', but"):
+        lightning_par.Hybrid3DStrategy(checkpoint_format="file", save_distributed_checkpoint=True)
+    chosen = lightning_par.Hybrid3DStrategy(save_distributed_checkpoint=False)
+    assert chosen.options.checkpoint_format == "file"
 
 
 @ranks(2, fresh=True)
@@ -344,8 +357,11 @@ def test_what_cannot_be_loaded_or_saved_is_refused(rank: int, world: int, tmp_pa
     (tmp_path / "empty").mkdir(exist_ok=True)
     with pytest.raises(CheckpointError, match=r"neither a manifest\.json"):
         fit(world, "dp2", [], ckpt=tmp_path / "empty")
+    folder = {"checkpoint_format": "folder"}
     with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO writes .* as one file"):
-        fit(world, "dp2", [], plugins=[AsyncCheckpointIO()])
+        fit(world, "dp2", [], plugins=[AsyncCheckpointIO()], strategy=folder)
+    with pytest.raises(ConfigurationError, match=r"async_save=True with the plugin Async"):
+        fit(world, "dp2", [], plugins=[AsyncCheckpointIO()], strategy={"async_save": True})
     link = ModelCheckpoint(tmp_path, "b", save_last="link")
     with pytest.raises(ConfigurationError, match=r"save_last='link'.*Use save_last=True"):
         fit(world, "dp2", [link], strategy={"async_save": True})
@@ -354,8 +370,9 @@ def test_what_cannot_be_loaded_or_saved_is_refused(rank: int, world: int, tmp_pa
     with pytest.raises(CheckpointError, match=r"unexpected model\.blocks\.3"):
         fit(world, "dp2", [], module=Short(), ckpt=tmp_path / "a.ckpt", max_epochs=3)
     saver = ModelCheckpoint("memory://x", "a")
-    with pytest.raises(ConfigurationError, match=r"memory://x.*save_distributed_checkpoint=False"):
-        fit(world, "dp2", [saver])
+    with pytest.raises(ConfigurationError, match=r"memory://x.*checkpoint_format='file'"):
+        fit(world, "dp2", [saver], strategy=folder)
+    fit(world, "dp2", [ModelCheckpoint("memory://x", "a")])  # gathered, as for every such place
 
 
 class Frozen(TalkativeModule):

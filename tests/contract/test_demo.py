@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_par.checkpoint.index import is_checkpoint_folder
+from lightning_par.checkpoint.reader import is_checkpoint
 from lightning_par.models import GPTModule
 
 pytestmark = pytest.mark.contract
@@ -27,6 +27,7 @@ def test_demo_trains_draws_and_writes(tmp_path: Path) -> None:
     assert "Trained on 4 processes (pp 2 x tp 2) for 10 steps" in done.stderr
     assert "    | def main(argv):" in done.stderr
     assert (tmp_path / "pipeline.png").stat().st_size > 10_000
-    assert is_checkpoint_folder(tmp_path / "gpt-step=10.ckpt")
+    path = tmp_path / "gpt-step=10.ckpt"
+    assert is_checkpoint(path)
     assert (tmp_path / "logs" / "version_0" / "metrics.csv").exists()
-    assert GPTModule.load_from_checkpoint(tmp_path / "gpt.ckpt").config.num_layers
+    assert GPTModule.load_from_checkpoint(path).config.num_layers

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("train_script.py")
 LAUNCHERS = ("RANK", "LOCAL_", "WORLD_", "NODE_", "MASTER_", "SLURM_", "TORCHELASTIC_", "GROUP_")
 MARK = "LIGHTNING_PAR_TEST_RUN"
-LIMIT = 100.0
+LIMIT = 160.0
 pytestmark = pytest.mark.contract
 
 

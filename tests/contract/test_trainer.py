@@ -51,10 +51,7 @@ def start_rank(
     def strategy() -> Any:
         if layout == "one":
             return "auto"
-        one_file = scenario == "resumed"  # that a plain Trainer reads, too
-        return lightning_par.Hybrid3DStrategy(
-            **LAYOUTS[layout], save_distributed_checkpoint=not one_file
-        )
+        return lightning_par.Hybrid3DStrategy(**LAYOUTS[layout])
 
     return start(scenario, strategy, folder, world, replicas, **o)
 

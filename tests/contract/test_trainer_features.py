@@ -113,9 +113,8 @@ def test_features_work_as_on_one_device(layout: str, tmp_path: Path) -> None:
 
 def predict(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
     """Predict 9, 3 and 7 samples, and train after each."""
-    trainer = quiet_trainer(
-        devices=world, strategy=lightning_par.Hybrid3DStrategy(**options), max_epochs=1
-    )
+    strategy = lightning_par.Hybrid3DStrategy(**options, gather_after_run=False)
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_epochs=1)
     module = TalkativeModule(optimizer="sgd")
     found = []
     for size in (9, 3, 7):

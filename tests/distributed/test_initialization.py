@@ -25,7 +25,7 @@ def initial_weights(rank: int, world: int, options: dict[str, Any]) -> Any:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=Hybrid3DStrategy(**options),
+        strategy=Hybrid3DStrategy(**options, gather_after_run=False),
         max_steps=0,
         logger=False,
         enable_checkpointing=False,

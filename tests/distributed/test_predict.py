@@ -56,7 +56,12 @@ def evaluate(rank: int, world: int) -> bool:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=Hybrid3DStrategy(tensor_parallel_size=1, pipeline_parallel_size=1, zero_stage=3),
+        strategy=Hybrid3DStrategy(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            zero_stage=3,
+            gather_after_run=False,
+        ),
         max_steps=1,
         logger=False,
         enable_checkpointing=False,

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.checkpoint.file_writer import begin_file, commit_file, outline, write_slices
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.pieces import Piece
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.save_coordinator import CheckpointSaver, SaveMetadata
-from lightning_par.checkpoint.writer import commit, make_part, write_part
+from lightning_par.checkpoint.save_coordinator import CheckpointSaver
+from lightning_par.checkpoint.writer import commit, make_part, SaveMetadata, write_part
 from lightning_par.dtensor import Box
 
 WORLD = 2
@@ -42,7 +43,9 @@ def pieces_of(values: dict[str, Tensor], rank: int) -> list[Piece]:
     return found
 
 
-def part_of(seed: int, rank: int, world: int = WORLD, state: Any = None) -> Any:
+def part_of(
+    seed: int, rank: int, world: int = WORLD, state: Any = None, *, as_file: bool = False
+) -> Any:
     """What one rank would write."""
     values = make_values(seed)
     if world == 1:
@@ -57,7 +60,14 @@ def part_of(seed: int, rank: int, world: int = WORLD, state: Any = None) -> Any:
     state = {"epoch": seed, "tensor": torch.full((3,), seed), **(state or {})}
     groups = [[{"lr": 0.1, "params": list(values)}]]
     return make_part(
-        rank, world, step=seed, weights=pieces, optimizer=moments, state=state, groups=groups
+        rank,
+        world,
+        step=seed,
+        weights=pieces,
+        optimizer=moments,
+        state=state,
+        groups=groups,
+        plain={"state_dict": None, "optimizer_states": [], **state} if as_file else None,
     )
 
 
@@ -71,12 +81,34 @@ def write_folder(path: Path, seed: int, state: Any = None) -> Path:
     return path
 
 
-def save_alone(path: Path, seed: int) -> None:
+def write_file(path: Path, seed: int, state: Any = None) -> Path:
+    """Write a checkpoint of two ranks that is one file."""
+    partial = path.with_name(f".{path.name}.partial")
+    parts = [part_of(seed, rank, state=state, as_file=True) for rank in range(WORLD)]
+    order = SaveMetadata(
+        manifest=Manifest(world_size=WORLD, step=seed, epoch=seed),
+        aliases={"tied": "table"},
+        place=list(make_values(seed)).index,
+    )
+    skeleton = begin_file(partial, [outline(part) for part in parts], parts[0], order)
+    starts = {**skeleton.starts, **skeleton.places}
+    reports = [
+        write_slices(partial, part, None if part.rank else skeleton, starts) for part in parts
+    ]
+    commit_file(partial, path, reports, skeleton, order.manifest)
+    return path
+
+
+WRITERS = {"folder": write_folder, "file": write_file}
+"""Form of a checkpoint -> function that writes one of two ranks."""
+
+
+def save_alone(path: Path, seed: int, *, as_file: bool = False) -> None:
     """Save as the only rank."""
     order = SaveMetadata(
         manifest=Manifest(world_size=1, step=seed), aliases={}, place=list(make_values(seed)).index
     )
-    CheckpointSaver().save(path, part_of(seed, 0, 1), order)
+    CheckpointSaver().save(path, part_of(seed, 0, 1, as_file=as_file), order)
 
 
 def read_folder(path: Path) -> dict[str, Tensor]:

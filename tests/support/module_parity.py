@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 import lightning_par
-from tests.support.parity import _local_shapes, quiet_trainer, Recorder, TOLERANCE
+from tests.support.parity import quiet_trainer, Recorder, TOLERANCE
 from tests.support.ranks.api import run_ranks
 
 Made = tuple[pl.LightningModule, Dataset[Any]]
@@ -69,7 +69,7 @@ def train_model(
         "losses": recorder.losses,
         "gradients": recorder.gradients,
         "weights": {k: v.detach().clone() for k, v in state.items()},
-        "shapes": _local_shapes(dict(module.named_parameters())),
+        "shapes": recorder.shapes,
         "logged": {k: float(v) for k, v in made.callback_metrics.items()},
     }
 

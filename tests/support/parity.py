@@ -25,6 +25,8 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.gradients: list[dict[str, Tensor | None]] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.states: dict[str, tuple[int, ...]] = {}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         found = {}
@@ -37,6 +39,11 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note what this rank holds; after the run it holds the whole module."""
+        self.shapes = _local_shapes(dict(pl_module.named_parameters()))
+        self.states = _local_shapes(_momenta(pl_module, trainer.optimizers[0]))
 
 
 def quiet_trainer(**options: Any) -> pl.Trainer:
@@ -83,8 +90,8 @@ def train(
         "gradients": recorder.gradients,
         "weights": {k: v.detach().clone() for k, v in state.items()},
         "val_loss": float(made.callback_metrics["val_loss"]),
-        "shapes": _local_shapes(dict(user.named_parameters())),
-        "states": _local_shapes(_momenta(user, made.optimizers[0])),
+        "shapes": recorder.shapes,
+        "states": recorder.states,
     }
 
 

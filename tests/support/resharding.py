@@ -95,7 +95,8 @@ def whole_state(trainer: Any) -> Run:
     if hasattr(strategy, "gather_state_dict"):
         weights = strategy.gather_state_dict()
         states = strategy.parallel_model.states
-        optimizers = [states.gather_optimizer(module, o) for o in trainer.optimizers]
+        with strategy.parallel_model.in_parallel_form():
+            optimizers = [states.gather_optimizer(module, o) for o in trainer.optimizers]
     else:
         weights, optimizers = module.state_dict(), [o.state_dict() for o in trainer.optimizers]
     kept = {

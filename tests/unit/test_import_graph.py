@@ -37,7 +37,7 @@ ORDER = """
     engine.offload
     engine.memory  engine.grad_scaler
     profiling  huggingface
-    plan.lookup
+    plan.lookup  plan.inference
     strategies  models
     callbacks  verification  demo
     registration

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function, TorchFunctionMode
 
 from lightning_par.engine.annotations import Bool, Float
+from lightning_par.engine.context.mixing import check_mixing
 from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError
@@ -123,6 +124,8 @@ class _Interception(TorchFunctionMode):
                 f"{self._axis.group.size()} ranks, since it computes attention out of sight. Call "
                 "F.scaled_dot_product_attention or lightning_par.attention in the block."
             )
+        if self._axis.looks:
+            check_mixing(func, args, options, self._axis.layout.local)
         return func(*args, **options)
 
     def _dot_product(

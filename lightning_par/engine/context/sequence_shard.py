@@ -48,6 +48,7 @@ class SequenceShard:
             last one.
         calls: Number of attention calls that ran over the axis.
         fills: Number of times that positions were given to a module, or brought by its caller.
+        looks: Whether blocks are watched for what else mixes tokens, as in the first step.
         checks: Called with every batch before it is sharded; raise to refuse it.
     """
 
@@ -60,6 +61,7 @@ class SequenceShard:
     positions: Tensor | None = None
     calls: int = 0
     fills: int = 0
+    looks: bool = True
     checks: list[Callable[[Any], None]] = field(default_factory=list)
     _masks: dict[Any, tuple[Tensor, KeyMask]] = field(default_factory=dict)
 

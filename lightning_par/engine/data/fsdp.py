@@ -141,8 +141,6 @@ class Sharding:
         if not isinstance(self._root, FSDPModule):
             return
         with torch.inference_mode(False):
-            # FSDP finds its root lazily, in the first forward; unshard needs it now.
-            initialize(self._root)
             for unit in self._units:
                 unit.unshard()
                 unit.set_reshard_after_forward(False, recurse=False)
@@ -218,6 +216,8 @@ def shard_model(
         runs = [resolved.block_names[lo:hi] for lo, hi in bounds or every]
         held = [[model.get_submodule(n) for n in r] for r in runs if set(r) & set(units)]
         _gather_ahead(root, held)
+    assert isinstance(root, FSDPModule)
+    initialize(root)  # now, so that all that changes the modules has happened after set-up
     return Sharding(root, zero_stage, () if experts is None else list(experts.modules.values()))
 
 

@@ -90,8 +90,10 @@ class Materializer:
             placed = shard_parameter(full, placements, mesh, requires_grad=wants_grad)
         elif self.tensor is not None and placement is not None:
             placed = shard_parameter(full, (placement,), self.tensor.mesh, requires_grad=wants_grad)
-        else:
+        elif parameter.is_meta:
             placed = nn.Parameter(full, requires_grad=wants_grad)
+        else:  # the same object, which the user's code may hold
+            placed, parameter.data = parameter, full
         placed.__dict__.update(parameter.__dict__)
         self._done[id(parameter)] = (placed, parameter)
         return placed

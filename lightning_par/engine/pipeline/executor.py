@@ -136,6 +136,7 @@ class PipelineExecutor:
         signatures: Sequence[Hashable],
         scaled_loss_of: Callable[[int, Any], Tensor] | None,
         around: Callable[[int], AbstractContextManager[bool]] = lambda _: nullcontext(True),
+        replay: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> PipelineRun:
         """Run every action of this rank.
 
@@ -147,11 +148,12 @@ class PipelineExecutor:
                 a micro-batch's result; None runs forward only.
             around: Context around the backward of a micro-batch's loss; its value says whether the
                 gradients count, and the previous stage gets 0 for those that do not.
+            replay: Context around every backward of a micro-batch, which may recompute blocks.
 
         **Communicates**: every activation once to the next stage, every gradient of one once to the
         previous.
         """
-        walk = _Walk(self, step, signatures, scaled_loss_of, around)
+        walk = _Walk(self, step, signatures, scaled_loss_of, around, replay)
         walk.go(schedule.actions[schedule.rank_of_stage[self.stages[0].index]])
         for link in self.links.values():
             link.activations.drain()
@@ -169,12 +171,13 @@ class _Walk:
         signatures: Sequence[Hashable],
         scaled_loss_of: Callable[[int, Any], Tensor] | None,
         around: Callable[[int], AbstractContextManager[bool]],
+        replay: Callable[[int], AbstractContextManager[None]],
     ) -> None:
         self.stages = {stage.index: stage for stage in executor.stages}
         self.links, self.hooks = executor.links, executor.hooks
         self.gradients, self.activity = executor.gradients, executor.activity
         self.step, self.signatures, self.scaled_loss_of = step, signatures, scaled_loss_of
-        self.around = around
+        self.around, self.replay = around, replay
         self.run = PipelineRun(clock=executor.clock)
         self.flying: dict[tuple[int, int], _InFlight] = {}
 
@@ -282,7 +285,8 @@ class _Walk:
         stage, counts = self.stages[action.stage], True
         waits = self.gradients.is_used
         collects = self.gradients.collect(flight.waiting) if waits else nullcontext()
-        with stage.hold(flight.state, in_backward=True), collects:
+        held = stage.hold(flight.state, in_backward=True)
+        with held, collects, self.replay(action.microbatch):
             if flight.loss is not None:
                 with self.around(action.microbatch) as counts:
                     if flight.loss.requires_grad:

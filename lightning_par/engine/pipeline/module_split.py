@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_par.engine.pipeline.captured_outputs import captured_names, keep_outputs
+from lightning_par.engine.pipeline.side_effects import watch_side_effects
 from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.engine.pipeline.stubs import (
     AbsentModule,
@@ -44,14 +45,18 @@ def cut_stages(
     """
     captured = resolved.plan.captured
     carried = (*resolved.plan.carried, *captured_names(captured))
-    stages = tuple(Stage(index, bounds, carried) for index in indices)
+    watched: list[str] = []
+    stages = tuple(Stage(index, bounds, carried, resolved.kept) for index in indices)
     for number, fqn in enumerate(resolved.block_names):
         block = model.get_submodule(fqn)
         owner = next((s for s in stages if s.first_block <= number < s.end_block), None)
         if owner is not None:
             keep_outputs(block, captured)
             block.register_forward_hook(partial(owner.record, number))
-        shown = [block if s is owner else _block_stub(block, s, number, captured) for s in stages]
+            watched.append(fqn)
+        shown = [
+            block if s is owner else _block_stub(block, fqn, s, number, captured) for s in stages
+        ]
         _place(model, fqn, stages, shown, block if owner else shown[0])
     for fqn in resolved.units:
         held = resolved.stages_of(fqn, bounds)
@@ -66,12 +71,14 @@ def cut_stages(
         shown = [
             unit
             if stage.index in held
-            else GhostModule(unit, fqn)
+            else GhostModule(unit, fqn, stage)
             if is_first
-            else AbsentModule(fqn)
+            else AbsentModule(unit, fqn)
             for stage in stages
         ]
         _place(model, fqn, stages, shown, shown[0] if held.isdisjoint(indices) else unit)
+    for fqn in watched:
+        watch_side_effects(model, fqn, carried)
     return stages
 
 
@@ -92,10 +99,12 @@ def _place(
 
 
 def _block_stub(
-    block: nn.Module, stage: Stage, number: int, captured: Mapping[str, int]
+    block: nn.Module, fqn: str, stage: Stage, number: int, captured: Mapping[str, int]
 ) -> nn.Module:
     before = number < stage.first_block
-    return earlier_block(block, stage, number, captured) if before else LaterBlock(number)
+    if before:
+        return earlier_block(block, fqn, stage, number, captured)
+    return LaterBlock(block, fqn)
 
 
 def _poison_parameter(owner: nn.Module, name: str) -> None:

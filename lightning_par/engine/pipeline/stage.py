@@ -68,21 +68,28 @@ class Stage:
         count: Number of stages, on all ranks.
         bounds: First and one-past-last block of every stage.
         carried: Attributes of a block that are sent to later stages, besides its output.
+        kept: Numbers of the blocks whose whole output is sent to all later stages.
         slots: Module, name of a child, and the child that this stage sees there. Empty where a rank
             holds one stage: then the model never shows anything else.
         current: The micro-batch in hand, None outside of a step.
+        problems: What stubs saw that explains a loss of NaN.
         in_backward: True while gradients are computed; then blocks only run to recompute.
     """
 
     def __init__(
-        self, index: int, bounds: Sequence[tuple[int, int]], carried: Sequence[str]
+        self,
+        index: int,
+        bounds: Sequence[tuple[int, int]],
+        carried: Sequence[str],
+        kept: frozenset[int] = frozenset(),
     ) -> None:
         self.index, self.count, self.bounds = index, len(bounds), tuple(bounds)
         self.first_block, self.end_block = bounds[index]
-        self.carried = tuple(carried)
+        self.carried, self.kept = tuple(carried), kept
         self.slots: list[tuple[nn.Module, str, nn.Module]] = []
         self.current: MicroBatchState | None = None
         self.in_backward = False
+        self.problems: set[str] = set()
 
     @property
     def is_first(self) -> bool:
@@ -93,6 +100,13 @@ class Stage:
     def is_last(self) -> bool:
         """Whether this stage holds what comes after the blocks, and computes the loss."""
         return self.index == self.count - 1
+
+    @property
+    def passed_blocks(self) -> bool:
+        """Whether the last block of the model has run for the micro-batch in hand."""
+        return (
+            self.is_last and self.current is not None and self.end_block - 1 in self.current.called
+        )
 
     @contextmanager
     def hold(self, state: MicroBatchState, *, in_backward: bool = False) -> Iterator[None]:
@@ -142,7 +156,7 @@ class Stage:
     def outgoing(self, state: MicroBatchState) -> Message:
         """Return the message for the next stage: what was received and what was recorded."""
         message = dict(state.received)
-        if not self.is_first:
+        if not self.is_first and self.first_block - 1 not in self.kept:
             # The hidden states that came in have been used; only side values are handed on.
             key = str(self.first_block - 1)
             message[key] = _elide_hidden(message[key])
@@ -168,8 +182,8 @@ class Stage:
         state.called.add(block)
         if self.is_last:
             return
-        last = block == self.end_block - 1
-        state.recorded[str(block)] = output if last else _elide_hidden(output)
+        whole = block == self.end_block - 1 or block in self.kept
+        state.recorded[str(block)] = output if whole else _elide_hidden(output)
         for name in self.carried:
             value = getattr(module, name, None)
             if isinstance(value, Tensor):

@@ -13,6 +13,7 @@ all-gather + reduce-scatter, which moves the same bytes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lightning_par.engine.tensor.huggingface_layers import enter_region, leave_r
 from lightning_par.engine.tensor.parameters import tensor_placements
 from lightning_par.engine.tensor.sequence_parallel import Region, Regions
 from lightning_par.engine.tensor.styles import apply_style
+from lightning_par.engine.tensor.whole_parameters import read_whole_parameters
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
@@ -51,10 +53,14 @@ class TensorParallel:
 def _shard_between_blocks(
     modules: Mapping[str, nn.Module], block_names: Sequence[str], region: Region
 ) -> None:
-    """Cut the input of the first block along T, and make the output of the last one whole."""
-    for fqn, style in ((block_names[0], enter_region), (block_names[-1], leave_region)):
-        if fqn in modules:
-            apply_style(modules[fqn], style, region)
+    """Cut the input of the first block of a container along T, and make the output of the last one
+    whole.
+    """
+    for _, group in groupby(block_names, lambda fqn: fqn.rpartition(".")[0]):
+        names = list(group)
+        for fqn, style in ((names[0], enter_region), (names[-1], leave_region)):
+            if fqn in modules:
+                apply_style(modules[fqn], style, region)
 
 
 def apply_tensor_parallel(
@@ -76,6 +82,7 @@ def apply_tensor_parallel(
         PlanError: A module has an option that its style cannot keep.
     """
     group = mesh.get_group()
+    sequence_parallel = sequence_parallel and resolved.plan.sequence_region != "none"
     regions = Regions(resolved, group, sequence_parallel=sequence_parallel)
     partial_names: set[str] = set()
     modules = {n: m for n, m in model.named_modules() if not isinstance(m, StageStub)}
@@ -99,6 +106,8 @@ def apply_tensor_parallel(
     if sequence_parallel and resolved.plan.sequence_region == "blocks":
         _shard_between_blocks(modules, resolved.block_names, regions.sharded)
     placements = tensor_placements(model, resolved)
+    if resolved.plan.sequence_region == "none":
+        read_whole_parameters(model, resolved, placements)
     return TensorParallel(
         mesh=mesh, placements=placements, partial=frozenset(partial_names & set(placements))
     )

@@ -75,8 +75,9 @@ class Regions:
     ) -> None:
         self.whole = Region(group=group, sequence_parallel=False)
         self.sharded = Region(group=group, sequence_parallel=sequence_parallel)
-        everywhere = resolved.plan.sequence_region == "model"
-        self._sharded = ("",) if everywhere else tuple(f"{b}." for b in resolved.block_names)
+        blocks = tuple(f"{name}." for name in resolved.block_names)
+        places = {"model": ("",), "blocks": blocks, "none": ()}
+        self._sharded = places[resolved.plan.sequence_region]
         styles = resolved.styles.items()
         self._whole = tuple(f"{fqn}." for fqn, style in styles if TENSOR_STYLES[style].whole_inside)
 

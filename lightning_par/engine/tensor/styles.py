@@ -9,7 +9,7 @@ positional and keyword arguments of the call, and returns what the module return
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from typing import Any, cast
 
 import torch
@@ -42,6 +42,12 @@ Style = Callable[[nn.Module, Forward, Region, tuple[Any, ...], dict[str, Any]], 
 
 def _plain(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Run the module on its local shards."""
+    return call(*args, **kwargs)
+
+
+def _colwise_alone(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
+    """Make the input whole along T, without a container that does it for several."""
+    args, kwargs = on_first_tensor(ctx.enter, (args, kwargs))
     return call(*args, **kwargs)
 
 
@@ -130,12 +136,24 @@ def _experts(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: A
     return ctx.leave(mixed), other
 
 
+def _replicated_inside(
+    module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any
+) -> Any:
+    """Let a forward read the parameters of the modules inside."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            stack.enter_context(local_parameters(part))
+        return call(*args, **kwargs)
+
+
 STYLE_FUNCTIONS: Mapping[TensorStyle, Style] = {
+    "colwise_alone": _colwise_alone,
     "colwise_gather_output": _colwise_gather_output,
     "expert_shards": expert_shards,
     "experts": _experts,
     "fused_qkv_transposed": fused_qkv_transposed,
     "gather_sequence": _gather_sequence,
+    "replicated_inside": _replicated_inside,
     "rowwise": _rowwise,
     "rowwise_transposed": rowwise_transposed,
     "sequence_gather_output": _sequence_gather_output,
@@ -178,7 +196,8 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
     Args:
         module: Changed in place; parameters of its submodules stay what they are.
     """
-    items = cast(dict[str, Any], module._parameters).items()
+    # Of dict itself: what holds them may answer a user's step with whole tensors.
+    items = dict.items(cast(dict[str, Any], module._parameters))
     saved = {name: value for name, value in items if isinstance(value, DTensor)}
     try:
         for name, parameter in saved.items():

@@ -180,7 +180,11 @@ class Mixtral(nn.Module):
             tensor=tensor,
             divided={"blocks.*.attention": ("num_heads", "num_kv_heads")},
             batch=BatchLayout(
-                sequence_dims={"input_ids": 1, "labels": 1}, labels="labels", ignore_index=-100
+                # Each micro-batch balances its own tokens, as in the field.
+                local_statistics=self.config.balance == "auxiliary",
+                sequence_dims={"input_ids": 1, "labels": 1},
+                labels="labels",
+                ignore_index=-100,
             ),
             # Other routings look at the whole sequence, which none of the ranks would have.
             positions={"": "position_ids"} if self.config.routing == "top_k" else None,

@@ -16,8 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.export import OWN_STATE
-from lightning_par.checkpoint.index import is_checkpoint_folder
-from lightning_par.checkpoint.reader import CheckpointReader
+from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint
 from lightning_par.checkpoint.safetensors_weights import find_weights, holds_weights_only
 from lightning_par.engine.rng import restore_random_states
 from lightning_par.errors import CheckpointError
@@ -52,7 +51,7 @@ class CheckpointLoad:
         weights_only: bool | None,
         checkpoint_io: CheckpointIO,
     ) -> Any:
-        """Read a checkpoint: a folder of this package, a file of Lightning, or plain weights.
+        """Read a checkpoint: of this package, a file of Lightning, or plain weights.
 
         Args:
             model: The model on its mesh.
@@ -70,8 +69,11 @@ class CheckpointLoad:
         """
         path = Path(filepath)
         self.restores_optimizer = True
-        if is_checkpoint_folder(path):
-            return self._read_folder(model, path, unpickle=weights_only is False)
+        if "://" not in str(filepath):
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise CheckpointError(f"{path} is a pipe or a device, and no checkpoint.")
+            if is_checkpoint(path):
+                return self._read_ours(model, path, unpickle=weights_only is False)
         if holds_weights_only(path):
             self.restores_optimizer = False
             version = {"pytorch-lightning_version": lightning.__version__}
@@ -83,7 +85,7 @@ class CheckpointLoad:
             )
         return _read_file(filepath, weights_only, checkpoint_io)
 
-    def _read_folder(self, model: ParallelModel, path: Path, *, unpickle: bool) -> dict[str, Any]:
+    def _read_ours(self, model: ParallelModel, path: Path, *, unpickle: bool) -> dict[str, Any]:
         fitting = model.module.trainer.state.fn == TrainerFn.FITTING
         reader = self._verify(path, optimizer=fitting)
         state = reader.state(0, unpickle=unpickle)
@@ -180,6 +182,10 @@ def _read_file(filepath: Any, weights_only: bool | None, checkpoint_io: Checkpoi
         raise CheckpointError(
             f"{filepath} holds more than tensors and numbers, which could run code when it is "
             f"read. If you trust it, pass weights_only=False. ({str(error).splitlines()[0]})"
+        ) from error
+    except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{filepath} is damaged, or no checkpoint: {str(error).partition(chr(10))[0]}"
         ) from error
 
 

@@ -12,10 +12,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.export import OWN_STATE
+from lightning_par.checkpoint.file_system import holds_one_file
 from lightning_par.checkpoint.index import Manifest
-from lightning_par.checkpoint.save_coordinator import CheckpointSaver, SaveMetadata
-from lightning_par.checkpoint.storage import write_object
-from lightning_par.checkpoint.writer import make_part, Part
+from lightning_par.checkpoint.save_coordinator import CheckpointSaver
+from lightning_par.checkpoint.writer import make_part, Part, SaveMetadata
 from lightning_par.engine.rng import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
@@ -38,14 +38,16 @@ def mesh_sizes(sizes: ParallelSizes) -> dict[str, int]:
 class CheckpointSave:
     """Saves weights, optimizers and the state of the Trainer on a mesh.
 
+    Every rank writes its part, into one file or into a folder. What another plugin than Lightning's
+    own writes, or what goes to another place than a file system, is gathered on rank 0 instead.
+
     Args:
-        options: Whether a checkpoint is a folder to which every rank writes, or one file, and
-            whether training goes on while a folder is written.
+        options: The form of checkpoints, and whether training goes on while one is written.
         processes: The processes that save together.
     """
 
     def __init__(self, options: MeshOptions, processes: MeshProcesses) -> None:
-        self._is_folder = options.save_distributed_checkpoint
+        self._form = options.checkpoint_format
         self._in_background = options.async_save
         self._processes = processes
         self._saver = CheckpointSaver(options.timeout)
@@ -61,11 +63,17 @@ class CheckpointSave:
             ConfigurationError: With every problem.
         """
         problems = []
-        if self._is_folder and type(checkpoint_io) is not TorchCheckpointIO:
+        plugin, foreign = type(checkpoint_io).__name__, type(checkpoint_io) is not TorchCheckpointIO
+        if self._form == "folder" and foreign:
             problems.append(
-                f"the plugin {type(checkpoint_io).__name__} writes checkpoints as one file: use "
-                "save_distributed_checkpoint=False with it, or leave it out (async_save=True "
-                "writes folders in the background)."
+                f"the plugin {plugin} writes checkpoints as one file: use "
+                "checkpoint_format='file' with it, or leave it out (async_save=True writes folders "
+                "in the background)."
+            )
+        if self._in_background and foreign:
+            problems.append(
+                f"async_save=True with the plugin {plugin}, to which one rank gives what it has "
+                "gathered while all wait. Use one of the two."
             )
         links = any(getattr(callback, "save_last", None) == "link" for callback in callbacks)
         if self._in_background and links:
@@ -77,25 +85,17 @@ class CheckpointSave:
         raise_problems(ConfigurationError, problems)
 
     def weights(self, model: ParallelModel) -> dict[str, Any]:
-        """Return what checkpoints are made of: for a folder this rank's part of the state dict,
-        otherwise the whole state dict on rank 0 and an empty one elsewhere.
-        """
+        """Return what checkpoints are made of: this rank's part of the state dict."""
         if not self._processes.interruption.ranks_are_together():
             return {}
-        if not self._is_folder:
-            return model.gather_weights()
         model.sharding.release()
         return dict(model.module.state_dict())
 
     def optimizer(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer: for a folder this rank's part by names, otherwise that
-        of one process on rank 0 and nothing elsewhere.
-        """
+        """Return the state of an optimizer: this rank's part, by names."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not self._processes.interruption.ranks_are_together():
             return {}
-        if not self._is_folder:
-            return model.states.gather_optimizer(model.module, inner)
         try:
             return model.states.local_optimizer(model.module, inner)
         except CheckpointError as error:  # the other ranks go on to `save`
@@ -116,7 +116,7 @@ class CheckpointSave:
             checkpoint: With what `weights` and `optimizer` gave.
             filepath: A folder or a file, as the options say.
             storage_options: For the checkpoint plugin; not for folders.
-            checkpoint_io: Lightning's plugin, which writes a file.
+            checkpoint_io: Lightning's plugin, which writes what is gathered.
 
         Raises:
             CheckpointError: On every rank, if it was not saved.
@@ -126,16 +126,18 @@ class CheckpointSave:
         if not self._processes.interruption.ranks_are_together():
             _log.error("%s is not saved: other ranks did not stop here.", filepath)
             return
-        path = self._processes.broadcast(str(filepath))
-        if not self._is_folder:
-            self._save_file(checkpoint, path, storage_options, checkpoint_io)
-            return
-        if storage_options is not None or "://" in path:
+        path, as_file = self._processes.broadcast((str(filepath), self._is_file(str(filepath))))
+        is_elsewhere = storage_options is not None or "://" in path
+        if is_elsewhere and self._form == "folder":
             raise ConfigurationError(
                 f"save_checkpoint({path!r}, storage_options={storage_options!r}): a folder is "
-                "written to a path of the file system. Use save_distributed_checkpoint=False."
+                "written to a path of the file system. Use checkpoint_format='file'."
             )
-        part = self._make_part(model, checkpoint)
+        if is_elsewhere or type(checkpoint_io) is not TorchCheckpointIO:
+            whole = self._gather(model, checkpoint)
+            self._save_gathered(whole, path, storage_options, checkpoint_io)
+            return
+        part = self._make_part(model, checkpoint, as_file=as_file)
         order = SaveMetadata(
             manifest=Manifest(
                 world_size=self._processes.world_size,
@@ -150,21 +152,45 @@ class CheckpointSave:
             ),
             aliases=model.states.aliases,
             place=model.states.place,
+            state_order=model.states.order,
         )
         self._saver.save(Path(path), part, order, background=self._in_background)
 
-    def _make_part(self, model: ParallelModel, checkpoint: dict[str, Any]) -> Part:
+    def _is_file(self, path: str) -> bool:
+        if self._form == "auto":
+            return holds_one_file(Path(path).parent, self._processes.num_nodes)
+        return self._form == "file"
+
+    def _gather(self, model: ParallelModel, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint of one process on rank 0; elsewhere what is left of it."""
+        whole = {**checkpoint, "state_dict": model.states.gather_state(checkpoint["state_dict"])}
+        if "optimizer_states" in checkpoint:
+            local = checkpoint["optimizer_states"]
+            # What one rank found is on all: a plain tensor for a sharded parameter.
+            raise_problems(CheckpointError, [o["error"] for o in local if "error" in o])
+            whole["optimizer_states"] = [model.states.gather_local_optimizer(o) for o in local]
+        return whole
+
+    def _make_part(
+        self, model: ParallelModel, checkpoint: dict[str, Any], *, as_file: bool
+    ) -> Part:
         """Return what this rank would write; what fails here is reported by all ranks together."""
         step = checkpoint["global_step"]
         try:
-            return self._encode(model, dict(checkpoint), step)
+            return self._encode(model, dict(checkpoint), step, as_file=as_file)
         except Exception as error:
             known = isinstance(error, CheckpointError)
             text = str(error) if known else f"{type(error).__name__}: {error}"
             rank, world = self._processes.rank, self._processes.world_size
             return Part(rank=rank, world=world, step=step, error=text)
 
-    def _encode(self, model: ParallelModel, checkpoint: dict[str, Any], step: int) -> Part:
+    def _encode(
+        self, model: ParallelModel, checkpoint: dict[str, Any], step: int, *, as_file: bool
+    ) -> Part:
+        # In the order in which Lightning has it; tensors of weights and optimizers go without.
+        plain = {**checkpoint, "state_dict": None}
+        if "optimizer_states" in checkpoint:
+            plain["optimizer_states"] = []
         weights, values = model.states.weight_pieces(checkpoint.pop("state_dict"))
         pieces, groups = [], []
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", ())):
@@ -194,9 +220,10 @@ class CheckpointSave:
             state=checkpoint,
             values=values,
             groups=groups,
+            plain=plain if as_file else None,
         )
 
-    def _save_file(
+    def _save_gathered(
         self,
         checkpoint: dict[str, Any],
         path: str,
@@ -206,10 +233,7 @@ class CheckpointSave:
         problem = None
         if self._processes.rank == 0:
             try:
-                if type(checkpoint_io) is TorchCheckpointIO and "://" not in path:
-                    write_object(Path(path), checkpoint)
-                else:
-                    checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+                checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
             except Exception as error:
                 problem = f"{path} was not saved: {type(error).__name__}: {error}"
                 _log.debug("The cause:", exc_info=True)
@@ -245,3 +269,5 @@ class CheckpointSave:
             if not self._processes.interruption.is_handled:
                 raise
             _log.error("%s", error)
+        finally:
+            self._saver.release()

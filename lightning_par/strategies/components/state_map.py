@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_par.checkpoint.optimizer_groups import by_name, check_groups, number_names
 from lightning_par.checkpoint.pieces import cut_piece, Piece
-from lightning_par.checkpoint.reader import StoredOptimizer, StoredTensor, StoredTensors
+from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor, StoredTensors
 from lightning_par.dtensor import Box, local_box, local_part
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.errors import CheckpointError
@@ -56,6 +56,11 @@ class StateMap:
         known = set(self._state_order)
         return {n: c for n, c in self._canonical.items() if n != c and n in known}
 
+    @property
+    def order(self) -> Sequence[str]:
+        """Keys of the whole model's state dict, in order."""
+        return self._state_order
+
     def place(self, name: str) -> int:
         """Return the place of a parameter among those of the whole model."""
         return self._rank_of[name]
@@ -66,7 +71,11 @@ class StateMap:
         **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
         stages.
         """
-        local = {name: self._whole(value) for name, value in module.state_dict().items()}
+        return self.gather_state(module.state_dict())
+
+    def gather_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the same as `gather_weights`, of a state dict that this rank has dumped."""
+        local = {name: self._whole(value) for name, value in state.items()}
         merged: dict[str, Any] = {}
         for part in self._gather_stages(local):
             merged.update(part)
@@ -183,6 +192,16 @@ class StateMap:
                     )
         return {"state": states, "param_groups": groups}
 
+    def names_in_groups(self, module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+        """Return the name of every parameter of each group; a tensor that is no parameter of
+        `module` gets a number.
+        """
+        names, groups = self._names(module), optimizer.param_groups
+        return [
+            [names.get(id(p), f"tensor {at} of group {i}") for at, p in enumerate(group["params"])]
+            for i, group in enumerate(groups)
+        ]
+
     @torch.no_grad()
     def optimizer_pieces(
         self, number: int, state: Mapping[str, Any]
@@ -209,7 +228,10 @@ class StateMap:
         **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
         stages.
         """
-        local = self.local_optimizer(module, optimizer)
+        return self.gather_local_optimizer(self.local_optimizer(module, optimizer))
+
+    def gather_local_optimizer(self, local: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the same as `gather_optimizer`, of what `local_optimizer` gave."""
         states = {
             name: {k: self._whole(v) for k, v in entries.items()}
             for name, entries in local["state"].items()

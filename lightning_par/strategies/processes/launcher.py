@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,6 +43,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
 
     Attributes:
         weights_only: What the user passed to the Trainer's method under this name.
+        train_data: What the user passed to `fit` as its data, or None.
         observes: Whether a process of ours that fails ends all the others. `RankWatch` knows more,
             as long as it is there.
     """
@@ -58,7 +59,13 @@ class PreflightLauncher(SubprocessScriptLauncher):
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._preflight, self._explain = preflight, explain
         self.weights_only: bool | None = None
-        self.observes, self._observing = True, False
+        self.train_data: Any = None
+        self.observes = True
+
+    @property
+    def sees_processes(self) -> bool:
+        """Whether a process of this launcher that ends early ends the others."""
+        return bool(self.procs) or os.environ.get(_LAUNCHER) == str(os.getppid())
 
     @override
     def launch(
@@ -71,44 +78,62 @@ class PreflightLauncher(SubprocessScriptLauncher):
         self._preflight(trainer, args[0] if args else None)
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         self.weights_only = given.get("weights_only")
+        self.train_data = given.get("train_dataloaders")
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
         if not self.procs and not self.cluster_environment.creates_processes_externally:
-            os.environ[_LAUNCHER] = str(os.getpid())
+            os.environ[_LAUNCHER] = str(os.getpid())  # the other processes inherit it
             launch_scripts(self)
-            self._start(self._observe_children)
-        elif os.environ.get(_LAUNCHER) == str(os.getppid()):
-            self._start(self._observe_launcher)
-        set_threads(num_processes=self.num_processes)
+            del os.environ[_LAUNCHER]
+        with self._observed():
+            set_threads(num_processes=self.num_processes)
+            try:
+                return function(*args, **kwargs)
+            except TunerExit:
+                raise
+            except BaseException as error:
+                self._explain(error)
+                raise
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Surrounds a run, in which a thread watches for the end of other processes."""
+        observe = None
+        if self.procs:
+            observe = self._observe_children
+        elif self.sees_processes:
+            observe = self._observe_launcher
+        if observe is None:
+            yield
+            return
+        over = threading.Event()
+        thread = threading.Thread(
+            target=observe, args=(over,), name="process-observer", daemon=True
+        )
+        thread.start()
         try:
-            return function(*args, **kwargs)
-        except TunerExit:
-            raise
-        except BaseException as error:
-            self._explain(error)
-            raise
+            yield
+        finally:
+            over.set()
+            thread.join()
 
-    def _start(self, observe: Callable[[], None]) -> None:
-        if not self._observing:
-            self._observing = True
-            threading.Thread(target=observe, name="process-observer", daemon=True).start()
-
-    def _observe_launcher(self) -> None:
-        """End this process if the one that started it is gone before the first run."""
+    def _observe_launcher(self, over: threading.Event) -> None:
+        """End this process if the one that started it is gone while nobody else watches."""
         launcher = os.getppid()
-        while self.observes:
-            if os.getppid() != launcher:
+        while not over.wait(_PERIOD):
+            if self.observes and os.getppid() != launcher:
                 _logger.critical("the process that started this one (pid %d) is gone.", launcher)
                 os._exit(1)
-            time.sleep(_PERIOD)
 
-    def _observe_children(self) -> None:
-        """End all processes of this node if one that was started here fails."""
-        while not any(process.poll() for process in self.procs) or not self.observes:
-            time.sleep(_PERIOD)
-        time.sleep(_GRACE)
-        if self.observes:
+    def _observe_children(self, over: threading.Event) -> None:
+        """End all processes of this node if one that was started here fails while nobody else
+        watches.
+        """
+        while not self.observes or not any(process.poll() for process in self.procs):
+            if over.wait(_PERIOD):
+                return
+        if not over.wait(_GRACE) and self.observes:
             _logger.critical("%s All processes of this node end.", _describe(self.procs))
             self.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
             os._exit(1)

@@ -1,6 +1,9 @@
 """The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for."""
 
+import os
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,22 +11,30 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_par.engine.activity import Activity
+from lightning_par.engine.rng import collect_random_states, restore_random_states
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.interruption import Interruption
 from lightning_par.strategies.processes.launcher import PreflightLauncher
-from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
+from lightning_par.strategies.processes.rendezvous import (
+    INTERFACE,
+    loopback_store,
+    use_loopback,
+)
 from lightning_par.strategies.processes.watchdog import open_status_file, RankWatch
 from lightning_par.upstream.lightning import init_process_group, reduce_tensor
 
 __all__ = ["MeshProcesses"]
+
+
+_PATIENCE = timedelta(seconds=120)
+"""How long ranks of one node that no launcher watches wait for each other."""
 
 
 class MeshProcesses:
@@ -48,12 +59,14 @@ class MeshProcesses:
         self._mesh: ParallelMesh | None = None
         self._launcher: PreflightLauncher | None = None
         self._watch: RankWatch | None = None
+        self._names_interface = False
+        self._filter: Any = None
         self.activity = Activity()
         self.interruption = Interruption(options.timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
-        left = dict.fromkeys(("_mesh", "_launcher", "_watch"))
+        left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
         return {**vars(self), **left, "interruption": Interruption(self._options.timeout)}
 
     def attach(
@@ -77,6 +90,11 @@ class MeshProcesses:
         rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
 
     @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self._num_nodes
+
+    @property
     def num_local(self) -> int:
         """Number of devices, hence processes, of this node."""
         return len(self._devices) or 1
@@ -90,6 +108,16 @@ class MeshProcesses:
     def world_size(self) -> int:
         """Number of processes."""
         return 1 if self._environment is None else self._environment.world_size()
+
+    @property
+    def speaks(self) -> bool:
+        """Whether errors that all processes of this node find alike are said by this one."""
+        environment = self._environment
+        return (
+            environment is None
+            or environment.local_rank() == 0
+            or environment.creates_processes_externally
+        )
 
     @property
     def device(self) -> torch.device:
@@ -160,11 +188,19 @@ class MeshProcesses:
         **Communicates**: makes process groups over all ranks, then a few names between them.
         """
         sizes = self.sizes
-        reset_seed()
         self.attach(self._devices, self._num_nodes, self._environment)
         self._rendezvous()
+        if sizes.data == 1 and self._filter is None:
+            # All ranks log the same values; Lightning cannot know.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
+            self._filter = warnings.filters[0]
         if self._mesh is None:
             self._mesh = build_mesh(sizes, self.device.type, self._options.timeout)
+        if self.world_size > 1 and "PL_GLOBAL_SEED" in os.environ:
+            # The state of one process that ran the same script. Lightning's `reset_seed` would go
+            # back to the state before what the script has drawn.
+            cpu = torch.device("cpu")
+            restore_random_states(self.broadcast(collect_random_states(cpu), 0), cpu)
         if self._watch is None and self.world_size > 1:
             assert self._environment is not None
             local_rank = self._environment.local_rank()
@@ -179,9 +215,12 @@ class MeshProcesses:
         assert environment is not None
         store = None
         if self._num_nodes == 1:
-            use_loopback()
+            self._names_interface = use_loopback() or self._names_interface
             if isinstance(environment, LightningEnvironment) and not dist.is_initialized():
-                store = loopback_store(environment.main_port, self.rank, self.world_size)
+                # Who starts ranks by hand starts them together; nobody else sees that one died.
+                started_here = self._launcher is not None and self._launcher.sees_processes
+                patience = None if started_here else _PATIENCE
+                store = loopback_store(environment.main_port, self.rank, self.world_size, patience)
         timeout = self._options.timeout
         init_process_group(environment, self.backend, timeout=timeout, store=store)
 
@@ -190,7 +229,14 @@ class MeshProcesses:
             self._launcher.observes = observes
 
     def close(self) -> None:
-        """Stop watching; the launcher observes its processes again."""
+        """Stop watching, and leave the environment as it was; the launcher observes again."""
+        if self._names_interface:
+            os.environ.pop(INTERFACE, None)
+            self._names_interface = False
+        filters: Any = warnings.filters  # a list
+        if self._filter in filters:
+            filters.remove(self._filter)
+        self._filter = None
         if self._watch is not None:
             self._watch.close()
             self._watch = None

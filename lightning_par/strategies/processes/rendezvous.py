@@ -2,32 +2,58 @@
 
 import os
 import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
 
-from torch.distributed import default_pg_timeout, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    default_pg_timeout,
+    DistError,
+    TCPStore,
+)
 
-__all__ = ["loopback_store", "use_loopback"]
+from lightning_par.errors import MeshError
 
+__all__ = ["INTERFACE", "loopback_store", "use_loopback"]
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable that gloo reads whenever it makes a group."""
 _LOOPBACK = "127.0.0.1"
+_PERIOD = 0.05
+"""Seconds between two looks at who has come."""
 
 
-def use_loopback() -> None:
-    """Let gloo connect over the loopback interface, unless GLOO_SOCKET_IFNAME says otherwise."""
+def use_loopback() -> bool:
+    """Let gloo connect over the loopback interface, unless GLOO_SOCKET_IFNAME says otherwise.
+
+    Returns:
+        Whether the variable was set here; the caller removes it at the end of the run.
+    """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+    if not names or INTERFACE in os.environ:
+        return False
+    os.environ[INTERFACE] = names[0]
+    return True
 
 
-def loopback_store(port: int, rank: int, world_size: int) -> TCPStore:
+def loopback_store(
+    port: int, rank: int, world_size: int, patience: timedelta | None = None
+) -> TCPStore:
     """Make the store through which the processes find each other, once all of them are there.
 
-    A TCPStore by itself listens on every interface, whatever its host name. Processes that still
-    import have as long as torch gives them; the timeout of collectives may be shorter.
+    A TCPStore by itself listens on every interface, whatever its host name.
 
     Args:
         port: Port of rank 0, the same on every rank.
         rank: Global rank of this process; rank 0 listens.
         world_size: Number of ranks.
+        patience: How long to wait for the others; None: as long as torch waits. The timeout of
+            collectives may be shorter: processes may still import, or prepare data.
+
+    Raises:
+        MeshError: Some ranks did not come.
     """
+    limit = default_pg_timeout if patience is None else patience
     listening = None
     if rank == 0:
         with socket.socket() as server:
@@ -35,11 +61,37 @@ def loopback_store(port: int, rank: int, world_size: int) -> TCPStore:
             server.bind((_LOOPBACK, port))
             server.listen()
             listening = server.detach()
-    return TCPStore(
-        _LOOPBACK,
-        port,
-        world_size,
-        rank == 0,
-        timeout=default_pg_timeout,
-        master_listen_fd=listening,
+    try:
+        store = TCPStore(
+            _LOOPBACK,
+            port,
+            world_size,
+            rank == 0,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+    except DistError as error:
+        raise _absent([0], port, limit) from error
+    store.set(_key(rank), "")
+    began = time.monotonic()
+    while missing := [r for r in range(world_size) if not store.check([_key(r)])]:
+        if time.monotonic() - began > limit.total_seconds():
+            raise _absent(missing, port, limit)
+        time.sleep(_PERIOD)
+    # Rank 0 serves the store: it goes on once nobody asks it for the others any more.
+    store.set_timeout(default_pg_timeout)
+    return store
+
+
+def _key(rank: int) -> str:
+    return f"lightning_par/here/{rank}"
+
+
+def _absent(missing: Sequence[int], port: int, limit: timedelta) -> MeshError:
+    named = "rank " + ", ".join(map(str, missing))
+    return MeshError(
+        f"{named} did not come to the rendezvous at port {port} within {limit}: it ended before "
+        "its Trainer ran, or was never started. Look at the first error in its log, and start all "
+        "ranks anew."
     )

@@ -3,6 +3,9 @@
 Note [Two ways to end]: a rank whose peer is gone fails in its next collective, by itself on gloo.
 Then the exception goes its way through Lightning and gets a note about the culprit. Where a
 collective waits on (NCCL, or a rank that only computes), a thread ends the process after a grace.
+
+Note [A busy machine]: graces are counted in looks at the other ranks, a fixed time apart. Where the
+machine is so busy that looks come late, the others are as late, and have more time to end.
 """
 
 import faulthandler
@@ -13,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -108,12 +111,9 @@ class RankWatch:
             if not isinstance(error, LightningParError) and self._sizes.world_size > 1:
                 error.add_note(f"on {self._name(self._mine())}, in {self._mine().activity}")
             return
-        began = time.monotonic()
-        while not self._is_settled() and time.monotonic() - began < _SETTLE:
-            time.sleep(_PERIOD / 4)
+        _look_for(_SETTLE, self._is_settled)
         error.add_note(self._describe(self._file.look()))
-        while not self._is_settled() and self._unresponsive() and time.monotonic() - began < _KILL:
-            time.sleep(_PERIOD / 4)
+        _look_for(_KILL - _SETTLE, lambda: self._is_settled() or not self._unresponsive())
         if not self._is_settled():
             self._kill_unresponsive()
 
@@ -136,7 +136,7 @@ class RankWatch:
                 os.kill(state.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
-        first = None
+        looks = 0  # since the first failure was seen
         while not self._stopping.wait(_PERIOD):
             states, now = self._file.look(), time.monotonic()
             mine = next(s for s in states if s.rank == self._file.rank)
@@ -147,17 +147,17 @@ class RankWatch:
                 continue
             failed = (RankStatus.FAILED, RankStatus.CUT_OFF)
             if not any(s.is_dead or s.status in failed for s in states):
-                first = None
+                looks = 0
                 continue
-            first = now if first is None else first
-            if now - first >= _GRACE:
-                self._end(states, now - first)
+            looks += 1
+            if looks * _PERIOD > _GRACE:
+                self._end(states)
 
-    def _end(self, states: Sequence[RankState], waited: float) -> None:
+    def _end(self, states: Sequence[RankState]) -> None:
         """End this process, whose main thread waits for ranks that are gone."""
         _logger.critical("%s\nThis rank waited here:", self._describe(states))
         faulthandler.dump_traceback(all_threads=True)
-        time.sleep(max(0.0, _KILL - waited))
+        time.sleep(_KILL - _GRACE)
         self._kill_unresponsive()
         os._exit(1)
 
@@ -202,6 +202,15 @@ class RankWatch:
         seconds = time.monotonic() - state.activity.since
         why = f", and its process {state.pid} is stopped by a signal" if state.is_stopped else ""
         return f"{self._name(state)} has been in {state.activity} for {seconds:.0f} s{why}"
+
+
+def _look_for(seconds: float, is_over: Callable[[], bool]) -> None:
+    """Look until something is so, for some seconds; see Note [A busy machine]."""
+    period = _PERIOD / 4
+    for _ in range(round(seconds / period)):
+        if is_over():
+            return
+        time.sleep(period)
 
 
 def _few(texts: Sequence[str]) -> str:

@@ -20,10 +20,10 @@ from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError, either, nearest, PlanError, raise_problems
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
-from lightning_par.plan.resolved_plan import check_plan, ResolvedPlan
+from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.upstream.lightning import synchronizes_batchnorm
+from lightning_par.strategies.setup.inferred_plan import infer_for_run
 
 __all__ = [
     "check_module",
@@ -95,12 +95,6 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             f"precision={trainer.precision!r} is not supported on {sizes}: use "
             f"{either(_PRECISIONS)}."
         )
-    if sizes.world_size > 1 and synchronizes_batchnorm(trainer.strategy):
-        problems.append(
-            f"sync_batchnorm=True is not supported on {sizes}: batch statistics are those of one "
-            "replica's "
-            "micro-batch. Use LayerNorm or RMSNorm, or sync_batchnorm=False."
-        )
     if sizes.world_size > 1:
         problems += [
             f"{type(callback).__name__} copies the whole model before it is sharded, which is not "
@@ -117,13 +111,16 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
     raise_problems(ConfigurationError, problems)
 
 
-def check_module(module: nn.Module, options: MeshOptions, sizes: ParallelSizes) -> ResolvedPlan:
-    """Check the plan of the options, or else the module's own, at the sizes of the mesh.
+def check_module(
+    module: nn.Module, options: MeshOptions, sizes: ParallelSizes, *, infers: bool = True
+) -> ResolvedPlan:
+    """Check the plan of the options, or the module's own, or the inferred one, at the mesh's sizes.
 
     Args:
         module: The user's module; parameters may be on meta.
         options: The options of the strategy.
         sizes: Sizes of the mesh.
+        infers: False before the data is known: then a missing plan is left for later.
 
     Raises:
         PlanError: The plan is missing a part that the sizes need, or does not fit.
@@ -131,6 +128,10 @@ def check_module(module: nn.Module, options: MeshOptions, sizes: ParallelSizes) 
         ScheduleError: The schedule does not fit the number of pipeline ranks.
     """
     plan = options.plan if options.plan is not None else find_plan(module)
+    if plan is None and (sizes.tensor > 1 or sizes.pipeline > 1):
+        if not infers:
+            return resolve_plan(module, ParallelPlan())
+        plan = infer_for_run(module, sizes)
     if options.stage_blocks is not None and sizes.pipeline == 1:
         raise ConfigurationError(
             f"stage_blocks={list(options.stage_blocks)} needs pipeline_parallel_size="
@@ -165,6 +166,7 @@ def check_module(module: nn.Module, options: MeshOptions, sizes: ParallelSizes) 
         stage_blocks=options.stage_blocks,
         stages_per_rank=len(owners) // sizes.pipeline,
     )
+    _check_batch(module, plan, options, sizes)
     check_experts(module, resolved, sizes)
     offload = options.offload_options
     place = "device" if offload is None else offload.accumulate_on
@@ -185,6 +187,19 @@ def _check_context(
         )
 
 
+def _check_batch(
+    module: nn.Module, plan: ParallelPlan, options: MeshOptions, sizes: ParallelSizes
+) -> None:
+    """Refuse to divide a batch whose loss is no mean over its samples."""
+    count = options.microbatches(sizes.pipeline) if sizes.pipeline > 1 else 1
+    asked = [f"data_parallel_size={sizes.data}"] if sizes.data > 1 else []
+    asked += [f"pipeline_parallel_size={sizes.pipeline} with num_microbatches={count}"] * (
+        count > 1
+    )
+    if "batch" in plan.refusals and asked:
+        raise PlanError(f"{' and '.join(asked)}: {plan.refusals['batch']}")
+
+
 def check_whole(module: nn.Module) -> None:
     """Refuse a module that another Trainer has already put on a mesh.
 
@@ -197,5 +212,6 @@ def check_whole(module: nn.Module) -> None:
         raise ConfigurationError(
             f"this {type(module).__name__} is already on a mesh: another Trainer left "
             f"{(stubs or shards)[0]!r} and {len(stubs) + len(shards) - 1} more here as parts of "
-            "it. Use the same Trainer again, or make a new module and pass ckpt_path= to fit."
+            "it, because whole modules did not fit (see gather_after_run) or its run failed. Use "
+            "the same Trainer again, or make a new module and pass ckpt_path= to fit."
         )

@@ -1,19 +1,26 @@
 """A LightningModule on a mesh: its parts, its steps, and the path of its gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lightning_par.dtensor import whole
 from lightning_par.engine.data.compression.reduction import CompressedGradients
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.data.gradient_reduction import ReplicatedGradients, SharedGradients
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
+from lightning_par.errors import ConfigurationError, nearest
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.strategies.components.module_forms import ModuleForms
 from lightning_par.strategies.components.state_map import StateMap
+from lightning_par.strategies.proof.first_step import FirstStepProof
 from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.runner import StepRunner
 
@@ -26,6 +33,7 @@ class ParallelModel:
 
     Attributes:
         module: The user's LightningModule; it holds this rank's part.
+        forms: Exchanges that part and the whole module.
         resolved: Resolved plan of the whole model.
         mesh: Mesh of this run.
         bounds: First and one-past-last block of every pipeline stage.
@@ -33,6 +41,7 @@ class ParallelModel:
         sharding: Shards parameters over the replicas.
         steps: Runs the user's steps.
         gradients: The path of a gradient from the backward to the optimizer.
+        proof: Compares the first step with one process.
         states: Translates weights and optimizer states.
         groups: Name -> process group, for a `CommVolume`: the mesh axes; ``data``, ``replica`` and
             ``tokens``; ``pp activations`` and ``pp gradients``, and, where ranks hold several
@@ -40,6 +49,7 @@ class ParallelModel:
     """
 
     module: pl.LightningModule
+    forms: ModuleForms
     resolved: ResolvedPlan
     mesh: ParallelMesh
     bounds: tuple[tuple[int, int], ...]
@@ -47,6 +57,7 @@ class ParallelModel:
     sharding: Sharding
     steps: StepRunner
     gradients: GradientPath
+    proof: FirstStepProof
     states: StateMap
     groups: Mapping[str, dist.ProcessGroup]
 
@@ -78,3 +89,44 @@ class ParallelModel:
         """
         self.sharding.release()
         return self.states.gather_weights(self.module)
+
+    @contextmanager
+    def in_parallel_form(self) -> Iterator[None]:
+        """Inside, the module has its parallel form, with the weights that it has now."""
+        if not self.forms.is_whole:
+            yield
+            return
+        weights = dict(self.module.state_dict())
+        self.forms.show_parallel()
+        try:
+            self.states.load_weights(self.module, weights, strict=False)
+            yield
+        finally:
+            self.forms.show_whole({})
+
+    def full_parameter(self, name: str) -> Tensor:
+        """Return a whole parameter on every rank; see `MeshStrategy.full_parameter`."""
+        known = self.resolved.canonical
+        if name not in known:
+            raise ConfigurationError(
+                f"full_parameter({name!r}): the model has no such parameter{nearest(name, known)}"
+            )
+        if self.forms.is_whole:
+            return self.module.get_parameter(name).detach().clone()
+        self.sharding.release()
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        here = next((named[n] for n, c in known.items() if c == known[name] and n in named), None)
+        value = None if here is None else whole(here.detach()).detach().clone()
+        if self.mesh.sizes.pipeline == 1:
+            assert value is not None
+            return value
+        group = self.mesh.group("pp")
+        stages: list[Any] = [None] * group.size()
+        about = None if value is None else (tuple(value.shape), value.dtype)
+        dist.all_gather_object(stages, about, group=group)
+        owner = next(stage for stage, found in enumerate(stages) if found is not None)
+        if value is None:
+            shape, dtype = stages[owner]
+            value = torch.empty(shape, dtype=dtype, device=self.module.device)
+        dist.broadcast(value, self.mesh.rank_at("pp", owner), group=group)
+        return value

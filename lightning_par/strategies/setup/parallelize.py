@@ -6,8 +6,8 @@ host -> materialize and shard, unit by unit (whole replicas that compress gradie
 -> optimizer
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -38,11 +38,16 @@ from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParal
 from lightning_par.huggingface import divide_attention
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
+from lightning_par.strategies.components.module_forms import ModuleForms
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.proof.first_step import FirstStepProof, take_skeleton
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.step.absent_parameter import About
+from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.gradient_path import GradientPath
+from lightning_par.strategies.step.parameter_reads import describe_parameters, ParameterReads
 from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 
@@ -71,16 +76,17 @@ def parallelize(
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
+    forms = ModuleForms(module)
+    skeleton = take_skeleton(module, options.verify, mesh.sizes.world_size, mesh.rank)
+    if resolved.plan.sequence_region == "none":
+        options = replace(options, sequence_parallel=False)
     seed = _agree_on_seed(device)
     _broadcast_values(module, mesh, device)
-    names = [name for name, _ in module.named_parameters()]
-    states = StateMap(mesh, list(module.state_dict()), names, resolved.canonical)
+    states, known = _state_map(module, resolved, mesh), describe_parameters(module)
     parts = _apply(module, resolved, mesh, options)
-    stages, bounds, rank_of_stage = parts.stages, parts.bounds, parts.rank_of_stage
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
-    groups = mesh.named_groups()
-    links = _connect(mesh, rank_of_stage, device, groups)
-    executor = PipelineExecutor(stages, links, sharding, parts.weight_gradients, activity)
+    links = _connect(mesh, parts.rank_of_stage, device, groups := mesh.named_groups())
+    executor = PipelineExecutor(parts.stages, links, sharding, parts.weight_gradients, activity)
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
     steps = StepRunner(
         module=module,
@@ -88,24 +94,49 @@ def parallelize(
         batch_layout=resolved.plan.batch,
         sharding=sharding,
         sequence=parts.sequence,
-        executor=executor if stages else None,
-        rank_of_stage=rank_of_stage,
+        executor=executor if parts.stages else None,
+        rank_of_stage=parts.rank_of_stage,
         options=options,
         device=device,
         seed=seed,
         activity=activity,
+        reads=_watch_reads(module, resolved, mesh, known, parts, device, options),
     )
+    forms.become_parallel()
     return ParallelModel(
         module=module,
+        forms=forms,
         resolved=resolved,
         mesh=mesh,
-        bounds=bounds,
-        rank_of_stage=rank_of_stage,
+        bounds=parts.bounds,
+        rank_of_stage=parts.rank_of_stage,
         sharding=sharding,
         steps=steps,
         gradients=gradients,
+        proof=FirstStepProof(skeleton, options, device),
         states=states,
         groups=groups,
+    )
+
+
+def _watch_reads(
+    module: nn.Module,
+    resolved: ResolvedPlan,
+    mesh: ParallelMesh,
+    known: Mapping[str, About],
+    parts: "_Parts",
+    device: torch.device,
+    options: MeshOptions,
+) -> ParameterReads:
+    return ParameterReads(
+        module,
+        resolved.block_names,
+        mesh,
+        known,
+        parts.stages,
+        _partial_parameters(module, parts.tensor),
+        device,
+        is_compiled=options.compile_blocks is not False,
     )
 
 
@@ -190,14 +221,16 @@ def _gradient_path(
         module, resolved, mesh, parts.bounds, parts.rank_of_stage, parts.tensor, parts.experts
     )
     compression = _compress(module, resolved, mesh, device, options)
+    elsewhere |= _of_other_replicas(module, mesh, compression)
     return GradientPath(
         module=module,
         mesh=mesh,
         sharding=sharding,
         shared=shared,
         compression=compression,
-        counted_elsewhere=elsewhere | _of_other_replicas(module, mesh, compression),
+        counted_elsewhere=elsewhere,
         options=options,
+        norms=GradientNorms(module, mesh, resolved.canonical, elsewhere, device),
     )
 
 
@@ -230,6 +263,13 @@ def _of_other_replicas(
     if compression is None or mesh.data_rank == 0:
         return frozenset()
     return frozenset(id(p) for p in module.parameters())
+
+
+def _partial_parameters(module: nn.Module, tensor: TensorParallel | None) -> list[nn.Parameter]:
+    """Return the parameters of whose gradient each tensor rank computes a part."""
+    partial = frozenset() if tensor is None else tensor.partial
+    named = module.named_parameters(remove_duplicate=False)
+    return [p for name, p in named if name in partial]
 
 
 def _parameter_policy(options: MeshOptions, device: torch.device) -> OffloadPolicy:
@@ -281,6 +321,11 @@ def _apply_context(
     return ShardedSequence(shard, resolved.plan, mesh)
 
 
+def _state_map(module: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh) -> StateMap:
+    names = [name for name, _ in module.named_parameters()]
+    return StateMap(mesh, list(module.state_dict()), names, resolved.canonical)
+
+
 def _agree_on_seed(device: torch.device) -> int:
     seed = torch.tensor(torch.initial_seed() % 2**63, device=device)
     dist.broadcast(seed, 0)
@@ -298,9 +343,10 @@ def _connect(
     for earlier, later in pairwise(rank_of_stage):
         ways = (("activations", earlier, later), ("gradients", later, earlier))
         for name in (group_name(*way) for way in ways if earlier != later):
-            if name not in groups:
+            if name not in mesh.links:
                 group = mesh.subgroup(("pp",), ranks)
                 assert group is not None
-                groups[name] = group
+                mesh.links[name] = group
+            groups[name] = mesh.links[name]
     rank_at = partial(mesh.rank_at, "pp")
     return connect(rank_of_stage, mesh.place["pp"], groups.__getitem__, rank_at, device)

@@ -1,13 +1,11 @@
 """All checks of a run, in the order in which their messages help most."""
 
-import warnings
-
 import lightning.pytorch as pl
-import torch
 
+from lightning_par.errors import LightningParError
 from lightning_par.plan.resolved_plan import ResolvedPlan
-from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.block_wrapping import check_recomputation
 from lightning_par.strategies.setup.checks import check_module, check_trainer, check_whole
 from lightning_par.strategies.setup.memory_check import MemoryCheck
@@ -19,23 +17,33 @@ def check_run(
     trainer: pl.Trainer,
     module: pl.LightningModule,
     options: MeshOptions,
-    sizes: ParallelSizes,
-    device: torch.device,
-    ranks_per_host: int,
+    processes: MeshProcesses,
 ) -> ResolvedPlan:
     """Refuse what cannot work, before the module is changed; return its resolved plan.
+
+    Of the processes that a script started, the first one speaks, and the others end in silence.
 
     Args:
         trainer: The user's Trainer.
         module: The user's LightningModule, whole; parameters may be on meta.
         options: The options of the strategy.
-        sizes: Sizes of the mesh.
-        device: Device of this rank.
-        ranks_per_host: Ranks that share the memory of a host.
+        processes: The processes of the run.
 
     Raises:
         LightningParError: The first check that fails, with every problem that it found.
     """
+    try:
+        return _check(trainer, module, options, processes)
+    except LightningParError:
+        if not processes.speaks:
+            raise SystemExit(1) from None
+        raise
+
+
+def _check(
+    trainer: pl.Trainer, module: pl.LightningModule, options: MeshOptions, processes: MeshProcesses
+) -> ResolvedPlan:
+    sizes = processes.sizes
     check_trainer(trainer, module, sizes)
     check_whole(module)
     resolved = check_module(module, options, sizes)
@@ -45,13 +53,10 @@ def check_run(
         options=options,
         sizes=sizes,
         precision=trainer.precision,
-        ranks_per_host=ranks_per_host,
+        ranks_per_host=processes.num_local,
     )
-    memory.check(device)
+    memory.check(processes.device)
     if options.recomputation is not None:
         num_stages = len(options.place_stages(sizes.pipeline))
         check_recomputation(module, resolved, options.recomputation, num_stages)
-    if sizes.data == 1:
-        # All ranks log the same values; Lightning cannot know.
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
     return resolved

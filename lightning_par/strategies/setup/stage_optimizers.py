@@ -1,24 +1,42 @@
-"""Optimizers on a pipeline stage, which may hold no trainable parameter."""
+"""Optimizers when they are made: without parameters on a stage, or in need of whole tensors."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.optimizers.reach import (
+    declared_reach,
+    looks_across_model,
+    right_on_shards,
+)
+from lightning_par.strategies.optimizers.whole_step import WholeStep
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 
-__all__ = ["check_optimizers", "optimizers_of_a_stage"]
+__all__ = ["optimizers_of_a_stage", "prepare_optimizers"]
+
+_logger = logging.getLogger(__name__)
+_MIB = 2**20
 
 
 @contextmanager
-def optimizers_of_a_stage() -> Iterator[None]:
+def optimizers_of_a_stage(stages: int) -> Iterator[None]:
     """Inside, an optimizer may be made for no parameters: what it is to train is on other stages.
 
     Torch takes an empty list of parameters for a mistake, but allows a group that is empty.
+
+    Args:
+        stages: Number of pipeline ranks; with 1 nothing changes.
     """
+    if stages == 1:
+        yield
+        return
     original = Optimizer.__init__
 
     def init(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -33,21 +51,76 @@ def optimizers_of_a_stage() -> Iterator[None]:
         Optimizer.__init__ = original  # type: ignore[method-assign]
 
 
-def check_optimizers(
-    optimizers: Iterable[Optimizer], group: dist.ProcessGroup, device: torch.device
+def prepare_optimizers(
+    optimizers: Iterable[Optimizer], model: ParallelModel, device: torch.device
 ) -> None:
-    """Refuse an optimizer that has no parameter on any stage.
+    """Refuse an optimizer that has no parameter on any stage, and let those step on whole tensors
+    whose updates look at more than one rank holds; see `WholeStep`.
 
     Args:
-        optimizers: Optimizers of this stage; the others have as many.
-        group: The pipeline stages.
-        device: Device of the all-reduce.
+        optimizers: Optimizers of this rank; all ranks have as many.
+        model: The model on the mesh.
+        device: Device of this rank.
 
     Raises:
         ConfigurationError: On every rank.
 
-    **Communicates**: one all-reduce of a number for each optimizer.
+    **Communicates**: a few numbers for each optimizer, over all ranks.
     """
+    if model.mesh.sizes.world_size == 1:
+        return
+    found = list(optimizers)
+    if model.mesh.sizes.pipeline > 1:
+        _check_parameters(found, model.mesh.group("pp"), device)
+    if model.host is not None:  # its own check allows Adam alone
+        return
+    for optimizer in found:
+        if optimizer.param_groups:
+            _prepare(optimizer, model, device)
+
+
+def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -> None:
+    reach, mesh = declared_reach(optimizer), model.mesh
+    if reach == "entry":
+        return
+    across_model = mesh.sizes.pipeline > 1 and (
+        reach == "model" or (reach is None and looks_across_model(optimizer, device))
+    )
+    across_shards = _has_shards(optimizer) and (
+        reach is not None or not right_on_shards(optimizer, device)
+    )
+    needs = torch.tensor([across_model, across_shards], device=device, dtype=torch.int)
+    dist.all_reduce(needs, dist.ReduceOp.MAX)
+    across_model, across_shards = (bool(need) for need in needs.tolist())
+    if not (across_model or across_shards):
+        return
+    step = WholeStep(
+        optimizer,
+        model.states.names_in_groups(model.module, optimizer),
+        mesh,
+        device,
+        across_stages=across_model,
+        order=model.states.place,
+    )
+    if mesh.rank == 0:
+        _logger.info(
+            "%s looks across %s: it steps on whole tensors, alike on every rank, which takes %.0f "
+            "MiB for parameters and gradients in a step.",
+            type(optimizer).__name__,
+            "parameters of several stages" if across_model else "whole parameters",
+            step.bytes_in_step / _MIB,
+        )
+
+
+def _has_shards(optimizer: Optimizer) -> bool:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    sharded = (p for p in parameters if isinstance(p, DTensor))
+    return any(not placement.is_replicate() for p in sharded for placement in p.placements)
+
+
+def _check_parameters(
+    optimizers: Iterable[Optimizer], group: dist.ProcessGroup, device: torch.device
+) -> None:
     groups = [optimizer.param_groups for optimizer in optimizers]
     # Lightning's stand-in for no optimizer at all has no groups.
     counts = [sum(len(group["params"]) for group in found) if found else 1 for found in groups]

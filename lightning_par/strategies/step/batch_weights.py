@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.batch import batch_size, count_valid
+from lightning_par.engine.batch import tensors_of
 from lightning_par.mesh import ParallelMesh
-from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.step.loss_rule import LossRule
 
-__all__ = ["BatchWeigher", "BatchWeights", "weigh", "weighted_mean"]
+__all__ = ["BatchWeigher", "BatchWeights", "device_of", "weigh", "weighted_mean"]
 
 
 def weigh(value: Tensor, weight: Tensor) -> Tensor:
@@ -47,11 +47,15 @@ class BatchWeights:
     """What this replica's micro-batches weigh in the global batch.
 
     Attributes:
-        scales: For every micro-batch, ranks * (its valid entries) / (those of the global batch),
-            where the ranks are those that see other tokens; the gradient of a mean over them of
-            losses times these is that of the global mean.
+        scales: For every micro-batch, ranks * (its weight) / (that of the global batch), where the
+            ranks are those that see other tokens; the gradient of a mean over them of losses times
+            these is that of the global mean. Of a loss that is a sum: ranks.
         total: Weight of this replica, 1 on average over the replicas.
         samples: Samples in the global batch, or None if nobody counted.
+        shares: Weights of the micro-batches in a mean over this replica, as of logged values.
+        is_sum: Whether losses are added.
+        sums: Names of logged values that are added, too.
+        replicas: Number of replicas.
         zero: Numbers of this replica's micro-batches whose loss has weight 0.
         context_group: Ranks that see other tokens of the same samples; None: this one sees all.
     """
@@ -59,6 +63,10 @@ class BatchWeights:
     scales: tuple[Tensor, ...]
     total: Tensor
     samples: Tensor | None
+    shares: Tensor
+    is_sum: bool = False
+    sums: frozenset[str] = frozenset()
+    replicas: int = 1
     zero: frozenset[int] = frozenset()
     context_group: dist.ProcessGroup | None = None
 
@@ -68,23 +76,34 @@ class BatchWeights:
         return torch.stack(self.scales).sum()
 
     @classmethod
-    def by_samples(cls, microbatches: Sequence[Any]) -> "BatchWeights":
-        """Weigh micro-batches by their samples, without asking other replicas."""
-        counts = torch.tensor([float(batch_size(part)) for part in microbatches])
-        return cls(scales=tuple(counts.unbind()), total=counts.sum(), samples=None)
+    def by_samples(cls, samples: Sequence[int]) -> "BatchWeights":
+        """Weigh micro-batches by their samples, without asking other replicas.
+
+        Args:
+            samples: Samples of every micro-batch.
+        """
+        counts = torch.tensor([float(count) for count in samples])
+        return cls(scales=tuple(counts.unbind()), total=counts.sum(), samples=None, shares=counts)
 
 
 class BatchWeigher:
-    """Weighs micro-batches by their valid entries: labels that count or, without labels, samples.
+    """Weighs micro-batches by the rule of the loss: their labels that count, their samples, ...
 
     Args:
         mesh: Its replicas and context ranks see other tokens.
-        batch_layout: Says where the labels are.
+        rule: How the loss of a batch is made of those of its parts.
+
+    Attributes:
+        rule: It; found in the first step where it is not declared.
+        alternatives: Other rules, which weighed all samples alike so far, as `rule` did.
+        sums: Names of logged values that are sums over the samples, as the loss is.
     """
 
-    def __init__(self, mesh: ParallelMesh, batch_layout: BatchLayout) -> None:
+    def __init__(self, mesh: ParallelMesh, rule: LossRule) -> None:
         sizes = mesh.sizes
-        self._batch_layout = batch_layout
+        self.rule = rule
+        self.alternatives: tuple[LossRule, ...] = ()
+        self.sums: frozenset[str] = frozenset()
         self._ranks, self._replicas = sizes.shares, sizes.data
         self._data_group = mesh.data_group
         self._context_group = mesh.group("cp") if sizes.context > 1 else None
@@ -95,39 +114,70 @@ class BatchWeigher:
         return self._ranks > 1
 
     def has_valid_labels(self, batch: Any) -> Tensor | None:
-        """Return whether any label of a batch counts; None if there are no labels."""
-        if self._batch_layout.labels is None:
-            return None
-        return count_valid(batch, self._batch_layout) > 0
+        """Return whether any label of a batch counts; None if every sample counts."""
+        return None if self.rule.counts_all else self.rule.weigh(batch, 1) > 0
 
-    def weigh(self, microbatches: Sequence[Any]) -> BatchWeights:
+    def is_unsettled(self, batch: Any) -> bool:
+        """Tell whether a rule weighs the samples of a batch otherwise than the others do, so that
+        it shows which one holds; the same on every rank.
+
+        Args:
+            batch: That of this replica.
+
+        **Communicates**: one all-reduce of a number over the replicas, while there are other rules.
+        """
+        if not self.alternatives:
+            return False
+        rules = (self.rule, *self.alternatives)
+        differs = not all(rule.is_uniform(batch) for rule in rules)
+        if self._replicas == 1:
+            return differs
+        found = torch.tensor([float(differs)], device=device_of(batch))
+        dist.all_reduce(found, group=self._data_group)
+        return bool(found > 0)
+
+    def weigh(self, microbatches: Sequence[Any], samples: Sequence[int]) -> BatchWeights:
         """Return the weights of this replica's micro-batches.
 
         Args:
             microbatches: This rank's tokens of them, in order.
+            samples: Their numbers of samples.
 
         **Communicates**: one all-reduce of one number per micro-batch over the context ranks, and
         one of two numbers over the replicas, where there are several.
         """
-        counts = torch.stack([count_valid(b, self._batch_layout) for b in microbatches])
-        samples, replica = None, counts
+        device = device_of(microbatches)
+        pairs = zip(microbatches, samples, strict=True)
+        counts = torch.stack([self.rule.weigh(b, n) for b, n in pairs]).to(device)
+        counted, replica = None, counts
         if self._context_group is not None:
             replica = counts.clone()
             dist.all_reduce(replica, group=self._context_group)
         total = replica.sum()
         if self._replicas > 1:
-            own = sum(batch_size(b) for b in microbatches)
-            sums = torch.stack([total, total.new_tensor(own)])
+            sums = torch.stack([total, total.new_tensor(float(sum(samples)))])
             dist.all_reduce(sums, group=self._data_group)
-            total, samples = sums[0], sums[1]
+            total, counted = sums[0], sums[1]
         zero: frozenset[int] = frozenset()
-        if self._batch_layout.labels is not None:  # without labels every sample counts
+        if not self.rule.counts_all:
             zero = frozenset(i for i, count in enumerate(replica.tolist()) if count == 0)
-        valid = total.clamp(min=1)
+        valid = torch.where(total > 0, total, 1)
+        scales = counts * self._ranks / valid
+        added = torch.full_like(scales, float(self._ranks))
         return BatchWeights(
-            scales=tuple((counts * self._ranks / valid).unbind()),
+            scales=tuple((added if self.rule.is_sum else scales).unbind()),
             total=replica.sum() * self._replicas / valid,
-            samples=samples,
+            samples=counted,
+            shares=scales,
+            is_sum=self.rule.is_sum,
+            sums=self.sums,
+            replicas=self._replicas,
             zero=zero,
             context_group=self._context_group,
         )
+
+
+def device_of(batch: Any) -> torch.device:
+    """Return where the tensors of a batch are; the CPU if it has none."""
+    tensor = next(tensors_of(batch), None)
+    return torch.device("cpu") if tensor is None else tensor.device

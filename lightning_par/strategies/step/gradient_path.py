@@ -38,7 +38,8 @@ from lightning_par.errors import NonFiniteError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.upstream.lightning import CLIP_GRADIENTS
+from lightning_par.strategies.step.gradient_norms import GradientNorms
+from lightning_par.upstream.lightning import CLIP_GRADIENTS, plain_after_closure
 
 __all__ = ["GradientAction", "GradientPath", "Phase", "mesh_precision"]
 
@@ -104,9 +105,11 @@ class GradientPath:
         compression: Averages gradients over the replicas; None: FSDP does.
         counted_elsewhere: Ids of parameters that another rank counts in the norm.
         options: Says what happens to a step that is not finite.
+        norms: Gives the norms that users ask for.
 
     Attributes:
         actions: All actions, in order.
+        norms: Gives the norms that users ask for.
     """
 
     def __init__(
@@ -119,7 +122,9 @@ class GradientPath:
         compression: CompressedGradients | None,
         counted_elsewhere: frozenset[int],
         options: MeshOptions,
+        norms: GradientNorms,
     ) -> None:
+        self.norms = norms
         self.shared, self.compression = shared, compression
         self.counted_elsewhere = counted_elsewhere
         self._module, self._sizes, self._sharding = module, mesh.sizes, sharding
@@ -185,9 +190,10 @@ class GradientPath:
         yield action("clip", Phase.CLIP, self._clip)
 
     def _walk(self, phase: Phase, passage: _Passage) -> None:
-        for action in self.actions:
-            if action.phase is phase and action.run is not None:
-                action.run(passage)
+        with self.norms.unwatched():
+            for action in self.actions:
+                if action.phase is phase and action.run is not None:
+                    action.run(passage)
 
     @property
     def reduced_late(self) -> frozenset[int]:
@@ -339,6 +345,15 @@ class _MeshPrecision(Precision):
     """Sends the gradients along a `GradientPath` where a plugin would clip those of one device."""
 
     gradients: GradientPath
+
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        with self.gradients.norms.in_hooks("on_after_backward", module.trainer.optimizers):
+            loss: Tensor = super().post_backward(tensor, module)
+        return loss
+
+    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+        with self.gradients.norms.in_hooks("on_before_optimizer_step", [optimizer]):
+            plain_after_closure(self, model, optimizer)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=False)

@@ -4,7 +4,7 @@ Micro-batches are combined with the weights of the loss. With ``sync_dist=True``
 too, so that a mean is the mean that one process would have logged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,15 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.batch_weights import BatchWeights, weigh, weighted_mean
 from lightning_par.upstream.torchmetrics import last_batch_value, set_last_batch_value
 
-__all__ = ["LogCall", "adjust_logs", "combine_logs", "record_logs", "replay_logs"]
+__all__ = [
+    "LogCall",
+    "adjust_logs",
+    "combine_logs",
+    "logs_off",
+    "numbers_of",
+    "record_logs",
+    "replay_logs",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +50,21 @@ class LogCall:
 @contextmanager
 def _shadow_log(module: pl.LightningModule, log: Any) -> Iterator[None]:
     """Replace `self.log` by `log` inside; `self.log_dict` calls it as well."""
+    before = module.__dict__.get("log")
     module.__dict__["log"] = log
     try:
         yield
     finally:
         del module.__dict__["log"]
+        if before is not None:
+            module.__dict__["log"] = before
+
+
+@contextmanager
+def logs_off(module: pl.LightningModule) -> Iterator[None]:
+    """Inside, `self.log` does nothing."""
+    with _shadow_log(module, lambda *_, **__: None):
+        yield
 
 
 @contextmanager
@@ -75,6 +93,15 @@ def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[No
         yield
 
 
+def numbers_of(calls: Sequence[LogCall]) -> dict[str, float]:
+    """Return the numbers that were logged, by name; no metrics."""
+    return {
+        call.name: float(call.value)
+        for call in calls
+        if call.metric is None and isinstance(call.value, int | float | Tensor)
+    }
+
+
 @contextmanager
 def adjust_logs(module: pl.LightningModule, weights: BatchWeights | None) -> Iterator[None]:
     """Weight what is logged with ``sync_dist=True`` so that Lightning's mean over replicas is the
@@ -83,18 +110,18 @@ def adjust_logs(module: pl.LightningModule, weights: BatchWeights | None) -> Ite
     if weights is None:
         yield
         return
-    original = type(module).log
+    original = module.log
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        value, options = _weighted(value, options, weights)
-        original(module, name, value, *args, **options)
+        value, options = _weighted(name, value, options, weights)
+        original(name, value, *args, **options)
 
     with _shadow_log(module, log):
         yield
 
 
 def _weighted(
-    value: Any, options: dict[str, Any], weights: BatchWeights | None
+    name: str, value: Any, options: dict[str, Any], weights: BatchWeights | None
 ) -> tuple[Any, dict[str, Any]]:
     """Scale a value by the weight of this replica, if Lightning averages it over the replicas.
 
@@ -103,7 +130,8 @@ def _weighted(
     if weights is not None and weights.context_group is not None and not isinstance(value, Metric):
         value, options = _join(value, options, weights)
     mean = options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
-    explicit = options.get("batch_size") is not None
+    is_sum = weights is not None and name in weights.sums
+    explicit = options.get("batch_size") is not None and not is_sum
     if (
         weights is None
         or weights.samples is None
@@ -116,6 +144,9 @@ def _weighted(
         return value, options
     value = torch.as_tensor(value, device=weights.total.device)
     value = value if value.is_floating_point() else value.float()
+    options = {"batch_size": weights.samples, **options} if is_sum else options
+    if is_sum:
+        return value * weights.replicas, options  # Lightning divides by it
     return weigh(value, weights.total), {**options, "batch_size": weights.samples}
 
 
@@ -140,12 +171,15 @@ def _join(value: Any, options: dict[str, Any], weights: BatchWeights) -> tuple[A
     return mean.to(kind), options  # NaN over no entry, as one process has it
 
 
-def combine_logs(calls: Sequence[Sequence[LogCall]], weights: Tensor) -> list[LogCall]:
+def combine_logs(
+    calls: Sequence[Sequence[LogCall]], weights: Tensor, sums: Collection[str] = ()
+) -> list[LogCall]:
     """Make one call per key of the calls of all micro-batches.
 
     Args:
         calls: Recorded calls of every micro-batch, in order.
         weights: [m] weights of the micro-batches, for means.
+        sums: Keys whose values are added in place of a mean.
     """
     by_name: dict[str, list[tuple[int, LogCall]]] = {}
     for index, made in enumerate(calls):
@@ -158,7 +192,9 @@ def combine_logs(calls: Sequence[Sequence[LogCall]], weights: Tensor) -> list[Lo
         if last.metric is None:
             used = weights[[index for index, _ in pairs]].cpu()
             values = torch.stack([torch.as_tensor(c.value).double().cpu() for _, c in pairs])
-            value = combine_values(values, used, last.options.get("reduce_fx", "mean"))
+            kind = last.options.get("reduce_fx", "mean")
+            adds = name in sums and reduction_name(kind) in ("mean", "avg")
+            value = combine_values(values, used, "sum" if adds else kind)
         sizes = [c.options.get("batch_size") for _, c in pairs]
         options = last.options
         if any(size is not None for size in sizes):
@@ -214,7 +250,7 @@ def replay_logs(
             set_last_batch_value(metric, call.value)
             module.log(call.name, metric, **{"batch_size": batch_size, **call.options})  # type: ignore[arg-type]
             continue
-        value, options = _weighted(call.value, call.options, weights)
+        value, options = _weighted(call.name, call.value, call.options, weights)
         options = {"batch_size": batch_size, **options}
         if isinstance(value, Tensor):
             value = value.to(torch.get_default_dtype()).to(module.device)

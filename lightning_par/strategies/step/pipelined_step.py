@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
-from lightning_par.engine.batch import batch_size, signature, split_batch, to_cpu
+from lightning_par.engine.batch import BatchDims, signature, split_batch, split_rows, to_cpu
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
 from lightning_par.engine.tensor_tree import broadcast_object
-from lightning_par.errors import ConfigurationError, NonFiniteError
+from lightning_par.errors import ConfigurationError, NonFiniteError, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
@@ -29,7 +29,14 @@ from lightning_par.strategies.step.batch_weights import (
     weigh,
     weighted_mean,
 )
-from lightning_par.strategies.step.logs import combine_logs, LogCall, record_logs, replay_logs
+from lightning_par.strategies.step.logs import (
+    combine_logs,
+    LogCall,
+    numbers_of,
+    record_logs,
+    replay_logs,
+)
+from lightning_par.strategies.step.loss_rule import Seen
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 
 __all__ = ["PipelinedSteps", "loss_of", "merge_results"]
@@ -50,6 +57,7 @@ class PipelinedSteps:
         sharding: Zeroes gradients of losses with weight 0.
         weigher: Weighs micro-batches.
         user_step: Surrounds the user's step.
+        replay: Surrounds the backward of a micro-batch.
         sequence: Shards sequences over context ranks, if there are several.
         num_microbatches: Number of micro-batches of a batch that has as many samples.
         schedule: Gives the training schedule for a number of micro-batches.
@@ -57,6 +65,7 @@ class PipelinedSteps:
 
     Attributes:
         last_run: When the actions of the last training step ran; None before one.
+        last_weight: What its batch weighed in the global batch, 1 on average over the replicas.
     """
 
     def __init__(
@@ -68,6 +77,7 @@ class PipelinedSteps:
         sharding: Sharding,
         weigher: BatchWeigher,
         user_step: UserStep,
+        replay: Callable[[int], AbstractContextManager[None]],
         sequence: ShardedSequence | None,
         num_microbatches: int,
         schedule: Callable[[int], Schedule],
@@ -75,8 +85,10 @@ class PipelinedSteps:
     ) -> None:
         self.module, self.executor = module, executor
         self.last_run: PipelineRun | None = None
+        self.last_weight = torch.ones(())
         self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
         self._sequence, self._num_microbatches = sequence, num_microbatches
+        self._replay = replay
         self._schedule, self._rank_of_stage = schedule, rank_of_stage
         self._is_only_replica = mesh.sizes.data == 1
         self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
@@ -87,6 +99,7 @@ class PipelinedSteps:
         self,
         context: StepContext,
         args: Sequence[Any],
+        dims: BatchDims,
         key: Any,
         scaler: MeshGradScaler | None,
     ) -> tuple[Any, Tensor]:
@@ -95,6 +108,7 @@ class PipelinedSteps:
         Args:
             context: Precision plugin's context of the step.
             args: The batch, and what else the step takes.
+            dims: Which entries of the batch have a batch dim.
             key: Seed of the step, without its micro-batch.
             scaler: Scales the loss, and with it the small gradients between stages.
 
@@ -102,8 +116,8 @@ class PipelinedSteps:
             What the step returned, the same on every stage, with a loss whose backward puts the
             gradients in place; and whether any entry of the global batch counts.
         """
-        parts = split_batch(args[0], self._num_microbatches)
-        weights = self._weigher.weigh(parts)
+        parts, sizes = self._split(args[0], dims, self._num_microbatches)
+        weights = self._weigher.weigh(parts, sizes)
         calls: list[list[LogCall]] = [[] for _ in parts]
         step = self._stepper("training_step", context, parts, args[1:], key, calls)
         losses: dict[int, Tensor] = {}
@@ -124,47 +138,91 @@ class PipelinedSteps:
             with prepared:
                 schedule = self._schedule(len(parts))
                 around = lambda i: self._around(i in weights.zero)  # noqa: E731
-                run = self.executor.run(schedule, step, signatures, scaled_loss, around)
-        self.last_run = run
+                run = self.executor.run(
+                    schedule, step, signatures, scaled_loss, around, self._replay
+                )
+        self.last_run, self.last_weight = run, weights.total
         if self._sequence is not None:
             self._sequence.check("training_step")
-        stacked = torch.stack(weights.scales)
-        value, extras, logs = self._from_last_stage(run, losses, calls, stacked)
+        value, extras, logs = self._from_last_stage(run, losses, calls, weights)
         if self._sequence is not None:
             value = self._sequence.mean(value, weights.own)
-        self._check_stub(value, signatures, stacked)
-        replay_logs(self.module, logs, weights, batch_size(args[0]))
+        self._check_stub(value, signatures, torch.stack(weights.scales))
+        replay_logs(self.module, logs, weights, sum(sizes))
         loss = self._deferred_loss(value, parameters, computed, factor)
         output = loss if extras is None else {**extras, "loss": loss}
         return output, weights.total > 0
 
-    def evaluation(self, name: str, context: StepContext, args: Sequence[Any], key: Any) -> Any:
+    def evaluation(
+        self, name: str, context: StepContext, args: Sequence[Any], dims: BatchDims, key: Any
+    ) -> Any:
         """Run a step without a backward on the batch of this replica; every stage gets the result.
 
         Args:
             name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
             context: Precision plugin's context of the step.
             args: The batch, and what else the step takes.
+            dims: Which entries of the batch have a batch dim.
             key: Seed of the step, without its micro-batch.
         """
-        parts = split_batch(args[0], self._num_microbatches)
+        # Nobody knows which values of a step whose loss is a sum are sums, too.
+        count = 1 if self._weigher.rule.is_sum else self._num_microbatches
+        parts, sizes = self._split(args[0], dims, count)
         # A prediction needs no labels, and replicas may have unequal numbers of batches.
         predicts = name == "predict_step"
-        weights = BatchWeights.by_samples(parts) if predicts else self._weigher.weigh(parts)
+        by_samples = BatchWeights.by_samples
+        weights = by_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
         calls: list[list[LogCall]] = [[] for _ in parts]
-        step = self._stepper(name, context, parts, args[1:], key, calls)
-        signatures = [signature(part, "evaluation") for part in parts]
-        run = self.executor.run(
-            forward_only(self._rank_of_stage, len(parts)), step, signatures, None
-        )
+        run = self._forward_only(name, context, parts, args[1:], key, calls)
         found = None
         if run.results:
-            stacked = torch.stack(weights.scales)
-            merged = merge_results([run.results[i] for i in sorted(run.results)], stacked)
-            found = to_cpu(merged), [_log_to_cpu(c) for c in combine_logs(calls, stacked)]
-        output, logs = self._broadcast(found)
-        replay_logs(self.module, logs, weights, batch_size(args[0]))
+            merged = merge_results([run.results[i] for i in sorted(run.results)], weights.shares)
+            found = to_cpu(merged), [_log_to_cpu(c) for c in combine_logs(calls, weights.shares)]
+        output, logs = self.from_last_stage(found)
+        replay_logs(self.module, logs, weights, sum(sizes))
         return output
+
+    def look(
+        self, context: StepContext, batches: Sequence[Any], rest: Sequence[Any], key: Any
+    ) -> Seen:
+        """Run `training_step` on batches of their own, without gradients and logs.
+
+        Args:
+            context: Precision plugin's context of the step.
+            batches: Any number of batches.
+            rest: What else the step takes.
+            key: Seed of the step.
+        """
+        calls: list[list[LogCall]] = [[] for _ in batches]
+        with torch.no_grad():
+            run = self._forward_only(
+                "training_step", context, batches, rest, ("first look",), calls
+            )
+        found = None
+        if run.results:
+            losses = [float(loss_of(run.results[i])) for i in sorted(run.results)]
+            found = losses, [numbers_of(made) for made in calls]
+        losses, logs = self.from_last_stage(found)
+        return Seen(losses=losses, logs=logs)
+
+    def _forward_only(
+        self,
+        name: str,
+        context: StepContext,
+        parts: Sequence[Any],
+        rest: Sequence[Any],
+        key: Any,
+        calls: list[list[LogCall]],
+    ) -> PipelineRun:
+        step = self._stepper(name, context, parts, rest, key, calls)
+        signatures = [signature(part, "evaluation") for part in parts]
+        schedule = forward_only(self._rank_of_stage, len(parts))
+        return self.executor.run(schedule, step, signatures, None)
+
+    def _split(self, batch: Any, dims: BatchDims, count: int) -> tuple[list[Any], list[int]]:
+        """Return the micro-batches and their numbers of samples."""
+        sizes = [length for _, length in split_rows(dims.size or 1, count)]
+        return split_batch(batch, count, dims), sizes
 
     def timeline(self) -> list[list[TimedAction]]:
         """Return when every stage ran its actions in the last training step, in seconds; an empty
@@ -224,23 +282,26 @@ class PipelinedSteps:
         run: PipelineRun,
         losses: Mapping[int, Tensor],
         calls: Sequence[Sequence[LogCall]],
-        weights: Tensor,
+        weights: BatchWeights,
     ) -> tuple[Tensor, dict[str, Any] | None, list[LogCall]]:
         """Give every stage the loss, the other results and the logs of the last one."""
         found = None
         if losses:
-            values, used = torch.stack([losses[i] for i in sorted(losses)]).cpu(), weights.cpu()
+            used = weights.shares.cpu()
+            values = torch.stack([losses[i] for i in sorted(losses)]).cpu()
             mean, total = weighted_mean(values, used)
             value = mean if bool(total > 0) else values.mean()
+            value = values.sum() if weights.is_sum else value
             results = [run.results[i] for i in sorted(run.results)]
             extras = None
             if isinstance(results[0], Mapping):
                 others = [{k: v for k, v in r.items() if k != "loss"} for r in results]
-                extras = to_cpu(merge_results(others, weights))
-            logs = [_log_to_cpu(call) for call in combine_logs(calls, weights)]
+                extras = to_cpu(merge_results(others, used))
+            made = combine_logs(calls, used, weights.sums)
+            logs = [_log_to_cpu(call) for call in made]
             found = (value.to(values.dtype), extras, logs)
         run.results.clear()
-        received: tuple[Tensor, dict[str, Any] | None, list[LogCall]] = self._broadcast(found)
+        received: tuple[Tensor, dict[str, Any] | None, list[LogCall]] = self.from_last_stage(found)
         return received
 
     def _deferred_loss(
@@ -257,7 +318,8 @@ class PipelinedSteps:
         loss: Tensor = ScheduledLoss.apply(anchor, value.to(self.module.device), install)  # type: ignore[no-untyped-call]
         return loss
 
-    def _broadcast(self, value: Any) -> Any:
+    def from_last_stage(self, value: Any) -> Any:
+        """Return, on every stage, the value of the last one."""
         return broadcast_object(value, self._source, self._group)
 
     def _check_stub(self, loss: Tensor, signatures: Sequence[Any], weights: Tensor) -> None:
@@ -269,6 +331,10 @@ class PipelinedSteps:
             return
         self._checked.add(shapes)
         if bool(loss.isnan()):
+            problems = {text for stage in self.executor.stages for text in stage.problems}
+            every: list[Any] = [None] * self._group.size()
+            dist.all_gather_object(every, problems, self._group)
+            raise_problems(PlanError, sorted(set().union(*every)))
             raise NonFiniteError(
                 "the loss of the first pipelined step is NaN. Either the model itself gives NaN, "
                 "or the step uses a "

@@ -1,7 +1,7 @@
 """Running the user's steps on a mesh: the batch, weights of the loss, random numbers, logs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
+from contextlib import contextmanager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -12,24 +12,37 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_par.engine.activity import Activity
-from lightning_par.engine.batch import batch_entry, sequence_entries
+from lightning_par.engine.batch import batch_entry, BatchDims, sequence_entries
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
-from lightning_par.engine.rng import fork_all_rng, seed_all_generators, seed_of
+from lightning_par.engine.tensor.whole_parameters import explain_shards
 from lightning_par.engine.tensor_tree import BatchBroadcast
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.step.batch_weights import BatchWeigher, weigh
-from lightning_par.strategies.step.logs import adjust_logs
+from lightning_par.strategies.step.batch_parts import BatchDimsFinder
+from lightning_par.strategies.step.batch_statistics import (
+    check_batch_statistics,
+    synchronize_batchnorm,
+)
+from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeights, weigh
+from lightning_par.strategies.step.first_look import FirstLook, untouched
+from lightning_par.strategies.step.logs import adjust_logs, LogCall, numbers_of, record_logs
+from lightning_par.strategies.step.loss_rule import declared_rule, Seen
 from lightning_par.strategies.step.metrics import bind_metrics
-from lightning_par.strategies.step.pipelined_step import PipelinedSteps, StepContext
+from lightning_par.strategies.step.mixing import mixing_told
+from lightning_par.strategies.step.parameter_reads import ParameterReads
+from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.step_random import StepRandom
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
+from lightning_par.upstream.lightning import synchronizes_batchnorm, trainer_of
 
 __all__ = ["Step", "StepRunner"]
+
+_LOOK = ("first look",)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,11 +90,14 @@ class StepRunner:
         device: Device of this rank.
         seed: Seed of all steps, the same on every rank.
         activity: Where every step is written down.
+        reads: Answers parameters that the user's step reads.
 
     Attributes:
         pipeline: Runs steps through the pipeline; None without one.
         seed: Seed of all steps; checkpoints keep it.
         evaluations: Number of evaluation steps so far, which seeds the next; checkpoints keep it.
+        after_look: Id of an object -> function of it that is called after the first look at the
+            step, which runs it on a few samples: what counts the first step begins anew.
     """
 
     def __init__(
@@ -98,34 +114,39 @@ class StepRunner:
         device: torch.device,
         seed: int,
         activity: Activity,
+        reads: ParameterReads,
     ) -> None:
         sizes = mesh.sizes
-        self.module, self.sequence = module, sequence
+        self.module, self.sequence, self._reads = module, sequence, reads
         self.seed, self.evaluations = seed, 0
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
-        self._in_step = False
+        self._in_step = self._is_checked = False
+        _synchronize(module, mesh)
         # Each is asked for in every step or micro-batch: properties of the mesh compute them anew.
-        self._shares_replica = sizes.world_size > sizes.data
-        self._data_rank, self._device_type = mesh.data_rank, mesh.device_type
-        self._has_replicas, self._device = sizes.data > 1, device
-        self._num_microbatches = options.num_microbatches
-        self._pads = sizes.context > 1
+        self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device
+        self._num_microbatches, self._pads = options.num_microbatches, sizes.context > 1
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         self._broadcast = BatchBroadcast(mesh)
-        self._weigher = BatchWeigher(mesh, batch_layout)
+        self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
+        self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
+        self._random = StepRandom(mesh, device, lambda: self.seed)
+        self.after_look: dict[int, Callable[[], None]] = {}
         self.pipeline: PipelinedSteps | None = None
+        count = 1 if executor is None else options.microbatches(sizes.pipeline)
+        self._dims = BatchDimsFinder(batch_layout, count, sizes.data)
+        self._count, self._cuts = count, count > 1
         if executor is not None:
-            ranks = sizes.pipeline
             self.pipeline = PipelinedSteps(
                 module=module,
                 mesh=mesh,
                 executor=executor,
                 sharding=sharding,
                 weigher=self._weigher,
-                user_step=self._user_step,
+                user_step=self._microbatch_step,
+                replay=self._random.replay,
                 sequence=sequence,
-                num_microbatches=options.microbatches(ranks),
-                schedule=cache(partial(options.build_schedule, ranks)),
+                num_microbatches=count,
+                schedule=cache(partial(options.build_schedule, sizes.pipeline)),
                 rank_of_stage=rank_of_stage,
             )
         bind_metrics(module, mesh, rank_of_stage, lambda: self._in_step)
@@ -153,6 +174,7 @@ class StepRunner:
         **Communicates**: numbers of samples and of batches, over all ranks, where they may differ.
         """
         trainer, device = self.module.trainer, self._device
+        self._dims.add_loader(dataloader)
         if self.pipeline is not None:
             check_loader(dataloader, self._num_microbatches)
         predicts_in_parallel = trainer.predicting and self._has_replicas
@@ -195,18 +217,33 @@ class StepRunner:
         key = ("training_step", trainer.fit_loop.total_batch_idx)
         with ExitStack() as opened:  # closes what is open if the step raises
             args = self._open("training_step", args, opened)
+            dims = self._dims_of(args[0])
+            context = plugin.train_step_context
+            count = min(self._count, dims.size or 1)
+            if not self._is_checked:
+                self._is_checked = True
+                if not self._batch_layout.local_statistics:
+                    check_batch_statistics(self.module, self._mesh, count)
+            if self._first_look.is_due(args[0], count):
+                found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
+                run = partial(self._look, context, args[1:])
+                self._first_look.look(args[0], found, count, run)
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
-                with self._random_restored():
-                    context = plugin.train_step_context
-                    output, has_valid_labels = self.pipeline.training(context, args, key, scaler)
+                tokens = self._tokens_of(args[0])
+                random = self._random.step(dims.size or 1, count, tokens, trains=True)
+                with random, self._reads.agreed():
+                    output, has_valid_labels = self.pipeline.training(
+                        context, args, dims, key, scaler
+                    )
+                    self._random.share(self.pipeline.from_last_stage)
                 return output, Step(has_valid_labels=has_valid_labels)
-            weights = self._weigher.weigh([args[0]]) if self._weigher.is_needed else None
+            weights = self._weigh(args[0], dims) if self._weigher.is_needed else None
             is_zero_weight = weights is not None and bool(weights.zero)
             if is_zero_weight:
                 opened.enter_context(self._sharding.zero_weight.prepared())
             with adjust_logs(self.module, weights):
-                output = self._whole("training_step", plugin.train_step_context, args, key)
+                output = self._whole("training_step", context, args, key, dims)
             weigher = self._weigher
             return output, Step(
                 loss_scale=None if weights is None else weights.own,
@@ -228,11 +265,12 @@ class StepRunner:
         key = (name, self.evaluations)
         with ExitStack() as opened:
             args = self._open(name, args, opened)
-            if self.pipeline is not None:
-                with self._random_restored():
-                    return self.pipeline.evaluation(name, context, args, key)
             weighted = self._weigher.is_needed and name != "predict_step"
-            weights = self._weigher.weigh([args[0]]) if weighted else None
+            if self.pipeline is not None:
+                dims = self._dims_of(args[0])
+                with self._random.step(trains=False):
+                    return self.pipeline.evaluation(name, context, args, dims, key)
+            weights = self._weigh(args[0], self._dims_of(args[0])) if weighted else None
             with adjust_logs(self.module, weights):
                 return self._whole(name, context, args, key)
 
@@ -246,10 +284,12 @@ class StepRunner:
         """Surrounds the backward of a step, and closes it."""
         self._activity.begin("backward")
         try:
+            # Under a pipeline the backward has run.
             with (
+                self._random.replay() if self.pipeline is None else nullcontext(),
                 self._sharding.zero_weight.zero_gradients()
                 if step.is_zero_weight
-                else nullcontext()
+                else nullcontext(),
             ):
                 yield
         finally:
@@ -262,32 +302,103 @@ class StepRunner:
         opened.callback(self.sequence.close)
         return self.sequence.open(name, args)
 
-    def _whole(self, name: str, context: StepContext, args: Sequence[Any], key: Any) -> Any:
+    def _dims_of(self, batch: Any) -> BatchDims:
+        """Return which entries of a batch have a batch dim, if it is divided."""
+        if self.pipeline is None and not self._has_replicas:
+            return BatchDims()
+        layout = self._batch_layout
+        is_declared = layout.loss_weight is not None or layout.labels is not None
+        must_know = self._cuts or (self._has_replicas and not is_declared)
+        return self._dims.find(batch, must_know=must_know)
+
+    def _weigh(self, batch: Any, dims: BatchDims) -> BatchWeights:
+        return self._weigher.weigh([batch], [dims.size or 1])
+
+    def _look(
+        self, context: StepContext, rest: Sequence[Any], parts: Sequence[tuple[Any, int]]
+    ) -> tuple[Seen, bool]:
+        """Run the step on some samples, and on parts of them, without gradients and other traces.
+
+        **Communicates**: what the step does, and what `StepRandom.judge` does.
+        """
+        batches = [batch for batch, _ in parts]
+        with (
+            untouched(self.module),
+            torch.compiler.set_stance("force_eager"),
+            self._random.look([size for _, size in parts], self._tokens_of(batches[0])),
+        ):
+            if self.pipeline is not None:
+                seen = self.pipeline.look(context, batches, rest, _LOOK)
+            else:
+                seen = self._look_whole(context, batches, rest)
+            is_random = self._random.judge(divides=self._cuts or self._has_replicas)
+        self._sharding.release()
+        for restart in self.after_look.values():
+            restart()
+        return seen, is_random
+
+    def _look_whole(
+        self, context: StepContext, batches: Sequence[Any], rest: Sequence[Any]
+    ) -> Seen:
+        losses, logs = [], []
+        for index, batch in enumerate(batches):
+            calls: list[LogCall] = []
+            step = partial(self._run, self.module.training_step, (batch, *rest))
+            logging = record_logs(self.module, calls)
+            with torch.no_grad(), context(), logging, self._user_step(_LOOK, index):
+                output = self._sharding.call(step)
+            losses.append(float("nan") if output is None else float(loss_of(output)))
+            logs.append(numbers_of(calls))
+        return Seen(losses=losses, logs=logs)
+
+    def _whole(
+        self,
+        name: str,
+        context: StepContext,
+        args: Sequence[Any],
+        key: Any,
+        dims: BatchDims | None = None,
+    ) -> Any:
         step: Callable[..., Any] = getattr(self.module, name)
-        with context(), self._random_restored(), self._user_step(key, 0):
-            output = self._sharding.call(lambda: step(*args))
+        samples = 1 if dims is None else dims.size or 1
+        trains = name == "training_step"
+        tokens = self._tokens_of(args[0]) if trains else None
+        random = self._random.step(samples, tokens=tokens, trains=trains)
+        with context(), random, self._user_step(key, 0):
+            output = self._sharding.call(partial(self._run, step, args))
             if self.sequence is not None:
                 self.sequence.check(name)
         return output
 
+    def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        with self._reads.in_step(), mixing_told(self.module):
+            return step(*args)
+
+    @contextmanager
+    def _microbatch_step(self, key: Any, microbatch: int) -> Iterator[None]:
+        step = self._user_step(key, microbatch)
+        with step, self._reads.in_step(), mixing_told(self.module):
+            yield
+
     @contextmanager
     def _user_step(self, key: Any, microbatch: int) -> Iterator[None]:
-        """Surrounds the user's step: all ranks of a replica draw the same random numbers, other
-        ones for every step and micro-batch.
-        """
+        """Surrounds the user's step."""
         self._in_step = True
-        if self._shares_replica:
-            seed = seed_of(self.seed, *key, microbatch, self._data_rank)
-            seed_all_generators(seed, torch.device(self._device_type))
         try:
-            yield
+            with explain_shards(self.module), self._random.user_step(key, microbatch):
+                yield
         finally:
             self._in_step = False
 
-    def _random_restored(self) -> AbstractContextManager[None]:
-        """Leave the generators as they were, if `_user_step` seeds them."""
-        device = torch.device(self._device_type)
-        return fork_all_rng(device) if self._shares_replica else nullcontext()
+    def _tokens_of(self, batch: Any) -> int | None:
+        """Return T of a batch, if tensor-parallel ranks share the tokens."""
+        if self._tensor_degree == 1:
+            return None
+        for path, dim in sequence_entries(batch, self._batch_layout).items():
+            entry = batch_entry(batch, path)
+            if dim == 1 and isinstance(entry, Tensor) and entry.ndim > 1:
+                return int(entry.shape[1])
+        return None
 
     def _check_tokens(self, batch: Any, *, predicts: bool) -> None:
         """Refuse a batch whose sequences cannot be sharded over the tensor-parallel ranks.
@@ -314,3 +425,10 @@ class StepRunner:
                     f"T={tokens} tokens in dim {dim}, not divisible by {degree}. Pad to "
                     f"{-(-tokens // degree) * degree}, or use sequence_parallel=False."
                 )
+
+
+def _synchronize(module: pl.LightningModule, mesh: ParallelMesh) -> None:
+    """Join the statistics of BatchNorm layers, if the Trainer was told to."""
+    trainer = trainer_of(module)
+    if trainer is not None and synchronizes_batchnorm(trainer.strategy):
+        synchronize_batchnorm(module, mesh)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.engine.context.mixing import CountedPositions
 from lightning_par.engine.context.sequence_shard import SequenceShard
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
@@ -32,6 +33,7 @@ class ShardedSequence:
         self.shard = shard
         self._plan, self._mesh = plan, mesh
         self._is_checked = False
+        self._counted: CountedPositions | None = None
 
     def open(self, name: str, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of a step with this rank's tokens of the batch.
@@ -45,7 +47,12 @@ class ShardedSequence:
         if name == "predict_step":
             self.shard.clear()
             return args
-        return [self.shard.shard_batch(args[0], self._plan.batch), *args[1:]]
+        batch = self.shard.shard_batch(args[0], self._plan.batch)
+        if not (self._is_checked or self._counted or self._plan.positions):
+            assert self.shard.layout is not None
+            self._counted = CountedPositions(self.shard.layout.local)
+            self._counted.__enter__()  # type: ignore[no-untyped-call]
+        return [batch, *args[1:]]
 
     def mean(self, value: Tensor, weight: Tensor) -> Tensor:
         """Return the mean of a loss over the ranks that see tokens of the same samples.
@@ -61,6 +68,9 @@ class ShardedSequence:
 
     def close(self) -> None:
         """End the step; sequences are whole again. Its backward comes before."""
+        if self._counted is not None:
+            self._counted.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._counted = None
         self.shard.clear()
 
     def check(self, name: str) -> None:
@@ -73,22 +83,32 @@ class ShardedSequence:
             ConfigurationError: No attention was sharded, so that every rank attended to its own
                 tokens.
 
-        **Communicates**: one all-reduce of two numbers over the replica, once.
+        **Communicates**: one all-reduce of three numbers over the replica, once.
         """
         if self._is_checked or name == "predict_step":
             return
-        self._is_checked = True
-        seen = torch.tensor([self.shard.calls, self.shard.fills], dtype=torch.float64)
+        self._is_checked, self.shard.looks = True, False
+        counted = None if self._counted is None else self._counted.found
+        numbers = [self.shard.calls, self.shard.fills, counted is not None]
+        seen = torch.tensor(numbers, dtype=torch.float64)
         seen = seen.to(self._mesh.device_type)
         dist.all_reduce(seen, group=self._mesh.replica_group)
-        calls, fills = seen.tolist()
+        calls, fills, counts = seen.tolist()
         degree = self._mesh.sizes.context
         if not calls:
             raise ConfigurationError(
                 f"context_parallel_size={degree}: no attention of the blocks "
-                f"{self._plan.blocks!r} was seen, so every rank would attend to its own tokens "
-                "only. Call F.scaled_dot_product_attention or lightning_par.attention in the "
-                "blocks."
+                f"{', '.join(self._plan.containers)!r} was seen, so every rank would attend to its "
+                "own tokens only. Call F.scaled_dot_product_attention or lightning_par.attention "
+                "in the blocks."
+            )
+        if counts:
+            raise ConfigurationError(
+                f"context_parallel_size={degree}: the plan says positions={{}}, but "
+                f"{counted or 'the model'} counts positions from 0 to the number of tokens that it "
+                "sees, which are those of one rank. Let the forward take the positions and name "
+                "them, as in ParallelPlan(positions={'': 'position_ids'}), or give them in the "
+                "batch."
             )
         if self._plan.positions and not fills:
             names = ", ".join(repr(name) for name in self._plan.positions)

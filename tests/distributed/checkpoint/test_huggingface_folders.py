@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from benchmarks._live import LiveBytes
 from lightning_par import cli, Hybrid3DStrategy
-from lightning_par.verification.determinism import DoublePrecision
+from lightning_par.strategies.proof.determinism import DoublePrecision
 from tests.support.models.huggingface import auto_class, HFModule, MODELS, PaddedText
 from tests.support.models.toy_gpt import loader
 from tests.support.parity import quiet_trainer

@@ -37,8 +37,8 @@ def assert_same_training(results: list[dict[str, Any]], wanted: dict[str, Any], 
 
 
 def test_chain_of_layouts_trains_like_one_uninterrupted_process(tmp_path: Path) -> None:
-    """Every layout once as the source and once as the target; in from a plain Trainer's file, and
-    out to one.
+    """Every layout once as the source and once as the target; in from a plain Trainer's file, by
+    turns through folders and files, and out to a plain Trainer.
     """
     total = STEPS * (len(CHAIN) + 2)
     (wanted,) = run_layout(PLAIN, tmp_path, steps=total, save_at=STEPS, save_to=tmp_path / "0.ckpt")
@@ -47,7 +47,7 @@ def test_chain_of_layouts_trains_like_one_uninterrupted_process(tmp_path: Path) 
     for link, layout in enumerate(CHAIN, 1):
         target = tmp_path / f"{link}.ckpt"
         steps = STEPS * (link + 1)
-        whole = link < len(CHAIN)  # the last one writes a file for the plain Trainer
+        form = ("file", "folder")[link % 2]
         results = run_layout(
             layout,
             tmp_path,
@@ -55,12 +55,12 @@ def test_chain_of_layouts_trains_like_one_uninterrupted_process(tmp_path: Path) 
             source=source,
             save_at=steps,
             save_to=target,
-            save_distributed_checkpoint=whole,
+            checkpoint_format=form,
         )
         assert len(results) == world_of(layout)
         assert differences(results[0]["loaded"], state, layout) == []
         assert_same_training(results, wanted, STEPS * link)
-        assert target.is_dir() == whole
+        assert target.is_dir() == (form == "folder")
         assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
         state, source = results[0]["saved"], target
     (last,) = run_layout(PLAIN, tmp_path, steps=total, source=source)
@@ -74,7 +74,9 @@ def test_chain_of_layouts_trains_like_one_uninterrupted_process(tmp_path: Path) 
 def test_every_rank_writes_its_own_share(tmp_path: Path) -> None:
     """No tensor is written twice, and the ranks write about as much."""
     layout, target = "tp2 pp2 dp2", tmp_path / "a.ckpt"
-    (first, *_) = run_layout(layout, tmp_path, steps=1, save_at=1, save_to=target)
+    (first, *_) = run_layout(
+        layout, tmp_path, steps=1, save_at=1, save_to=target, checkpoint_format="folder"
+    )
     files = sorted(target.glob("optimizer-*"))
     assert [f.name for f in files] == [f"optimizer-{r:05d}-of-00008.safetensors" for r in range(8)]
     held = sum(
@@ -92,18 +94,18 @@ def header_length(file: Path) -> int:
     return 8 + int.from_bytes(file.read_bytes()[:8], "little")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["folder", "file"])
+def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A checkpoint of every layout, what it holds, and the uninterrupted run."""
+    form = {"checkpoint_format": request.param}
     folder = tmp_path_factory.mktemp("sources")
     start = {"save_at": START, "save_to": folder / "start.ckpt"}  # as torch initializes
     (wanted,) = run_layout(PLAIN, folder, steps=START + 2 * STEPS, **start)
     sources = {}
     for layout in LAYOUTS:
         path, stop = folder / f"{layout}.ckpt", START + STEPS
-        results = run_layout(
-            layout, folder, steps=stop, source=start["save_to"], save_at=stop, save_to=path
-        )
+        options = {"source": start["save_to"], "save_at": stop, "save_to": path, **form}
+        results = run_layout(layout, folder, steps=stop, **options)
         sources[layout] = (path, results[0]["saved"])
     return {"sources": sources, "wanted": wanted, "folder": folder}
 

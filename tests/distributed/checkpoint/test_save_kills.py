@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_par.checkpoint.reader import find_problems
+from lightning_par.checkpoint.storage import remove_path
 from tests.support.checkpoints import holds, save_alone
 from tests.support.ranks.api import RankError, ranks, run_ranks
 from tests.support.resharding import differences, go_on, LAYOUTS, run_layout, world_of
@@ -19,37 +20,61 @@ FILE_EVENTS = ("open", "os.", "shutil.", "ctypes.")
 
 
 class Deadline:
-    """Ends this process with SIGKILL at the n-th operation on files; counts them if n is 0."""
+    """Ends this process with SIGKILL at the n-th operation on files, or write into one file."""
 
     def __init__(self, number: int) -> None:
-        self.left, self.count, self.active = number, 0, True
+        self.left, self.count = number, 0
         sys.addaudithook(self._hook)
+        self._write, os.pwrite = os.pwrite, self._counted_write  # nobody audits writes
 
     def _hook(self, event: str, arguments: Any) -> None:
-        if self.active and event.startswith(FILE_EVENTS):
-            self.count += 1
-            if self.count == self.left:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if event.startswith(FILE_EVENTS):
+            self._count_one()
+
+    def _count_one(self) -> None:
+        self.count += 1
+        if self.count == self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _counted_write(self, *arguments: Any) -> int:
+        self._count_one()
+        return self._write(*arguments)
 
 
-def in_fork(path: Path, number: int, seed: int) -> bool:
+def in_fork(path: Path, number: int, seed: int, form: str) -> bool:
     """Save in a process that dies at an operation; return whether it died."""
     pid = os.fork()
     if pid == 0:
         Deadline(number)
-        save_alone(path, seed)
+        save_alone(path, seed, as_file=form == "file")
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
 @ranks(1, fresh=True)
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_killed_at_every_operation_of_the_first_save_there_is_nothing_or_all(
+    rank: int, world: int, form: str, tmp_path: Path
+) -> None:
+    path, number = tmp_path / "a.ckpt", 1
+    while in_fork(path, number, 1, form):
+        assert not path.exists() or (find_problems(path) == [] and holds(path, 1))
+        remove_path(path)
+        number += 1
+    assert holds(path, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]  # what was left is cleared away
+    assert number >= 20
+
+
+@ranks(1, fresh=True)
+@pytest.mark.parametrize("form", ["file", "folder"])
 def test_killed_at_every_operation_the_old_or_the_new_one_is_whole(
-    rank: int, world: int, tmp_path: Path
+    rank: int, world: int, form: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.ckpt"
-    save_alone(path, 1)
+    save_alone(path, 1, as_file=form == "file")
     number, seed, outcomes = 1, 1, []
-    while in_fork(path, number, seed + 1):
+    while in_fork(path, number, seed + 1, form):
         assert find_problems(path) == []
         new = holds(path, seed + 1)
         assert new or holds(path, seed)
@@ -58,41 +83,45 @@ def test_killed_at_every_operation_the_old_or_the_new_one_is_whole(
     assert holds(path, seed + 1)
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]  # what was left is cleared away
     assert outcomes.count(False) >= 20
-    assert outcomes.count(True) >= 5
+    assert outcomes.count(True) >= (5 if form == "folder" else 1)
 
 
-def die_while_saving(rank: int, world: int, layout: str, folder: Path, seed: int) -> None:
+def die_while_saving(
+    rank: int, world: int, layout: str, folder: Path, seed: int, form: str
+) -> None:
     """Save at step 1, and die on one rank somewhere in the save of step 2, to the same name."""
     import lightning_par.checkpoint.save_coordinator as saver
 
     path = folder / "a.ckpt"
-    go_on(rank, world, layout, folder, steps=1, save_at=1, save_to=path)
+    options = {"save_to": path, "checkpoint_format": form}
+    go_on(rank, world, layout, folder, steps=1, save_at=1, **options)
     generator = random.Random(seed)
     victim = generator.randrange(world)
     number = generator.randrange(1, 12 if victim == 0 else 5)  # rank 0 has more to do
-    original = saver.write_part
+    write = "write_part" if form == "folder" else "write_slices"
+    original = getattr(saver, write)
     if rank == victim:
 
         def deadly(*arguments: Any) -> Any:
             Deadline(number)
             return original(*arguments)
 
-        saver.write_part = deadly
+        setattr(saver, write, deadly)
     try:
-        go_on(rank, world, layout, folder, steps=2, save_at=2, save_to=path, source=path)
+        go_on(rank, world, layout, folder, steps=2, save_at=2, source=path, **options)
     except BaseException as error:
         (folder / f"said-{rank}").write_text(str(error))
         raise
     finally:
-        saver.write_part = original
+        setattr(saver, write, original)
     raise RuntimeError("the save was over before the kill")
 
 
-def check_kill(layout: str, folder: Path, seed: int) -> None:
+def check_kill(layout: str, folder: Path, seed: int, form: str) -> None:
     wanted = run_layout(layout, folder, steps=1, save_at=1)[0]["saved"]
     world = world_of(layout)
     with pytest.raises(RankError) as caught:
-        run_ranks(die_while_saving, world, layout, folder, seed, fresh=True, timeout=90)
+        run_ranks(die_while_saving, world, layout, folder, seed, form, fresh=True, timeout=90)
     assert caught.value.kind == "died", caught.value
     (said,) = [file.read_text() for file in folder.glob("said-*")]
     assert "was not saved, because a rank did not take part" in said
@@ -107,20 +136,21 @@ def check_kill(layout: str, folder: Path, seed: int) -> None:
 
 
 SEEDS = 50
-DEFAULT_SEEDS = (0, 1)
+
+
+DEFAULT = {("folder", 0), ("file", 1)}
 
 
 @pytest.mark.parametrize(
-    "seed",
+    ("form", "seed"),
     [
-        *DEFAULT_SEEDS,
-        *(
-            pytest.param(seed, marks=pytest.mark.exhaustive)
-            for seed in range(SEEDS)
-            if seed not in DEFAULT_SEEDS
-        ),
+        pytest.param(form, seed, marks=[] if (form, seed) in DEFAULT else [pytest.mark.exhaustive])
+        for form in ("folder", "file")
+        for seed in range(SEEDS)
     ],
 )
-def test_killed_rank_leaves_the_last_complete_checkpoint(seed: int, tmp_path: Path) -> None:
+def test_killed_rank_leaves_the_last_complete_checkpoint(
+    form: str, seed: int, tmp_path: Path
+) -> None:
     names = [name for name in LAYOUTS if world_of(name) == 2]
-    check_kill(names[seed % len(names)], tmp_path, seed)
+    check_kill(names[seed % len(names)], tmp_path, seed, form)

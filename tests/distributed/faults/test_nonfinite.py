@@ -57,7 +57,10 @@ def fit(
 ) -> tuple[str, bool, int]:
     """What was raised, whether the weights are those before the bad step, and the steps made."""
     strategy = lightning_par.Hybrid3DStrategy(
-        **LAYOUTS.get(layout, {}), on_nonfinite=choice, timeout=timedelta(minutes=5)
+        **LAYOUTS.get(layout, {}),
+        on_nonfinite=choice,
+        timeout=timedelta(minutes=5),
+        gather_after_run=False,
     )
     module, before = Poisoned(rank, what), Before()
     made = quiet_trainer(

@@ -17,10 +17,10 @@ from lightning_par import check_plan, Hybrid3DStrategy, ParallelSizes
 from lightning_par.engine.memory.placement import find_placements
 from lightning_par.plan.lookup import find_plan
 from lightning_par.strategies import MeshStrategy
-from lightning_par.verification.determinism import DoublePrecision
+from lightning_par.strategies.proof.determinism import DoublePrecision
 from tests.support.models.huggingface import ADAPTED, FAMILIES, HFModule, MODELS, PaddedText
 from tests.support.models.toy_gpt import loader
-from tests.support.parity import _local_shapes, quiet_trainer, Recorder, Result, TOLERANCE
+from tests.support.parity import quiet_trainer, Recorder, Result, TOLERANCE
 from tests.support.ranks.api import run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def train(
         "gradients": recorder.gradients,
         "weights": {k: v.detach().clone() for k, v in state.items()},
         "val_loss": float(trainer.callback_metrics["val_loss"]),
-        "shapes": _local_shapes(dict(user.named_parameters())),
+        "shapes": recorder.shapes,
         "attentions": count_attentions(trainer.strategy),
     }
 

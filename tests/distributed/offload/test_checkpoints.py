@@ -44,7 +44,8 @@ def whole(trainer: Any) -> dict[str, Any]:
     strategy = trainer.strategy
     weights = {k: v.clone() for k, v in strategy.gather_state_dict().items()}
     states = strategy.parallel_model.states
-    held = states.gather_optimizer(trainer.lightning_module, trainer.optimizers[0])
+    with strategy.parallel_model.in_parallel_form():
+        held = states.gather_optimizer(trainer.lightning_module, trainer.optimizers[0])
     found = {k: dict(v) for k, v in held.get("state", {}).items()}
     return {
         "weights": weights,

@@ -222,7 +222,7 @@ MISTAKES = {
     calling_twice: r"rank 0.*PipelineError: block 0 was called twice in one step",
     skipping: r"rank 1.*PipelineError: the step returned a result without calling the last block",
     using_the_head_early: r"rank 0.*PipelineError: leave belongs to the last pipeline stage",
-    using_a_first_weight_late: r"rank 1.*PipelineError: enter.weight lives on the first pipeline",
+    using_a_first_weight_late: r"rank 1.*PipelineError: enter.weight lives on another pipeline",
     handing_on_another_number: r"rank 0.*besides tensors, changed .*: 1\.0 before, 2\.0 now",
 }
 

@@ -49,9 +49,7 @@ def test_frozen_stages_of_replicas_equal_one_process() -> None:
 
 
 def go_on(rank: int, world: int, source: Path | None, target: Path | None, steps: int) -> Any:
-    strategy = lightning_par.Hybrid3DStrategy(
-        tensor_parallel_size=1, pipeline_parallel_size=world, save_distributed_checkpoint=False
-    )
+    strategy = lightning_par.Hybrid3DStrategy(tensor_parallel_size=1, pipeline_parallel_size=world)
     trainer = quiet_trainer(
         strategy=strategy, devices=world, max_steps=steps, max_epochs=-1, precision="64-true"
     )

@@ -102,7 +102,9 @@ def test_gradients_of_weights_wait_where_the_schedule_says(
 
     options = {"pipeline_parallel_size": 2, "schedule": schedule, "zero_stage": zero}
     module = ToyModule(blocks=4, optimizer="sgd")
-    strategy = Hybrid3DStrategy(**options, tensor_parallel_size=1, num_microbatches=4)
+    strategy = Hybrid3DStrategy(
+        **options, tensor_parallel_size=1, num_microbatches=4, gather_after_run=False
+    )
     with patch.object(Deferred, "accumulate", watch):
         quiet_trainer(strategy=strategy, devices=2, max_steps=1).fit(module, loader(ToyData(4), 4))
     linear = sum(isinstance(m, nn.Linear) for m in module.modules())

@@ -99,6 +99,14 @@ class Bare(ToyModule):
         self.model.parallel_plan = None
 
 
+class Penalized(Bare):
+    """Offers no plan, and reads its weights in the step."""
+
+    def training_step(self, batch, batch_idx):
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        return super().training_step(batch, batch_idx) + 0.1 * penalty
+
+
 class TwoPlans(ToyModule):
     def __init__(self):
         super().__init__()

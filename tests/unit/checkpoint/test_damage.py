@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import json
 import os
 import pickle
 import random
 import re
 import resource
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.reader import CheckpointReader, find_problems
 from lightning_par.checkpoint.safetensors_weights import find_weights
 from lightning_par.checkpoint.storage import check_file, FileRecord, write_json, write_object
+from lightning_par.checkpoint.tensor_files import StoredTensor
 from lightning_par.errors import CheckpointError
 from tests.support.checkpoints import holds, save_alone, write_folder
 
@@ -106,6 +109,78 @@ def test_manifest_of_a_newer_format_or_with_files_elsewhere_is_refused(folder: P
     assert "names '../outside.json', a file elsewhere" in find_problems(folder)[0]
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "index.json", "state-00000-of-00002.json"])
+def test_malformed_json_is_one_clear_error(folder: Path, name: str) -> None:
+    """With checksums that fit, as from someone who writes them on purpose."""
+    whole = json.loads((folder / name).read_bytes())
+    value = whole["manifest"] if name == "manifest.json" else whole
+    kinds = [None, 3, "x", [], {}, [[]], {"$": "path"}, {"$": "tensor", "file": "x"}, -1, 1e400]
+    for key in [*value, "none of these"]:
+        for other in kinds:
+            spoil(folder, name, {**{k: v for k, v in value.items() if k != key}, key: other})
+            read_or_refuse(folder)
+        spoil(folder, name, {k: v for k, v in value.items() if k != key})
+        read_or_refuse(folder)
+    for other in (kinds[0], kinds[1], kinds[3], b"[" * 100_000, b'{"a":' * 100_000):
+        spoil(folder, name, other)
+        read_or_refuse(folder)
+
+
+def spoil(folder: Path, name: str, value: object) -> None:
+    """Write another value, with checksums that fit."""
+    path = folder / name
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    if name == "manifest.json":
+        body = b'"manifest": ' + text + b"}\n"
+        path.write_bytes(f'{{"checksum": "crc32:{zlib.crc32(body):08x}",\n'.encode() + body)
+        return
+    path.write_bytes(text)
+    manifest = Manifest.read(folder)
+    manifest.files[name] = seal(path)
+    manifest.write(folder)
+
+
+def read_or_refuse(folder: Path) -> None:
+    """Read all of a checkpoint; fail for any exception but the one that is promised."""
+    with contextlib.suppress(CheckpointError):
+        read_everything(folder)
+
+
+def test_index_that_leads_elsewhere_is_refused(folder: Path) -> None:
+    index = json.loads((folder / "index.json").read_bytes())
+    secret = folder.with_name("secret.safetensors")
+    shutil.copy(folder / "weights-00000-of-00002.safetensors", secret)
+    for file in ("../secret.safetensors", str(secret), "gone.safetensors"):
+        index["weights"]["table"]["chunks"][0]["file"] = file
+        spoil(folder, "index.json", index)
+        with pytest.raises(CheckpointError, match=r"index\.json names .*, which is not there"):
+            CheckpointReader(folder)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.json", "weights-00000-of-00002"])
+def test_links_and_pipes_are_refused(folder: Path, name: str) -> None:
+    path = next(p for p in folder.iterdir() if p.name.startswith(name))
+    path.rename(folder.with_name("elsewhere"))
+    path.symlink_to(folder.with_name("elsewhere"))
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        read_everything(folder)
+    path.unlink()
+    os.mkfifo(path)
+    assert "is no regular file" in " ".join(find_problems(folder))
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        read_everything(folder)
+
+
+def test_files_of_another_step_are_noticed(folder: Path) -> None:
+    other = write_folder(folder.with_name("other.ckpt"), 4)
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        shutil.copy(other / path.name, path)
+        problems = find_problems(folder)
+        assert (problems != []) == (path.read_bytes() != data), path.name
+        path.write_bytes(data)
+
+
 # ---------------------------------------------------------------- a disk that is full
 
 
@@ -120,21 +195,24 @@ def no_file_longer_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_full_disk_at_any_offset_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    save_alone(path, 1)
-    longest = max(file.stat().st_size for file in path.iterdir())
+@pytest.mark.parametrize("form", ["folder", "file"])
+def test_full_disk_at_any_offset_leaves_the_previous_checkpoint(form: str, tmp_path: Path) -> None:
+    path, as_file = tmp_path / "a.ckpt", form == "file"
+    save_alone(path, 1, as_file=as_file)
+    files = [path] if as_file else path.iterdir()
+    longest = max(file.stat().st_size for file in files)
     offsets = [longest * k // 20 for k in range(20)]
     for offset in offsets:
         with no_file_longer_than(offset), pytest.raises(CheckpointError) as caught:
-            save_alone(path, 2)
+            save_alone(path, 2, as_file=as_file)
         said = str(caught.value)
         assert "what was there before is untouched" in said
-        assert os.strerror(errno.EFBIG) in said
+        # torch says only that a part of it was not written.
+        assert os.strerror(errno.EFBIG) in said or (as_file and "rank 0: " in said)
         assert find_problems(path) == []
         assert holds(path, 1)
         assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
-    save_alone(path, 2)
+    save_alone(path, 2, as_file=as_file)
     assert holds(path, 2)
 
 
@@ -206,8 +284,10 @@ def test_no_pickle_in_any_file_runs(folder: Path, tmp_path: Path) -> None:
 def read_everything(folder: Path) -> None:
     reader = CheckpointReader(folder)
     dict(reader.weights())
-    for states in reader.optimizers()[0].states.values():
-        states["exp_avg"].read()
+    for optimizer in reader.optimizers():
+        for entries in optimizer.states.values():
+            for value in entries.values():
+                assert not isinstance(value, StoredTensor) or value.read() is not None
     for rank in range(2):
         reader.state(rank)
 

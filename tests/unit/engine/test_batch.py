@@ -1,6 +1,7 @@
 """Laws of splitting batches and counting what a loss averages over."""
 
 from collections import defaultdict, namedtuple, OrderedDict, UserDict
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,10 +10,14 @@ from lightning_par.engine.batch import (
     batch_entry,
     batch_size,
     count_valid,
+    cut_batch,
+    find_batch_dims,
     map_tensors,
     signature,
     split_batch,
+    take_samples,
     tensors_of,
+    with_entries,
 )
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan.parallel_plan import BatchLayout
@@ -96,9 +101,10 @@ def test_batch_size_is_that_of_the_first_tensor_with_dims():
 
 @pytest.mark.parametrize("batch", [{}, {"x": torch.tensor(1.0)}, ["text", 3]])
 def test_a_batch_without_a_batch_dim_is_refused(batch):
-    for function in (batch_size, lambda b: split_batch(b, 2), lambda b: count_valid(b, LAYOUT)):
-        with pytest.raises(ConfigurationError, match=r"no tensor with a batch dim"):
-            function(batch)
+    with pytest.raises(ConfigurationError, match=r"nothing with a batch dim"):
+        batch_size(batch)
+    assert split_batch(batch, 2) == [batch]  # nothing has to be cut
+    assert count_valid(batch, LAYOUT) == 1
 
 
 def test_entries_are_found_by_path():
@@ -156,3 +162,74 @@ def test_a_signature_tells_shapes_dtypes_and_extras_and_nothing_else():
     others = [signature(nested(7)), signature(batch, "fit")]
     others.append(signature(map_tensors(batch, lambda t: t.double())))
     assert signature(batch) not in others
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    names: list
+    note: str = "kept"
+
+
+class Graph:
+    def __init__(self, x):
+        self.x, self.note = x, "kept"
+
+    def to(self, device):
+        return self
+
+
+def test_objects_are_split_by_their_attributes():
+    batch = {"s": Sample(numbers(5, 2), list("abcde")), "g": Graph(numbers(5))}
+    parts = split_batch(batch, 2)
+    assert [p["s"].x.shape[0] for p in parts] == [3, 2]
+    assert [p["s"].names for p in parts] == [["a", "b", "c"], ["d", "e"]]
+    assert [p["g"].x.tolist() for p in parts] == [[0, 1, 2], [3, 4]]
+    assert {p["s"].note + p["g"].note for p in parts} == {"keptkept"}
+    assert batch["g"].x.shape[0] == 5  # the original is left alone
+
+
+def test_entries_of_objects_are_found_by_name_and_by_place():
+    batch = (Sample(numbers(2), []), Pair(numbers(3), "n"))
+    assert batch_entry(batch, "0.x") is batch_entry(batch, "0.0") is batch[0].x
+    assert batch_entry(batch, "1.name") == batch_entry(batch, "1.1") == "n"
+    changed = with_entries(batch, {"0.x": 7, "1.name": "m"})
+    assert (changed[0].x, changed[1].name, changed[0].note) == (7, "m", "kept")
+
+
+def dims_of(batch, sizes=(), known=(), **declared):
+    return find_batch_dims(batch, BatchLayout(**declared), sizes, known)
+
+
+def test_the_batch_dim_is_told_by_declared_entries_then_loaders_then_agreement():
+    batch = {"classes": numbers(9), "x": numbers(4, 2), "y": numbers(4)}
+    assert dims_of(batch, labels="y").dims == {"x": 0, "y": 0}
+    assert dims_of(batch, [4]).size == 4
+    assert dims_of(batch, whole=("classes",)).size == 4
+    assert dims_of(batch, known=["x"]).others == ("classes",)
+    unsure = dims_of(batch)
+    assert "'classes' has 9, 'x' has 4" in unsure.unsure
+
+
+def test_a_batch_larger_than_what_the_loader_gives_is_not_sure():
+    assert "the data loader gives 8" in dims_of({"x": numbers(24)}, [8]).unsure
+    assert not dims_of({"x": numbers(5)}, [8]).unsure  # the last batch
+
+
+def test_declared_dims_and_whole_entries_are_followed():
+    batch = {"x": numbers(3, 4), "table": numbers(4, 4), "y": numbers(4)}
+    dims = dims_of(batch, batch_dims={"x": 1}, whole=("table",))
+    assert dims.dims == {"x": 1, "y": 0}
+    part = cut_batch(batch, dims, 1, 2)
+    assert [tuple(part[k].shape) for k in batch] == [(3, 2), (4, 4), (2,)]
+    assert take_samples(batch, dims, [3, 0])["y"].tolist() == [3, 0]
+    with pytest.raises(PlanError, match=r"different numbers of samples: {'y': 4, 'x': 3}"):
+        dims_of(batch, batch_dims={"x": 0}, labels="y")
+
+
+def test_lists_of_one_value_per_sample_are_told_from_lists_of_entries():
+    images = [numbers(3, n) for n in (4, 5, 6, 7)]
+    batch = (images, [{"box": numbers(4)} for _ in images], ["a"] * 4)
+    assert dims_of(batch, [4]).dims == {"0": 0, "1": 0, "2": 0}
+    assert dims_of([numbers(2, 5), numbers(2)]).dims == {"0": 0, "1": 0}
+    assert dims_of(["a", "b", "c"]).size == 3

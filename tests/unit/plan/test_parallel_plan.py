@@ -20,6 +20,7 @@ EVERYTHING = {
     "replicated": ("rotary",),
     "tied": (("embed.weight", "head.weight"),),
     "carried": ("auxiliary",),
+    "kept": ("decoder.blocks.1",),
     "tensor": {"decoder.blocks.*.up": "colwise", "head": "vocab_head"},
     "divided": {"decoder.blocks.*.attention": ("heads", "kv_heads")},
     "batch": BATCH,
@@ -178,7 +179,10 @@ def test_an_unknown_tensor_style_names_the_pattern_the_nearest_and_all_styles():
         ({"checkpointable": "mlp"}, r"checkpointable='mlp'.*\('mlp',\)"),
         ({"divided": {"attention": "heads"}}, r"divided\['attention'\]='heads'.*\('heads',\)"),
         ({"tied": ("embed.weight", "head.weight")}, r"tied\[0\]='embed.weight'"),
-        ({"sequence_region": "block"}, r"sequence_region='block' must be 'blocks' or 'model'"),
+        (
+            {"sequence_region": "block"},
+            r"sequence_region='block' must be 'blocks', 'model' or 'none'",
+        ),
     ],
 )
 def test_text_where_several_names_belong_is_refused(fields, message):
@@ -201,3 +205,14 @@ def test_from_dict_refuses_unknown_entries_by_name(values, message):
 def test_a_negative_label_shift_is_refused():
     with pytest.raises(PlanError, match=r"label_shift=-2 must be 0 or more"):
         BatchLayout(label_shift=-2)
+
+
+def test_several_containers_move_and_are_listed_in_order():
+    plan = ParallelPlan(blocks=["encoder.layers", "decoder.layers"], kept=("encoder.layers.0",))
+    assert plan.containers == plan.blocks == ("encoder.layers", "decoder.layers")
+    moved = plan.under("net")
+    assert moved.containers == ("net.encoder.layers", "net.decoder.layers")
+    assert moved.kept == ("net.encoder.layers.0",)
+    assert ParallelPlan.from_dict(moved.to_dict()) == moved
+    assert ParallelPlan(blocks="layers").containers == ("layers",)
+    assert ParallelPlan().containers == ()

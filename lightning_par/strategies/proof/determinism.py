@@ -48,7 +48,20 @@ class DoublePrecision(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
+_DROPOUTS = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.feature_dropout,
+    torch.alpha_dropout,
+)
+_NAMES = {"input": "x", "train": "training"}
+_ATTENTION_DROPOUT = 4
+"""Place of `dropout_p` among the arguments of `F.scaled_dot_product_attention`."""
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -79,11 +92,18 @@ class WithoutDropout(TorchFunctionMode):
         """Call the function without dropout."""
         options = dict(kwargs or {})
         if func in _DROPOUTS:
-            options = {"x" if name == "input" else name: v for name, v in options.items()}
+            options = {_NAMES.get(name, name): v for name, v in options.items()}
             return self._keep_all(*args, **options)
-        if func is F.scaled_dot_product_attention and options.get("dropout_p", 0) > 0:
-            self.calls += 1
-            options["dropout_p"] = 0.0
+        if func is F.scaled_dot_product_attention:
+            at = _ATTENTION_DROPOUT
+            given = args[at] if len(args) > at else options.pop("dropout_p", 0.0)
+            self.calls += given > 0
+            args = [*args[:at], *([0.0] if len(args) > at else []), *args[at + 1 :]]
+        if func is Tensor.bernoulli_:  # as stochastic depth draws what it keeps
+            p = options.get("p", args[1] if len(args) > 1 else 0.5)
+            if isinstance(p, float):
+                self.calls += 1
+                return args[0].fill_(float(p >= 0.5))
         return func(*args, **options)
 
     def _keep_all(

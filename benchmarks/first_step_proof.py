@@ -1,0 +1,107 @@
+"""What the proof of the first step costs: seconds, and bytes of memory on rank 0.
+
+The reference models, on 2 gloo ranks, with the proof and without; each number is of ranks of its
+own. A run takes one step; both are timed from the start of the batch to the end of its step.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from _gpt import BenchModule, loader
+from _paired import Arguments, launch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_par.engine.memory.measured import peak_memory
+from lightning_par.models.gpt.config import GPTConfig
+from lightning_par.strategies import Hybrid3DStrategy
+
+ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp 2": {**ONES, "tensor_parallel_size": 2},
+    "pp 2": {**ONES, "pipeline_parallel_size": 2},
+    "dp 2, ZeRO 3": {**ONES, "data_parallel_size": 2, "zero_stage": 3},
+}
+SIZES = {
+    "tiny": GPTConfig(vocab_size=64, num_layers=4, model_dim=32, num_heads=4, num_kv_heads=2),
+    "4 M": GPTConfig(
+        vocab_size=2048, num_layers=4, model_dim=256, num_heads=8, num_kv_heads=4, tied_head=False
+    ),
+    "30 M": GPTConfig(
+        vocab_size=8192, num_layers=8, model_dim=512, num_heads=8, num_kv_heads=4, tied_head=False
+    ),
+}
+
+
+class _Clock(Callback):
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seconds = time.perf_counter()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.seconds = time.perf_counter() - self.seconds
+
+
+def body(_: Arguments, *, layout: str, size: str, verify: Any, file: str) -> None:
+    """Run on one rank."""
+    warnings.simplefilter("ignore")
+    clock, config = _Clock(), SIZES[size]
+    strategy = Hybrid3DStrategy(**LAYOUTS[layout], verify=verify)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_steps=1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    trainer.fit(BenchModule(config), loader(8, vocab=config.vocab_size))
+    if trainer.global_rank == 0:
+        found = {"seconds": clock.seconds, "peak": peak_memory(torch.device("cpu"))}
+        found["outcome"] = strategy.parallel_model.proof.outcome
+        Path(file).write_text(json.dumps(found))
+
+
+def measure(layout: str, size: str, verify: Any) -> dict[str, Any]:
+    """Return seconds, peak bytes and outcome of a run of one step."""
+    nothing = Arguments(pairs=0, steps=0, warmup=0, profile=False)
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/found.json"
+        run = partial(body, layout=layout, size=size, verify=verify, file=file)
+        launch(run, nothing, ranks=2)
+        found: dict[str, Any] = json.loads(Path(file).read_text())
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    options = parser.parse_args()
+    print("| model | layout | first step, s | with the proof, s | more memory on rank 0, MiB | |")
+    print("|---|---|---|---|---|---|")
+    for size in options.sizes:
+        for layout in LAYOUTS:
+            plain, proved = (measure(layout, size, v) for v in (False, "first_step"))
+            more = (proved["peak"] - plain["peak"]) / 2**20
+            seconds = f"{plain['seconds']:.2f} | {proved['seconds']:.2f}"
+            print(
+                f"| {size} | {layout} | {seconds} | {more:.0f} | {proved['outcome']} |", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Claims of folders, so that two runs that save into one are told so.
+
+A claim is an advisory lock (`flock`) on the folder itself: nothing is left in it, and the system
+drops the lock with the process, however that ends. Where folders cannot be locked, as on some
+network file systems, nobody is told.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+__all__ = ["FolderClaims"]
+
+_held: dict[tuple[int, int], list[int]] = {}
+"""Device and inode of a folder -> descriptor, and how many claims of this process share it."""
+
+
+class FolderClaims:
+    """The folders into which one run of this process saves."""
+
+    def __init__(self) -> None:
+        self._mine: set[tuple[int, int]] = set()
+
+    def add(self, folder: Path) -> bool:
+        """Claim a folder; return False if another process has claimed it.
+
+        Args:
+            folder: An existing folder.
+        """
+        found = folder.stat()
+        key = (found.st_dev, found.st_ino)
+        if key in self._mine:
+            return True
+        if key not in _held:
+            try:
+                descriptor = os.open(folder, os.O_RDONLY)
+            except OSError:  # it may be written to, but not be read
+                return True
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                return False
+            except OSError:  # no locks here
+                os.close(descriptor)
+                return True
+            _held[key] = [descriptor, 0]
+        _held[key][1] += 1
+        self._mine.add(key)
+        return True
+
+    def release(self) -> None:
+        """Give all folders back."""
+        for key in self._mine:
+            held = _held[key]
+            held[1] -= 1
+            if not held[1]:
+                os.close(held[0])
+                del _held[key]
+        self._mine.clear()

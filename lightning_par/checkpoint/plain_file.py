@@ -1,0 +1,167 @@
+"""The form of a checkpoint that is one file: what `torch.save` writes, and records of ours in it.
+
+`torch.save` writes a zip archive: a pickle of names and shapes, and a record of bytes per storage,
+uncompressed. Here it writes the archive without those bytes, and tells nobody where they go; the
+directory of the archive does. Whoever knows the place of a storage can write its slices.
+
+Records of ours are below ``lightning_par/``; torch does not look at them::
+
+    lightning_par/state-00000-of-00004.json, .safetensors   as in a folder
+    lightning_par/manifest.json                             written last; with the index
+
+Nothing of the pickle is read here. Like a file that torch writes after
+`torch.serialization.set_crc32_options(False)`, the archive has no checksums of its own for tensors:
+torch looks at none, `unzip -t` calls them bad, and those of the manifest take their place.
+"""
+
+import mmap
+import pickle
+import struct
+import zipfile
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_par.errors import CheckpointError
+from lightning_par.upstream.tensor import storage_key
+
+__all__ = ["append_records", "make_blanks", "read_manifest", "write_skeleton"]
+
+_OURS = "lightning_par/"
+_MANIFEST = f"{_OURS}manifest.json"
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""Of an entry of a zip archive; its last numbers are the lengths of what precedes the bytes."""
+
+K = TypeVar("K", bound=Hashable)
+
+
+def read_manifest(path: Path) -> bytes | None:
+    """Return the manifest of a checkpoint that is one file; None if it has none.
+
+    Args:
+        path: A regular file, or a link to one.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    if not zipfile.is_zipfile(path):
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [i for i in archive.infolist() if i.filename.endswith(f"/{_MANIFEST}")]
+            if not found:
+                return None
+            if found[0].compress_type != zipfile.ZIP_STORED:
+                raise CheckpointError(f"{path}: {_MANIFEST} is compressed, as none of ours is.")
+            return archive.read(found[0])
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {_MANIFEST} cannot be read: {error}.") from error
+
+
+def make_blanks(specs: Mapping[K, tuple[torch.dtype, tuple[int, ...]]]) -> dict[K, Tensor]:
+    """Return contiguous tensors to save without their bytes; no memory is used for them.
+
+    Args:
+        specs: Key -> dtype and shape.
+    """
+    # All tensors of a dtype share pages that are never touched. Fake tensors would do as well, but
+    # take a hundred times as long to make.
+    sizes: dict[torch.dtype, int] = {}
+    for dtype, shape in specs.values():
+        sizes[dtype] = max(sizes.get(dtype, 1), torch.Size(shape).numel())
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = {d: mmap.mmap(-1, size * d.itemsize, flags=private) for d, size in sizes.items()}
+
+    def blank(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        numel = torch.Size(shape).numel()
+        if not numel:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(pages[dtype], dtype=dtype, count=numel).view(shape)
+
+    return {key: blank(dtype, shape) for key, (dtype, shape) in specs.items()}
+
+
+def write_skeleton(path: Path, value: Any) -> dict[str, tuple[torch.UntypedStorage, int]]:
+    """Write what `torch.save` writes, without the bytes of tensors.
+
+    Args:
+        path: File to write.
+        value: Any value that `torch.save` takes.
+
+    Returns:
+        Record -> the storage whose bytes it is to hold, and the place of its first byte.
+
+    Raises:
+        CheckpointError: `value` holds a tensor that has no plain storage.
+        OSError: The disk is full, for example; or what pickling raises.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    class Pickler(pickle.Pickler):
+        """Notes storages in the order in which `torch.save` numbers them."""
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, Tensor) and obj.layout is torch.strided and not obj.is_meta:
+                storage = obj.untyped_storage()
+                storages.setdefault(storage_key(storage), storage)
+            return NotImplemented
+
+    with torch.serialization.skip_data():
+        torch.save(value, path, pickle_module=SimpleNamespace(Pickler=Pickler, __name__="pickle"))
+    expected = {f"data/{i}": storage for i, storage in enumerate(storages.values())}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        found = {_short(info): info for info in archive.infolist()}
+        sizes = {name: info.file_size for name, info in found.items() if name[:5] == "data/"}
+        if sizes != {name: storage.nbytes() for name, storage in expected.items()}:
+            raise CheckpointError(
+                "the state of a callback, a module or an optimizer holds a storage, or a sparse or "
+                "quantized tensor. Store a plain tensor, or use checkpoint_format='folder'."
+            )
+        return {n: (storage, _place(file, found[n])) for n, storage in expected.items()}
+
+
+def append_records(path: Path, records: Mapping[str, bytes | int]) -> dict[str, tuple[int, int]]:
+    """Append records of ours to an archive.
+
+    Args:
+        path: The archive.
+        records: Name below ``lightning_par/`` -> its content, or the length of an empty one.
+
+    Returns:
+        Name -> place of its first byte, and its length; also of torch's own records but those of
+        tensors.
+
+    Raises:
+        OSError: The disk is full, for example.
+    """
+    with zipfile.ZipFile(path, "a") as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        for name, content in records.items():
+            info = zipfile.ZipInfo(f"{folder}/{_OURS}{name}")
+            with archive.open(info, "w", force_zip64=True) as record:
+                if isinstance(content, bytes):
+                    record.write(content)
+                    continue
+                for low in range(0, content, 1 << 20):
+                    record.write(bytes(min(1 << 20, content - low)))
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        return {
+            _short(info): (_place(file, info), info.file_size)
+            for info in archive.infolist()
+            if not _short(info).startswith("data/")
+        }
+
+
+def _short(info: zipfile.ZipInfo) -> str:
+    """Return the name of a record without that of the archive."""
+    return info.filename.partition("/")[2].removeprefix(_OURS)
+
+
+def _place(file: Any, info: zipfile.ZipInfo) -> int:
+    file.seek(info.header_offset)
+    lengths: tuple[int, int] = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    return info.header_offset + _LOCAL_HEADER.size + sum(lengths)

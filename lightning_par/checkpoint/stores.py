@@ -1,0 +1,243 @@
+"""The two forms of a checkpoint, a folder and one file, as `CheckpointReader` sees them."""
+
+import json
+import mmap
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from lightning_par.checkpoint.index import (
+    Chunk,
+    INDEX,
+    Index,
+    MANIFEST,
+    Manifest,
+    TensorEntry,
+    well_formed,
+)
+from lightning_par.checkpoint.plain_file import read_manifest
+from lightning_par.checkpoint.storage import check_file, read_regular
+from lightning_par.checkpoint.tensor_files import TensorFiles
+from lightning_par.errors import CheckpointError
+
+__all__ = ["FileStore", "FolderStore", "Store", "open_store"]
+
+_BLOCK = 1 << 20
+"""Bytes that are copied and then summed at a time."""
+
+
+class Store(Protocol):
+    """Where a checkpoint is: verified bytes by name, and tensors.
+
+    Attributes:
+        manifest: Verified manifest.
+        index: Verified index.
+        files: Tensors of the index.
+    """
+
+    manifest: Manifest
+    index: Index
+    files: TensorFiles
+
+    def problem(self, name: str) -> str | None:
+        """Compare what the manifest lists under a name with its checksum.
+
+        Returns:
+            What is wrong with it; None if nothing is.
+        """
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a file or record."""
+
+    def state_tensor(self, file: str, key: str) -> Tensor:
+        """Return a tensor that belongs to the state of a rank, in memory of its own."""
+
+
+class FolderStore:
+    """Store of a checkpoint folder; see `Store`.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        CheckpointError: Manifest or index are missing, damaged or malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.manifest = Manifest.read(path)
+        if INDEX not in self.manifest.files:
+            raise CheckpointError(f"{path}: {MANIFEST} does not name {INDEX}.")
+        problem = self.problem(INDEX)
+        if problem is not None:
+            raise CheckpointError(f"{path}: {problem}. Use another checkpoint.")
+        with well_formed(f"{path}: {INDEX}"):
+            self.index = Index.from_json(json.loads(self.read(INDEX)))
+        # Nor may an index make us read files elsewhere, or tensors that no file is long enough for.
+        room = {name: record.length for name, record in self.manifest.files.items()}
+        for _, entry, chunk in self.index.chunks():
+            if chunk.file not in room:
+                raise CheckpointError(f"{path}: {INDEX} names {chunk.file!r}, which is not there.")
+            room[chunk.file] -= _nbytes(entry, chunk)
+            if room[chunk.file] < 0:
+                raise CheckpointError(f"{path}: {chunk.file} is shorter than {INDEX} says.")
+        self.files = TensorFiles(path)
+
+    def problem(self, name: str) -> str | None:
+        """See `Store.problem`."""
+        return check_file(self._path / name, self.manifest.files[name])
+
+    def read(self, name: str) -> bytes:
+        """See `Store.read`."""
+        return read_regular(self._path / name)
+
+    def state_tensor(self, file: str, key: str) -> Tensor:
+        """See `Store.state_tensor`."""
+        if file not in self.manifest.files:
+            raise CheckpointError(f"{self._path} names {file!r}, which is not there.")
+        # A clone, since a mapped tensor would keep the file open and change with it.
+        return self.files.tensor(file, key).clone()
+
+
+class FileStore:
+    """Store of a checkpoint that is one file; see `Store`.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CheckpointError: The manifest is missing, damaged or malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        data = read_manifest(path)
+        if data is None:
+            raise CheckpointError(
+                f"{path} has no manifest: lightning_par did not write it, or it is damaged."
+            )
+        where = f"{path}: {MANIFEST}"
+        self.manifest, rest = Manifest.decode(data, where)
+        with well_formed(where):
+            self.index = Index.from_json(rest["index"])
+            self._boxes = {f"{k}/{c.key}": (e, c) for k, e, c in self.index.chunks()}
+        self._file = _MappedFile(path, self.manifest.places)
+        self.files: TensorFiles = self._file
+        self._check_places(path.stat().st_size)
+        self._state: dict[str, dict[str, Tensor]] = {}
+
+    def _check_places(self, size: int) -> None:
+        places, files = self.manifest.places, self.manifest.files
+        for name, (entry, chunk) in self._boxes.items():
+            place = places.get(chunk.file, -1)
+            end = place + entry.numel * entry.dtype.itemsize
+            if place < 0 or place % entry.dtype.itemsize or end > size or name not in files:
+                raise CheckpointError(f"{self._path}: {MANIFEST} gives {name} a wrong place.")
+        for name, record in files.items():
+            end = places.get(name, -1) + record.length
+            if name not in self._boxes and not 0 <= record.length <= end <= size:
+                raise CheckpointError(f"{self._path}: {MANIFEST} gives {name} a wrong place.")
+
+    def problem(self, name: str) -> str | None:
+        """See `Store.problem`."""
+        record, found = self.manifest.files[name], 0
+        if name in self._boxes:
+            entry, chunk = self._boxes[name]
+            parts = self._file.box_bytes(entry, chunk)
+        else:
+            parts = self._file.bytes_at(self.manifest.places[name], record.length)
+        for part in parts:
+            found = zlib.crc32(part, found)
+        if f"{found:08x}" == record.crc32:
+            return None
+        return f"{name} is damaged: its checksum is {found:08x}, {record.crc32} was written"
+
+    def read(self, name: str) -> bytes:
+        """See `Store.read`."""
+        parts = self._file.bytes_at(self.manifest.places[name], self.manifest.files[name].length)
+        return b"".join(bytes(part) for part in parts)
+
+    def state_tensor(self, file: str, key: str) -> Tensor:
+        """See `Store.state_tensor`."""
+        if file not in self._state:
+            if file not in self.manifest.places:
+                raise CheckpointError(f"{self._path} names {file!r}, which is not there.")
+            try:
+                self._state[file] = safetensors.torch.load(self.read(file))
+            except SafetensorError as error:
+                raise CheckpointError(f"{self._path}: {file}: {error}") from error
+        return self._state[file][key].clone()
+
+
+class _MappedFile(TensorFiles):
+    """Whole tensors at their places in one file, which is mapped into memory when it is used."""
+
+    def __init__(self, path: Path, places: dict[str, int]) -> None:
+        super().__init__(path)
+        self._path, self._places = path, places
+        self._mapped: Tensor | None = None
+
+    def _chunk(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
+        if self._mapped is None:
+            self._mapped = _map_file(self._path)
+        place = self._places[chunk.file]
+        flat = self._mapped[place : place + entry.numel * entry.dtype.itemsize]
+        found = flat.view(entry.dtype).view(entry.shape)
+        for dim, (low, size) in enumerate(zip(chunk.offset, chunk.shape, strict=True)):
+            found = found.narrow(dim, low, size)
+        return found
+
+    def box_bytes(self, entry: TensorEntry, chunk: Chunk) -> Iterator[memoryview]:
+        """Give the bytes of a box, row after row."""
+        box = self._chunk(entry, chunk)
+        if not box.numel():
+            return
+        if box.is_contiguous():
+            place = int(box.storage_offset()) * entry.dtype.itemsize  # the storage is the file
+            yield from self.bytes_at(place, _nbytes(entry, chunk))
+            return
+        rows = max(1, _BLOCK * box.shape[0] // _nbytes(entry, chunk))
+        for part in box.split(rows):
+            yield part.contiguous().view(-1).view(torch.uint8).numpy().data
+
+    def bytes_at(self, place: int, length: int) -> Iterator[memoryview]:
+        """Give the bytes of a part of the file."""
+        # Read and not mapped: the kernel reads ahead, and no page of it has to be mapped.
+        view = memoryview(bytearray(min(_BLOCK, length)))
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(place)
+            while length:
+                count = file.readinto(view[:length])
+                if not count:
+                    raise CheckpointError(f"{self._path} is shorter than its manifest says.")
+                length -= count
+                yield view[:count]
+
+
+def _map_file(path: Path) -> Tensor:
+    # Not UntypedStorage.from_file, whose mapping may be written to: the system would count all of
+    # the file as memory that might be needed.
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _nbytes(entry: TensorEntry, chunk: Chunk) -> int:
+    return torch.Size(chunk.shape).numel() * entry.dtype.itemsize
+
+
+def open_store(path: Path) -> Store:
+    """Return the store of a checkpoint.
+
+    Raises:
+        CheckpointError: It is missing, damaged or malformed.
+    """
+    return FileStore(path) if path.is_file() else FolderStore(path)

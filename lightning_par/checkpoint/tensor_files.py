@@ -1,0 +1,240 @@
+"""Tensors that stay in files until they are used: any box of a global tensor, from whichever files
+hold parts of it.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open, SafetensorError
+from torch import Tensor
+
+from lightning_par.checkpoint.index import Chunk, TensorEntry
+from lightning_par.checkpoint.storage import check_regular
+from lightning_par.errors import CheckpointError
+
+__all__ = [
+    "StoredOptimizer",
+    "StoredTensor",
+    "StoredTensors",
+    "TensorFiles",
+    "overlap",
+]
+
+
+def overlap(
+    chunk: Chunk, offset: Sequence[int], shape: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    """Return the intersection of a stored box and a wanted box.
+
+    Args:
+        chunk: Stored box.
+        offset: First entry of the wanted box in every dim.
+        shape: Shape of the wanted box.
+
+    Returns:
+        First and one-past-last global entry in every dim; None if the boxes do not overlap.
+    """
+    common = []
+    for dim, size in enumerate(shape):
+        low = max(offset[dim], chunk.offset[dim])
+        high = min(offset[dim] + size, chunk.offset[dim] + chunk.shape[dim])
+        if high <= low:
+            return None
+        common.append((low, high))
+    return common
+
+
+class TensorFiles:
+    """Safetensors files of a folder, memory-mapped at their first use.
+
+    Args:
+        folder: Folder of the files.
+        follows_links: Whether a file may be a link, as in the cache of Hugging Face.
+
+    Attributes:
+        bytes_read: Bytes of tensors copied out of the files so far.
+    """
+
+    def __init__(self, folder: Path, *, follows_links: bool = False) -> None:
+        self._folder, self._follows_links = folder, follows_links
+        self._open: dict[str, Any] = {}
+        self.bytes_read = 0
+
+    def tensor(self, file: str, key: str) -> Tensor:
+        """Return a memory-mapped tensor; its pages are read when they are accessed.
+
+        Args:
+            file: Name of the file in the folder.
+            key: Name of the tensor in the file.
+
+        Raises:
+            CheckpointError: The file is missing, not a regular one, not a safetensors file, or has
+                no such tensor.
+        """
+        try:
+            if file not in self._open:
+                if not self._follows_links:
+                    check_regular(self._folder / file)
+                self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
+            found: Tensor = self._open[file].get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._folder / file}: {error}") from error
+        return found
+
+    @torch.no_grad()
+    def read_box(self, entry: TensorEntry, offset: Sequence[int], out: Tensor) -> None:
+        """Read a box of a global tensor from the chunks that overlap it.
+
+        Args:
+            entry: Index entry of the tensor.
+            offset: First entry of the box in every dim.
+            out: Receives the box; has its shape, any dtype and any device.
+
+        Raises:
+            CheckpointError: A file has not the tensors that the index says.
+        """
+        # Only the pages of the intersections are read: a mapped tensor is narrowed before the copy.
+        for chunk in entry.chunks:
+            common = overlap(chunk, offset, out.shape)
+            if common is None:
+                continue
+            source, target = self._chunk(entry, chunk), out
+            for dim, (low, high) in enumerate(common):
+                source = source.narrow(dim, low - chunk.offset[dim], high - low)
+                target = target.narrow(dim, low - offset[dim], high - low)
+            target.copy_(source)
+            self.bytes_read += source.numel() * source.element_size()
+
+    def _chunk(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
+        found = self.tensor(chunk.file, chunk.key)
+        if chunk.shape == (1, *found.shape):
+            # One of several tensors that the index stacks, e.g. experts in files of Hugging Face.
+            found = found[None]
+        if tuple(found.shape) != chunk.shape:
+            raise CheckpointError(
+                f"{self._folder / chunk.file}: {chunk.key} has the shape {tuple(found.shape)}, "
+                f"the index says {chunk.shape}."
+            )
+        return found
+
+    def read_whole(self, entry: TensorEntry) -> Tensor:
+        """Read the global tensor of an index entry, onto the CPU."""
+        out = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_box(entry, [0] * len(entry.shape), out)
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A global tensor in files, of which any box can be read.
+
+    Attributes:
+        files: Files that hold its chunks.
+        entry: Its entry in the index.
+    """
+
+    files: TensorFiles
+    entry: TensorEntry
+
+    @property
+    def shape(self) -> torch.Size:
+        """Global shape."""
+        return torch.Size(self.entry.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype in the files."""
+        return self.entry.dtype
+
+    def read_box(self, offset: Sequence[int], out: Tensor) -> None:
+        """Read a box into `out`; see `TensorFiles.read_box`."""
+        self.files.read_box(self.entry, offset, out)
+
+    def read(self) -> Tensor:
+        """Read the global tensor, onto the CPU."""
+        return self.files.read_whole(self.entry)
+
+
+class StoredTensors(MutableMapping[str, Any]):
+    """State dict whose tensors stay in files until they are accessed.
+
+    ``states[name]`` reads the global tensor; `find` returns it unread, for a rank that needs only
+    its shard. Entries may be replaced or removed.
+
+    Args:
+        files: Files that hold the chunks.
+        entries: FQN -> index entry.
+        aliases: Further FQNs of tied weights -> FQN in `entries`.
+        values: Entries of the state dict that are no tensors.
+    """
+
+    def __init__(
+        self,
+        files: TensorFiles,
+        entries: Mapping[str, TensorEntry],
+        aliases: Mapping[str, str] | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
+        more = {name: entries[of] for name, of in (aliases or {}).items()}
+        found = {name: StoredTensor(files, entry) for name, entry in {**entries, **more}.items()}
+        self._entries: dict[str, Any] = {**found, **(values or {})}
+
+    def find(self, name: str) -> Any:
+        """Return an entry without reading it: a tensor in files is a `StoredTensor`.
+
+        Args:
+            name: FQN of the entry.
+
+        Raises:
+            KeyError: There is no such entry.
+        """
+        return self._entries[name]
+
+    def renamed(self, prefix: str) -> "StoredTensors":
+        """Return the same entries with `prefix` before every name."""
+        return self.with_entries({f"{prefix}{name}": e for name, e in self._entries.items()})
+
+    def with_entries(self, entries: Mapping[str, Any]) -> "StoredTensors":
+        """Return a mapping with other entries.
+
+        Args:
+            entries: FQN -> `StoredTensor`, or a value that is no tensor in files.
+        """
+        copy = StoredTensors.__new__(StoredTensors)  # __init__ takes entries of an index
+        copy._entries = dict(entries)
+        return copy
+
+    def __getitem__(self, name: str) -> Any:
+        entry = self._entries[name]
+        return entry.read() if isinstance(entry, StoredTensor) else entry
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._entries[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own calls __getitem__, which reads the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredOptimizer:
+    """State of one optimizer in a checkpoint.
+
+    Attributes:
+        groups: Parameter groups: their options, and FQNs under ``"params"``.
+        states: FQN of a parameter -> name of a state -> its value; tensors as `StoredTensor`.
+    """
+
+    groups: list[dict[str, Any]]
+    states: Mapping[str, Mapping[str, Any]]

@@ -1,0 +1,142 @@
+"""What mixes tokens besides attention, looked for in the first step on divided sequences.
+
+Context parallelism divides the attention of the blocks. Every other operation along T, such as a
+convolution, a scan, a mean or a shift, would see the tokens of one rank only, as if the sequence
+ended there. Positions that a model counts by itself would start anew on every rank.
+
+Shapes: t tokens of one rank.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["CountedPositions", "check_mixing"]
+
+_CURE = (
+    "Only attention is divided. Attention written by hand: call F.scaled_dot_product_attention or "
+    "lightning_par.attention. Otherwise use context_parallel_size=1 for this model, with "
+    "activation checkpointing or tensor parallelism where its sequences are long."
+)
+_ALONG_DIM = frozenset(
+    {
+        "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff", "flip", "roll",
+        "mean", "sum", "amax", "amin", "max", "min", "logsumexp", "softmax", "log_softmax",
+    }
+)  # fmt: skip
+_WHOLE = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_CONVOLUTIONS: Mapping[Callable[..., Any], int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+
+
+def check_mixing(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], t: int) -> None:
+    """Refuse an operation inside a block that mixes the tokens of this rank.
+
+    Args:
+        func: What a block calls.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        t: Number of tokens of this rank.
+
+    Raises:
+        ConfigurationError: It mixes along T; attention does not come here.
+    """
+    x = args[0] if args else kwargs.get("input")
+    if not isinstance(x, Tensor) or x.ndim < 2 or t < 2:
+        return
+    name = getattr(func, "__name__", "")
+    if func in _CONVOLUTIONS:
+        kernel = (args[1] if len(args) > 1 else kwargs["weight"]).shape[2:]
+        places = x.shape[-_CONVOLUTIONS[func] :]
+        mixes = any(size == t and width > 1 for size, width in zip(places, kernel, strict=True))
+    elif name in _ALONG_DIM and x.ndim > 2:
+        mixes = _goes_along(x, kwargs.get("dim", args[1] if len(args) > 1 else None), t)
+    elif name == "pad" and x.ndim > 2:
+        pads = args[1] if len(args) > 1 else kwargs["pad"]
+        mixes = any(x.shape[-1 - place // 2] == t and pads[place] for place in range(len(pads)))
+    elif func is Tensor.__getitem__ and x.ndim > 2:
+        mixes = _takes_part(x, args[1], t)
+    else:
+        mixes = name in _WHOLE or name.startswith("fft_")
+    if mixes:
+        raise ConfigurationError(
+            f"{_caller()} mixes tokens with {name}, which on divided sequences would see the {t} "
+            f"tokens of one rank only. {_CURE}"
+        )
+
+
+def _goes_along(x: Tensor, dim: object, t: int) -> bool:
+    """Tell whether a dim of a tensor is certain to be that of its t tokens: none but the features,
+    which come last, has the same size.
+    """
+    dims = dim if isinstance(dim, tuple | list) else [dim]
+    inner = {d % x.ndim for d in dims if isinstance(d, int) and -x.ndim <= d < x.ndim}
+    if inner == {x.ndim - 1}:  # the scores of attention that nobody intercepts
+        return x.ndim == 4 and x.shape[-1] == x.shape[-2] == t
+    return x.shape.count(t) == 1 and any(x.shape[d] == t for d in inner - {x.ndim - 1})
+
+
+def _takes_part(x: Tensor, index: Any, t: int) -> bool:
+    """Tell whether an index takes some, but not all, of the t tokens of a tensor [B, ..., D]."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if x.shape.count(t) > 1 or any(not isinstance(part, int | slice) for part in parts):
+        return False
+    for size, part in list(zip(x.shape[:-1], parts, strict=False))[1:]:
+        taken = len(range(*part.indices(size))) if isinstance(part, slice) else 1
+        if size == t and 0 < taken < size:
+            return True
+    return False
+
+
+def _caller() -> str:
+    """Return the class of the innermost module of the model on the stack, and its line."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        ours = __name__.partition(".")[0] == frame.f_globals.get("__name__", "").partition(".")[0]
+        torchs = frame.f_globals.get("__name__", "").startswith("torch.")
+        if isinstance(owner, nn.Module) and not ours and not torchs:
+            return f"{type(owner).__name__} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "a block"
+
+
+class CountedPositions(TorchFunctionMode):
+    """Notes where a step counts 0, ..., t - 1, or takes the first t rows of a table.
+
+    Args:
+        t: Number of tokens of this rank.
+
+    Attributes:
+        found: Who did; None: nobody.
+    """
+
+    def __init__(self, t: int) -> None:
+        super().__init__()
+        self._t = t
+        self.found: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.found is None and self._t > 1:
+            if func is torch.arange:
+                counts = out.ndim == 1 and len(out) == self._t and not out.is_floating_point()
+            else:
+                counts = func is Tensor.__getitem__ and self._is_head(args[0], args[1])
+            if counts:
+                self.found = _caller()
+        return out
+
+    def _is_head(self, x: Tensor, index: Any) -> bool:
+        first = index[0] if isinstance(index, tuple) and index else index
+        if not isinstance(first, slice) or x.ndim < 2 or x.grad_fn is not None:
+            return False
+        return first.start in (None, 0) and first.stop == self._t and x.shape[0] > self._t

@@ -1,0 +1,110 @@
+"""Side effects of blocks, looked for in the first step: what a pipeline would lose in silence.
+
+A block may keep an auxiliary loss on an attribute, write to another module, or append its output to
+a list, and code after the blocks may read that. Blocks of other stages do not run here, so that the
+code would find less than on one process. What goes through the output of a block, or is declared in
+``ParallelPlan(carried=..., captured=...)``, crosses the boundaries of stages.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+
+from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.errors import PlanError
+
+__all__ = ["watch_side_effects"]
+
+_Seen = dict[tuple[str, str], tuple[int, int]]
+"""Name of a module and of what it keeps -> id of it and its length."""
+
+
+def watch_side_effects(model: nn.Module, fqn: str, carried: Sequence[str]) -> None:
+    """Refuse, when a local block first runs for training, what it leaves behind besides its output.
+
+    Args:
+        model: The user's module, cut into stages.
+        fqn: Name of the block.
+        carried: Attributes of a block that are sent to later stages.
+    """
+    block = model.get_submodule(fqn)
+    before: _Seen = {}
+
+    def look(*_: Any) -> None:
+        if torch.is_grad_enabled() and block.training:
+            before.update(_kept(model))
+
+    def compare(*_: Any) -> None:
+        if not before:
+            return
+        for handle in handles:
+            handle.remove()
+        found = [key for key, seen in _kept(model).items() if before.get(key) != seen]
+        before.clear()
+        found = [(owner, name) for owner, name in found if name not in carried]
+        if found:
+            raise PlanError(_text(fqn, *found[0]))
+
+    handles = [
+        block.register_forward_pre_hook(look, prepend=True),
+        block.register_forward_hook(compare),
+    ]
+
+
+def _text(fqn: str, owner: str, name: str) -> str:
+    if name.startswith(_HOOK):
+        what = f"a forward hook of {owner} keeps what it sees in a list or dict"
+        cure = (
+            "Name the hooked module in ParallelPlan(captured=...) if it is inside the block, or "
+            "let the block return the value"
+        )
+    else:
+        what = f"{fqn} keeps a tensor with a gradient, or a longer list, in {owner or 'the module'}"
+        what += f".{name}"
+        cure = (
+            "Let the block store a tensor on itself and declare ParallelPlan(carried="
+            f"({name!r},)), or return it with its output; detach what nobody differentiates"
+        )
+    return (
+        f"{what}. Under a pipeline other blocks run on other stages, and code that reads this "
+        f"would miss theirs. {cure}. Or use pipeline_parallel_size=1."
+    )
+
+
+_HOOK = "hook "
+
+
+def _kept(model: nn.Module) -> _Seen:
+    """Return what could hold outputs of blocks: attributes of modules, and what hooks refer to."""
+    seen: _Seen = {}
+    for fqn, module in model.named_modules():
+        if isinstance(module, StageStub):
+            continue
+        for name, value in vars(module).items():
+            if name.startswith(("_", "captured_")):
+                continue
+            _note(seen, (fqn, name), value)
+        for number, hook in enumerate(module._forward_hooks.values()):
+            for place, value in enumerate(_reachable(hook)):
+                _note(seen, (fqn, f"{_HOOK}{number} {place}"), value)
+    return seen
+
+
+def _note(seen: _Seen, key: tuple[str, str], value: object) -> None:
+    if isinstance(value, Tensor):
+        if value.requires_grad and not isinstance(value, nn.Parameter):
+            seen[key] = id(value), 0
+    elif isinstance(value, list | dict) and not isinstance(value, nn.Module):
+        seen[key] = id(value), len(value)
+
+
+def _reachable(hook: Any) -> Iterator[object]:
+    """Yield what a hook can write to: its closure, and the arguments bound to it."""
+    for cell in getattr(hook, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield from getattr(hook, "args", ())

@@ -1,0 +1,117 @@
+"""Whole parameters that another module reads, and errors of shards that one should not read.
+
+A module's own parameters stand for local tensors inside its forward. A model may also read those of
+a module inside, as in ``F.linear(x, self.dense.weight)``, or of one elsewhere.
+"""
+
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.wrapping import Forward, wrap_forward
+from lightning_par.errors import PlanError
+from lightning_par.plan.resolved_plan import ResolvedPlan
+
+__all__ = ["explain_shards", "read_whole_parameters"]
+
+
+def read_whole_parameters(
+    model: nn.Module, resolved: ResolvedPlan, placements: Mapping[str, Placement]
+) -> None:
+    """Let the forward of every block, and of the model around them, read the whole parameters of
+    modules inside as local tensors.
+
+    Args:
+        model: Changed in place. Modules of other pipeline stages may be missing.
+        resolved: The resolved plan.
+        placements: How every parameter is placed.
+    """
+    hosts = [*resolved.block_names, *(name for name, _ in model.named_children())]
+    modules = {n: m for n, m in model.named_modules() if not isinstance(m, StageStub)}
+    left = {fqn for fqn, placement in placements.items() if not isinstance(placement, Shard)}
+    for host in hosts:
+        inside = {fqn for fqn in left if fqn.startswith(host + ".")}
+        left -= inside
+        owners = [fqn.rpartition(".") for fqn in sorted(inside)]
+        found = [(modules[owner], name) for owner, _, name in owners if owner in modules]
+        if host in modules and found:
+            wrap_forward(modules[host], _reader(found), "whole_parameters")
+
+
+def _reader(found: list[tuple[nn.Module, str]]) -> Any:
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            swapped = []
+            try:
+                for owner, name in found:
+                    whole: Any = owner._parameters[name]
+                    # With more axes it is a shard of a replica, which is gathered later.
+                    if isinstance(whole, DTensor) and whole.device_mesh.ndim == 1:
+                        swapped.append((owner, name, whole))
+                        owner._parameters[name] = cast(nn.Parameter, whole.to_local())
+                return inner(*args, **kwargs)
+            finally:
+                for owner, name, whole in swapped:
+                    owner._parameters[name] = whole
+
+        return forward
+
+    return around
+
+
+_SIGNS = re.compile(
+    "mixed torch.Tensor and DTensor|shape '.*' is invalid for input|shapes cannot be multiplied"
+    "|must match the size of tensor|expected .* to have .* channels|normalized_shape"
+    "|expected scalar type .* DTensor"
+)
+
+
+@contextmanager
+def explain_shards(model: nn.Module) -> Iterator[None]:
+    """Say which module failed, and which style to give, where a shard met what wants it whole.
+
+    Args:
+        model: The user's module.
+
+    Raises:
+        PlanError: Instead of torch's own error, if some parameter is sharded.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _SIGNS.search(str(error)) or not any(
+            isinstance(p, DTensor) for p in model.parameters()
+        ):
+            raise
+        names = {id(module): name for name, module in model.named_modules()}
+        callers = [f.f_locals.get("self") for f, _ in traceback.walk_tb(error.__traceback__)]
+        inside = [m for m in callers if isinstance(m, nn.Module) and names.get(id(m))]
+        where = "the step"
+        if inside:
+            where = f"{names[id(inside[-1])]} ({type(inside[-1]).__name__})"
+        if not _is_sharded(model):
+            raise PlanError(
+                f"{where} met weights that are shards of the replicas: {error} They are gathered "
+                "when their block is called, as in block(x), and neither by block.forward(x) nor "
+                "by code outside of it. Call the block, or use zero_stage=0."
+            ) from error
+        raise PlanError(
+            f"{where} cannot compute with the shards of its weights or of its input: {error} If "
+            "the model runs on one process, its tensor styles do not fit. A layer whose parts are "
+            "read by other code, or whose output is cut into heads of its own number, needs "
+            "ParallelPlan(tensor={...: 'replicated'}) or 'colwise_gather_output'; what counts "
+            "heads goes into ParallelPlan(divided=...). Or use tensor_parallel_size=1."
+        ) from error
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(
+        isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())
+        for p in model.parameters()
+    )

@@ -1,0 +1,349 @@
+"""A traced forward: which module computed what, from which values.
+
+Values are versions of tensors: what is written in place is a new value of every tensor that shares
+the memory. Modules are seen by their hooks, functions by a `TorchFunctionMode`, so that a
+function such as `F.linear` is one operation. A small model is run; of a larger one, on the meta
+device, nothing is computed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn, Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_par.engine.rng import fork_all_rng
+from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.tensor import count_of_changes, storage_key
+
+__all__ = ["Call", "Operation", "Trace", "Value", "input_paths", "tensors_in", "trace_forward"]
+
+_RUN, _MOST_RUN = 5e6, 5e7  # parameters of a model that is run at once, or if it needs values
+_LEAKS = ("__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Value:
+    """A tensor as one operation left it.
+
+    Attributes:
+        kind: What made it; a "constant" is a tensor that the model keeps outside of its buffers,
+            an "unknown" one was made out of sight from something that is trained.
+        name: FQN of a parameter or buffer, path of an input.
+        maker: Index of the operation that made it, or None.
+        shape: Its shape.
+        dtype: Its dtype.
+        requires_grad: Whether it depends on something that is trained.
+    """
+
+    kind: Literal["parameter", "buffer", "input", "made", "constant", "unknown"]
+    name: str = ""
+    maker: int | None = None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Operation:
+    """One call of a function of torch.
+
+    Attributes:
+        name: Of the function, such as ``"linear"``.
+        inputs: Values, in the order of the arguments.
+        outputs: Values.
+        calls: Numbers of the calls of modules that it is part of, the outermost first.
+        args: Positional arguments; None in the place of those with tensors.
+        kwargs: Keyword arguments, without those with tensors.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    calls: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(eq=False, kw_only=True)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        number: Its place in `Trace.calls`.
+        fqn: The module's name.
+        module: The module.
+        outer: Numbers of the calls that it is part of, the outermost first.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        inputs: Values of the tensors in `args` and `kwargs`, in the order of `tensors_in`.
+        outputs: Values of the tensors that it returned.
+        done: Whether it returned.
+    """
+
+    number: int
+    fqn: str
+    module: nn.Module
+    outer: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...] = ()
+    done: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class Trace:
+    """What a forward did.
+
+    Attributes:
+        operations: In order.
+        calls: In order of their starts.
+        result: Values that the forward returned.
+        leaks: Indices of operations that handed a computed number to Python.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    result: tuple[Value, ...] = ()
+    leaks: list[int] = field(default_factory=list)
+
+    def consumers(self) -> dict[Value, list[int]]:
+        """Return the indices of the operations that use each value."""
+        found: dict[Value, list[int]] = {}
+        for index, operation in enumerate(self.operations):
+            for value in dict.fromkeys(operation.inputs):
+                found.setdefault(value, []).append(index)
+        return found
+
+    def calls_of(self, fqn: str) -> list[Call]:
+        """Return the calls of a module."""
+        return [call for call in self.calls if call.fqn == fqn]
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of a nest in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def input_paths(batch: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Give the tensors of a batch with their paths, as `BatchLayout` names them.
+
+    Args:
+        batch: A nest of mappings, lists and tuples.
+        prefix: Path of the batch itself.
+    """
+    if isinstance(batch, Tensor):
+        yield prefix, batch
+        return
+    items: Any = ()
+    if isinstance(batch, Mapping):
+        items = batch.items()
+    elif isinstance(batch, list | tuple):
+        items = enumerate(batch)
+    for key, value in items:
+        yield from input_paths(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def trace_forward(model: nn.Module, run: Callable[[Any], Any], example: Any) -> Trace:
+    """Trace ``run(example)``.
+
+    Args:
+        model: Whole; parameters may be on meta. It is the same afterwards.
+        run: Calls the model, or a step that does.
+        example: A nest of tensors and other values.
+
+    Raises:
+        Exception: Whatever `run` raises.
+    """
+    size = sum(p.numel() for p in model.parameters())
+    if size > _RUN:
+        try:
+            return _trace(model, run, example, on_meta=True)
+        except Exception:
+            # Some code asks a tensor for its values, such as whether a mask is causal.
+            if size > _MOST_RUN:
+                raise
+    return _trace(model, run, example, on_meta=False)
+
+
+def _trace(model: nn.Module, run: Callable[[Any], Any], example: Any, *, on_meta: bool) -> Trace:
+    def stand_in(tensor: Tensor) -> Tensor:
+        if on_meta:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        elif tensor.device.type == "meta":
+            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            made = made.normal_(0, 0.02) if made.is_floating_point() else made
+        else:
+            made = tensor.detach().cpu().clone()
+        return made.requires_grad_(tensor.requires_grad)
+
+    recorder = _Recorder()
+    with ExitStack() as stack:
+        stack.enter_context(fork_all_rng(torch.device("cpu")))
+        stack.enter_context(_preserved(model))
+        stack.enter_context(torch.enable_grad())
+        recorder.take_over(model, stand_in)
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        batch = tree_map(lambda v: stand_in(_cast(v, dtype)) if _is(v) else v, example)
+        for path, tensor in input_paths(batch):
+            recorder.name(tensor, kind="input", name=path)
+        if on_meta:
+            stack.enter_context(torch.device("meta"))  # what the forward makes is there, too
+        stack.enter_context(recorder.hooked(model))
+        stack.enter_context(recorder)
+        result = run(batch)
+        recorder.trace.result = recorder.values(tensors_in(result))
+    return recorder.trace
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _preserved(model: nn.Module) -> Iterator[None]:
+    """Restore every attribute of every module at the end: what a forward counts, keeps, collects.
+
+    Tensors are not copied, and lists, dicts and sets one level deep.
+    """
+    held = []
+    for module in list(model.modules()):
+        inside = {k: v.copy() for k, v in vars(module).items() if isinstance(v, dict | list | set)}
+        held.append((module, dict(vars(module)), inside))
+    try:
+        yield
+    finally:
+        for module, attributes, inside in held:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, items in inside.items():
+                container = attributes[name]
+                container.clear()
+                container.extend(items) if isinstance(items, list) else container.update(items)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._active: list[int] = []
+        self._values: dict[int, Value] = {}  # by id of the tensor
+        self._alive: list[Any] = []  # so that no id is used twice
+        self._sharing: dict[int, list[Tensor]] = {}  # by key of the storage
+
+    def take_over(self, model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> None:
+        """Replace parameters and buffers by stand-ins; ties stay ties."""
+        made: dict[int, Tensor] = {}
+        for prefix, module in model.named_modules():
+            dot = prefix + "." if prefix else ""
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    plain = stand_in(parameter.detach())
+                    made[id(parameter)] = nn.Parameter(plain, parameter.requires_grad)
+                    self.name(made[id(parameter)], kind="parameter", name=dot + name)
+                module._parameters[name] = made[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if id(buffer) not in made:
+                    made[id(buffer)] = stand_in(buffer)
+                    self.name(made[id(buffer)], kind="buffer", name=dot + name)
+                module._buffers[name] = made[id(buffer)]
+
+    @contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        """Record the calls of all modules inside."""
+        handles = []
+        for fqn, module in model.named_modules():
+
+            def before(m: nn.Module, args: Any, kwargs: Any, fqn: str = fqn) -> None:
+                number = len(self.trace.calls)
+                inputs = self.values(tensors_in((args, kwargs)))
+                self.trace.calls.append(
+                    Call(
+                        number=number,
+                        fqn=fqn,
+                        module=m,
+                        outer=tuple(self._active),
+                        args=args,
+                        kwargs=kwargs,
+                        inputs=inputs,
+                    )
+                )
+                self._active.append(number)
+
+            def after(m: nn.Module, args: Any, output: Any) -> None:
+                call = self.trace.calls[self._active.pop()]
+                call.outputs, call.done = self.values(tensors_in(output)), True
+
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def name(self, tensor: Tensor, *, kind: Any, name: str = "", maker: int | None = None) -> Value:
+        """Give a tensor its value."""
+        value = Value(
+            kind=kind,
+            name=name,
+            maker=maker,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            requires_grad=tensor.requires_grad,
+        )
+        if id(tensor) not in self._values:
+            self._alive.append(tensor)
+            self._sharing.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
+        self._values[id(tensor)] = value
+        return value
+
+    def values(self, tensors: Sequence[Tensor]) -> tuple[Value, ...]:
+        """Return the present values of tensors."""
+        for tensor in tensors:
+            if id(tensor) not in self._values:
+                self.name(tensor, kind="unknown" if tensor.requires_grad else "constant")
+        return tuple(self._values[id(tensor)] for tensor in tensors)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        given = tensors_in((args, kwargs))
+        inputs = self.values(given)
+        before = [count_of_changes(tensor) for tensor in given]
+        result = func(*args, **kwargs)
+        index, name = len(self.trace.operations), getattr(func, "__name__", "")
+        changed = [t for t, n in zip(given, before, strict=True) if count_of_changes(t) != n]
+        made = [t for t in tensors_in(result) if id(t) not in self._values]
+        if not changed and not tensors_in(result):
+            if name not in _LEAKS:
+                return result  # a shape or the like
+            self.trace.leaks.append(index)
+        for tensor in changed:
+            for other in self._sharing[storage_key(tensor.untyped_storage())]:
+                self.name(other, kind="made", maker=index)
+        for tensor in made:
+            self.name(tensor, kind="made", maker=index)
+        operation = Operation(
+            name=name,
+            inputs=inputs,
+            outputs=self.values([*made, *changed]),
+            calls=tuple(self._active),
+            args=tuple(None if tensors_in(v) else v for v in args),
+            kwargs={k: v for k, v in kwargs.items() if not tensors_in(v)},
+        )
+        self.trace.operations.append(operation)
+        return result

@@ -1,0 +1,57 @@
+"""The end of a run: the user's module becomes whole and plain again."""
+
+import logging
+
+from lightning_par.engine.memory.measured import available_memory
+from lightning_par.strategies.components.module_forms import broadcast_state
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.setup.parallel_model import ParallelModel
+
+__all__ = ["gather_after_run"]
+
+_SHARE = 4
+"""With "auto", the whole modules of a host's ranks may take one part in this many of its free
+memory.
+"""
+_log = logging.getLogger(__name__)
+
+
+def gather_after_run(model: ParallelModel, options: MeshOptions, processes: MeshProcesses) -> None:
+    """Give every rank the whole module, if the option says so and the ranks are still together.
+
+    Args:
+        model: The model on its mesh.
+        options: With `gather_after_run`.
+        processes: The processes of the run.
+
+    **Communicates**: the weights, to every rank, where there are several.
+    """
+    model.sharding.release()
+    if model.forms.is_whole:
+        return
+    if processes.world_size == 1:
+        model.forms.show_whole(model.gather_weights() if model.forms.needs_values else {})
+        return
+    # After an exception nobody knows where the other ranks are.
+    if processes.interruption.is_handled or not _is_wanted(model, options, processes):
+        return
+    weights = model.gather_weights()
+    model.forms.show_whole(broadcast_state(weights, None, processes.device))
+
+
+def _is_wanted(model: ParallelModel, options: MeshOptions, processes: MeshProcesses) -> bool:
+    """Whether every rank is to hold the whole module; the same on all ranks."""
+    if options.gather_after_run != "auto":
+        return bool(options.gather_after_run)
+    needed, free = model.forms.whole_bytes * processes.num_local, available_memory()
+    fits = processes.decide(free is None or needed * _SHARE <= free, unanimous=True)
+    if not fits:
+        _log.info(
+            "every rank keeps its part of the module: whole ones for the %d ranks of a host take "
+            "%.1f GiB, more than a quarter of its free memory. gather_after_run=True gathers them "
+            "all the same; a checkpoint holds the whole module in any case.",
+            processes.num_local,
+            needed / 2**30,
+        )
+    return fits

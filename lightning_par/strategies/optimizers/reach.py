@@ -1,0 +1,222 @@
+"""What an update of an optimizer looks at: entries alone, whole parameters, or the whole model.
+
+Note [Probe]: of a class that is not known, nothing is guessed. Copies of the optimizer, with its
+hyperparameters, step a few times on small tensors: together and one by one, and whole and
+sharded as the model is. An update that looks across parameters differs in the first pair; one that
+looks across a matrix, and is not right on DTensors, in the second.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn, Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.optim import Optimizer
+
+from lightning_par.dtensor import box_at, whole
+from lightning_par.engine.rng import fork_torch_rng
+from lightning_par.errors import ConfigurationError, either
+
+__all__ = ["LOOKS_ACROSS", "Reach", "declared_reach", "looks_across_model", "right_on_shards"]
+
+Reach = Literal["entry", "parameter", "model"]
+"""``"entry"``: each entry of a weight is updated by its own gradient and states; ``"parameter"``:
+by those of its whole parameter; ``"model"``: by those of several parameters."""
+LOOKS_ACROSS = "looks_across"
+"""Attribute of an optimizer or its class that declares its `Reach`."""
+
+_NAMES = "SGD Adam AdamW Adamax Adadelta Adagrad ASGD NAdam RAdam RMSprop"
+_BY_ENTRY = tuple(getattr(torch.optim, name) for name in _NAMES.split(" "))
+"""Without Rprop: it writes where a mask is true, which a DTensor refuses, so that it is probed."""
+_BY_MODEL = ("DAdapt", "LBFGS", "Prodigy", "SAM")
+"""Beginnings of class names. The estimates of D-Adaptation and its kind start to move late."""
+_STEPS, _ROWS, _COLUMNS, _REST = 10, 136, 132, 4
+_MOST_KINDS = 6
+_SAME = 1e-6
+"""Largest difference, as a part of the way that the weights went."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters that a probe treats alike: of one group, number of dims and sharding."""
+
+    group: int
+    shape: tuple[int, ...]
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+
+
+def declared_reach(optimizer: Optimizer) -> Reach | None:
+    """Return what is known of an optimizer without a probe; None: nothing.
+
+    Raises:
+        ConfigurationError: Its `looks_across` is no `Reach`.
+    """
+    kind = type(optimizer)
+    declared = getattr(optimizer, LOOKS_ACROSS, None)
+    if declared is not None:
+        choices = Reach.__args__  # type: ignore[attr-defined]
+        if declared not in choices:
+            raise ConfigurationError(
+                f"{kind.__name__}.{LOOKS_ACROSS}={declared!r} must be "
+                f"{either([repr(choice) for choice in choices])}."
+            )
+        return declared  # type: ignore[no-any-return]
+    if any(base.__name__.startswith(_BY_MODEL) for base in kind.__mro__):
+        return "model"
+    step = inspect.unwrap(kind.step)
+    if any(issubclass(kind, base) and step is inspect.unwrap(base.step) for base in _BY_ENTRY):
+        return "entry"
+    return None
+
+
+def looks_across_model(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether an update depends on other parameters of the optimizer; see Note [Probe].
+
+    What cannot be tried is taken to do so.
+    """
+    kinds = [_Kind(k.group, k.shape) for k in _kinds(optimizer)]
+    if not kinds:
+        return False
+    # Two of a kind, as an update may look across all matrices and leave vectors out.
+    kinds = [kind for kind in kinds for _ in range(2)]
+    together = _try(optimizer, kinds, device, range(len(kinds)))
+    for number, _ in enumerate(kinds):
+        alone = _try(optimizer, kinds, device, [number])
+        if together is None or alone is None or not _same(together[number], alone[0]):
+            return True
+    return False
+
+
+def right_on_shards(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether an update of sharded parameters is that of whole ones; see Note [Probe].
+
+    Every rank of the meshes of the parameters has to call this.
+
+    **Communicates**: what the optimizer does, on small tensors.
+    """
+    sharded = [kind for kind in _kinds(optimizer) if kind.mesh is not None]
+    if not sharded:
+        return True
+    plain = [_Kind(kind.group, kind.shape) for kind in sharded]
+    numbers = range(len(sharded))
+    wanted = _try(optimizer, plain, device, numbers)
+    found = _try(optimizer, sharded, device, numbers)
+    if wanted is None or found is None:
+        return False
+    return all(_same(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def _kinds(optimizer: Optimizer) -> list[_Kind]:
+    """Return the kinds of parameters, the largest first of each."""
+    found: dict[Any, _Kind] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
+            mesh: DeviceMesh | None = None
+            placements: tuple[Placement, ...] = ()
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+            caps = (_ROWS, _COLUMNS) if parameter.ndim <= 2 else (8, 6, *[_REST] * parameter.ndim)
+            shape = tuple(min(size, cap) for size, cap in zip(parameter.shape, caps, strict=False))
+            key = number, parameter.ndim, placements
+            found.setdefault(key, _Kind(number, shape, mesh, tuple(placements)))
+    return list(found.values())[:_MOST_KINDS]
+
+
+def _try(
+    optimizer: Optimizer, kinds: Sequence[_Kind], device: torch.device, numbers: Sequence[int]
+) -> list[tuple[Tensor, Tensor]] | None:
+    """Step a copy of an optimizer on small tensors; return each before and after, whole.
+
+    Args:
+        optimizer: Stays as it is.
+        kinds: The tensors of the problem, with their values.
+        device: Where they are made.
+        numbers: Those that the copy is given.
+
+    Returns:
+        None if that raises.
+    """
+    values = list(_problem(kinds, device))
+    start = [values[number][0] for number in numbers]
+    tensors = [nn.Parameter(_place(values[n][0], kinds[n])) for n in numbers]
+    slopes = [_place(values[n][1], kinds[n]) for n in numbers]
+
+    def closure() -> Tensor:
+        with torch.no_grad():
+            for tensor, slope in zip(tensors, slopes, strict=True):
+                # Entry by entry, so that it is the same for a shard; it changes sign rarely.
+                tensor.grad = slope + tensor * 0.01
+        return torch.ones((), device=device, dtype=torch.float64)
+
+    try:
+        with fork_torch_rng(device), torch.enable_grad():
+            clone = _clone(optimizer)
+            for number, group in enumerate(clone.param_groups):
+                pairs = zip(numbers, tensors, strict=True)
+                group["params"][:] = [t for n, t in pairs if kinds[n].group == number]
+            for _ in range(_STEPS):
+                type(clone).step(clone, closure)  # type: ignore[arg-type]
+            after = [whole(tensor.detach()) for tensor in tensors]
+    except Exception:  # whatever a stranger's optimizer raises means that it cannot be tried
+        return None
+    return list(zip(start, after, strict=True))
+
+
+def _problem(kinds: Sequence[_Kind], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give the start and the slope of every tensor; those of unlike size have unlike slopes."""
+    generator = torch.Generator().manual_seed(0)
+    for number, kind in enumerate(kinds):
+        start, slope = (
+            torch.randn(kind.shape, generator=generator, dtype=torch.float64) for _ in range(2)
+        )
+        yield start.to(device), slope.to(device) * (number + 1)
+
+
+def _place(value: Tensor, kind: _Kind) -> Tensor:
+    if kind.mesh is None:
+        return value.clone()
+    box = box_at("probe", kind.shape, kind.mesh, kind.placements)
+    local = value
+    for dim, (low, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        local = local.narrow(dim, low, size)
+    return DTensor.from_local(
+        local.clone(),
+        kind.mesh,
+        kind.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+def _same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+    way = (a[1] - a[0]).abs().max()
+    return bool((a[1] - b[1]).abs().max() <= _SAME * way)
+
+
+def _clone(optimizer: Optimizer) -> Optimizer:
+    """Return a copy with the same hyperparameters, without states, hooks, and parameters.
+
+    Torch's own copy keeps only groups and states; others keep more, such as the list of all
+    parameters.
+    """
+    left_out = ("step", "state", "param_groups")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    memo: dict[int, Any] = {id(p): nn.Parameter(torch.empty(0)) for p in parameters}
+    rest = {k: v for k, v in vars(optimizer).items() if k not in left_out}
+    clone: Optimizer = object.__new__(type(optimizer))
+    # First the groups, whose lists others may share.
+    clone.param_groups = copy.deepcopy(optimizer.param_groups, memo)
+    clone.state = type(optimizer.state)(dict)
+    memo[id(optimizer.state)] = clone.state
+    memo[id(optimizer.param_groups)] = clone.param_groups
+    for name, value in rest.items():
+        hooks = name.startswith("_optimizer_")
+        setattr(clone, name, type(value)() if hooks else copy.deepcopy(value, memo))
+    return clone

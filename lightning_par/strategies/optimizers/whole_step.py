@@ -1,0 +1,263 @@
+"""Steps of an optimizer on whole tensors: every rank computes what one process would.
+
+Note [Whole step]: an optimizer whose update looks across a matrix (Muon, Adafactor) is wrong on
+shards, and one that looks across the model (LBFGS, SAM, a normalized gradient) is wrong on a
+pipeline stage. Before such an optimizer steps, its parameters and gradients are gathered, and
+whole tensors take the places of the parameters in its groups; after the step every rank keeps its
+part of them. States of a parameter's shape are kept sharded as the parameter is. A closure
+that the optimizer calls runs on the parameters, which take their places while it does.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from lightning_par.dtensor import local_part, shard_of, whole
+from lightning_par.mesh import ParallelMesh
+
+__all__ = ["WholeStep"]
+
+
+@dataclass(kw_only=True, eq=False)
+class _Entry:
+    """One parameter of the optimizer in the whole model.
+
+    Attributes:
+        group: Index of its group.
+        stage: The pipeline rank that holds it; the first, if several do.
+        place: Its place in the group on this rank; None: it is on another stage.
+        shape: Global shape.
+        dtype: Dtype of the parameter.
+        tensor: Stands for the whole parameter; it has no memory between steps.
+    """
+
+    group: int
+    stage: int
+    place: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensor: nn.Parameter = field(repr=False)
+
+
+class WholeStep:
+    """Lets an optimizer step on whole tensors; see Note [Whole step].
+
+    Args:
+        optimizer: Its groups hold this rank's parameters, whatever takes their places in a step.
+        names: Name of every parameter of each group, in order.
+        mesh: Mesh of this run.
+        device: Device of this rank.
+        across_stages: Whether it also steps on the parameters of other pipeline stages.
+        order: Place of a name in the whole model.
+
+    **Communicates**: the names and shapes of the parameters, over the ``pp`` axis. In every step
+    parameters, gradients and states over the axes that shard them; with `across_stages`
+    parameters and gradients over the ``pp`` axis, too.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Sequence[Sequence[str]],
+        mesh: ParallelMesh,
+        device: torch.device,
+        *,
+        across_stages: bool,
+        order: Callable[[str], int],
+    ) -> None:
+        self._optimizer, self._mesh, self._device = optimizer, mesh, device
+        self._across = across_stages and mesh.sizes.pipeline > 1
+        self._entries = list(self._list_entries(names, order))
+        self._parameters: list[list[Any]] = []  # those of each group while tensors are in place
+        self._depth, self._loaded = 0, False
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    @property
+    def bytes_in_step(self) -> int:
+        """Bytes of the whole parameters and gradients that a step holds on this rank."""
+        sizes = (torch.Size(e.shape).numel() * e.dtype.itemsize for e in self._entries)
+        return 2 * sum(sizes)
+
+    def _list_entries(
+        self, names: Sequence[Sequence[str]], order: Callable[[str], int]
+    ) -> Iterator[_Entry]:
+        groups = self._optimizer.param_groups
+        held = [
+            {
+                name: (place, tuple(p.shape), p.dtype)
+                for place, (name, p) in enumerate(zip(of_group, group["params"], strict=True))
+            }
+            for of_group, group in zip(names, groups, strict=True)
+        ]
+        stages: list[Any] = [held]
+        here = 0
+        if self._across:
+            stages = [None] * self._mesh.sizes.pipeline
+            dist.all_gather_object(stages, held, group=self._mesh.group("pp"))
+            here = self._mesh.place["pp"]
+        for number, own in enumerate(held):
+            found: dict[str, tuple[int, Any]] = {}
+            for stage, parts in enumerate(stages):
+                for name, about in parts[number].items():
+                    found.setdefault(name, (stage, about))
+            # Within one stage in the order of the user, over stages in that of the model.
+            ordered = sorted(found, key=order) if self._across else list(found)
+            for name in ordered:
+                stage, (_, shape, dtype) = found[name]
+                place = own[name][0] if name in own else None
+                yield _Entry(
+                    group=number,
+                    stage=stage if self._across else here,
+                    place=place,
+                    shape=shape,
+                    dtype=dtype,
+                    tensor=nn.Parameter(torch.empty(0, dtype=dtype, device=self._device)),
+                )
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Put whole tensors in place; the pre-hook of the step.
+
+        A class and its base may both call the hooks: only the outermost call counts.
+        """
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        self._gather()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            return None
+        around = self._around(closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": around}
+        return (args[0], around, *args[2:]), kwargs
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._scatter(keep=False)
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        """Forget the states of absent parameters: those of other stages are loaded by them."""
+        self._loaded = self._across
+        for entry in self._entries:
+            optimizer.state.pop(entry.tensor, None)
+
+    def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            self._scatter(keep=True)
+            with torch.enable_grad():
+                loss = closure()
+            if isinstance(loss, Tensor) and self._mesh.sizes.data > 1:
+                # What one process would have: the optimizer decides by it, alike on every rank.
+                loss = loss.detach().clone()
+                dist.all_reduce(loss, group=self._mesh.data_group)
+                loss = loss / self._mesh.sizes.data
+            self._gather()
+            return loss
+
+        return run
+
+    def _own(self) -> Iterator[tuple[_Entry, Any]]:
+        for entry in self._entries:
+            if entry.place is not None:
+                yield entry, self._parameters[entry.group][entry.place]
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Put whole tensors, with whole gradients and states, in the place of the parameters."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        self._parameters = [list(group["params"]) for group in groups]
+        for entry, parameter in self._own():
+            tensor = entry.tensor
+            tensor.grad = None
+            tensor.data = whole(parameter.detach()).detach().clone()
+            if parameter.grad is not None:
+                tensor.grad = whole(parameter.grad).detach().clone()
+            if parameter in state:
+                held = state.pop(parameter)
+                state[tensor] = {k: _whole_state(v) for k, v in held.items()}
+        if self._across:
+            self._exchange()
+        for number, group in enumerate(groups):
+            # In place: an optimizer may keep the list.
+            group["params"][:] = [e.tensor for e in self._entries if e.group == number]
+
+    def _exchange(self) -> None:
+        """Give every stage the parameters, gradients and, after a load, the states of others."""
+        group, place = self._mesh.group("pp"), self._mesh.place["pp"]
+        has = torch.tensor(
+            [e.stage == place and e.tensor.grad is not None for e in self._entries],
+            device=self._device,
+            dtype=torch.int,
+        )
+        dist.all_reduce(has, group=group)
+        for entry, trained in zip(self._entries, has.tolist(), strict=True):
+            source, tensor = self._mesh.rank_at("pp", entry.stage), entry.tensor
+            if entry.stage != place and entry.place is None:
+                tensor.data = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+                tensor.grad = torch.empty_like(tensor) if trained else None
+            dist.broadcast(tensor.data, source, group=group)
+            if trained:
+                grad = torch.empty_like(tensor) if tensor.grad is None else tensor.grad
+                dist.broadcast(grad, source, group=group)
+                tensor.grad = grad
+        if self._loaded:
+            self._loaded = False
+            self._exchange_states(group)
+
+    def _exchange_states(self, group: dist.ProcessGroup) -> None:
+        state, place = self._optimizer.state, self._mesh.place["pp"]
+        mine = {
+            number: state[entry.tensor]
+            for number, entry in enumerate(self._entries)
+            if entry.stage == place and entry.tensor in state
+        }
+        stages: list[Any] = [None] * self._mesh.sizes.pipeline
+        dist.all_gather_object(stages, mine, group=group)
+        for number, values in (item for found in stages for item in found.items()):
+            if self._entries[number].place is None:
+                state[self._entries[number].tensor] = values
+
+    @torch.no_grad()
+    def _scatter(self, *, keep: bool) -> None:
+        """Put the parameters back, with this rank's part of the whole tensors and states.
+
+        Args:
+            keep: The step goes on after a closure: keep the memory of the whole tensors.
+        """
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        for entry, parameter in self._own():
+            local_part(parameter).copy_(local_part(shard_of(entry.tensor.detach(), parameter)))
+            if not keep and entry.tensor in state:
+                held = state.pop(entry.tensor)
+                state[parameter] = {k: _part_of_state(v, parameter) for k, v in held.items()}
+        for group, parameters in zip(groups, self._parameters, strict=True):
+            group["params"][:] = parameters
+        if not keep:
+            for entry in self._entries:
+                entry.tensor.grad = None
+                entry.tensor.data = entry.tensor.data.new_empty(0)
+
+
+def _whole_state(value: Any) -> Any:
+    return whole(value).detach() if isinstance(value, Tensor) else value
+
+
+def _part_of_state(value: Any, parameter: Tensor) -> Any:
+    """Return a state as it is kept: like its parameter, or known to be the same on every rank."""
+    sharded = isinstance(parameter, DTensor) and isinstance(value, Tensor)
+    if not sharded or value.ndim == 0:
+        return value
+    assert isinstance(parameter, DTensor)
+    if value.shape == parameter.shape:
+        return shard_of(value, parameter)
+    mesh = parameter.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,0 +1,90 @@
+"""Whole tensors, losses and batches of the mesh, on rank 0."""
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_par.engine.batch import to_cpu
+from lightning_par.mesh import ParallelMesh
+
+__all__ = ["gather_batches", "gather_tensors", "mean_over"]
+
+
+@torch.no_grad()
+def gather_tensors(
+    named: Iterable[tuple[str, Tensor | None]], canonical: Mapping[str, str], mesh: ParallelMesh
+) -> dict[str, Tensor]:
+    """Return the tensors of all stages, whole and copied to the CPU, on rank 0; elsewhere nothing.
+
+    Args:
+        named: FQN -> tensor of this rank, in the same order on all ranks of a stage.
+        canonical: FQN -> the name under which one process lists it.
+        mesh: Mesh over which they are sharded.
+
+    **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline stages.
+    """
+    keeps = all(at == 0 for axis, at in mesh.place.items() if axis != "pp")
+    found: dict[str, Tensor] = {}
+    for name, tensor in named:
+        if tensor is None:
+            continue
+        whole = tensor.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        if keeps:
+            found[canonical.get(name, name)] = whole.to("cpu", copy=True)
+    if not keeps:
+        return {}
+    stages = _gather(found, mesh.sizes.pipeline, mesh, "pp")
+    merged: dict[str, Tensor] = {}
+    for stage in stages:
+        merged = {**stage, **merged}
+    return merged
+
+
+def gather_batches(batch: Any, mesh: ParallelMesh) -> list[Any] | None:
+    """Return the batches of all replicas on rank 0, copied to the CPU; elsewhere an empty list;
+    None if a batch cannot be sent.
+
+    **Communicates**: the batches, over the replicas.
+    """
+    if any(at for axis, at in mesh.place.items() if not axis.startswith("dp")):
+        return []
+    try:
+        packed = pickle.dumps(to_cpu(batch))
+    except Exception:
+        packed = b""
+    parts: list[Any] | None = [b""] * mesh.sizes.data if mesh.rank == 0 else None
+    if mesh.sizes.data > 1:
+        dist.gather_object(packed, parts, dst=0, group=mesh.data_group)
+    else:
+        parts = [packed]
+    if mesh.rank:
+        return []
+    return None if not all(parts or ()) else [pickle.loads(part) for part in parts or ()]
+
+
+def mean_over(value: Tensor, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the mean of a number over a group.
+
+    **Communicates**: one all-reduce of one number.
+    """
+    total = value.detach().to(device, torch.float64).reshape(())
+    if group.size() > 1:
+        total = total.clone()
+        dist.all_reduce(total, group=group)
+    return float(total) / group.size()
+
+
+def _gather(value: Any, size: int, mesh: ParallelMesh, axis: str) -> list[Any]:
+    """Return the values along an axis on rank 0, of which this rank shares the other places."""
+    if size == 1:
+        return [value]
+    parts: list[Any] | None = [None] * size if mesh.rank == 0 else None
+    dist.gather_object(value, parts, dst=0, group=mesh.group(axis))
+    return parts or []

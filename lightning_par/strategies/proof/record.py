@@ -1,0 +1,49 @@
+"""What a run computed in its first optimizer step, on the mesh or on one process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+__all__ = ["StartValues", "StepRecord"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StartValues:
+    """What a run started its first step from.
+
+    Attributes:
+        tensors: Name -> value of every parameter and buffer, whole; on rank 0.
+        global_step: Optimizer steps so far; more than 0 after a checkpoint was loaded.
+        epoch: Number of the epoch.
+        continues: Whether optimizers and schedulers have taken steps already.
+    """
+
+    tensors: Mapping[str, Tensor]
+    global_step: int
+    epoch: int
+    continues: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class StepRecord:
+    """What a run computed in its first optimizer step; tensors are whole, and on the CPU.
+
+    Attributes:
+        losses: Of every backward, weighted over the global batch.
+        gradients: After every backward: name -> gradient, where there is one; None while they
+            accumulate, or where nobody could see them.
+        state: Name -> parameter or buffer after the step.
+        buffers: Names of the buffers.
+        draws: Whether the step drew random numbers.
+        reads: FQN of a parameter that the step itself reads; empty if it reads none.
+        error: What ended the run, if it failed.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor] | None] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    draws: bool = False
+    reads: str = ""
+    error: BaseException | None = None

@@ -1,0 +1,163 @@
+"""The user's module and callbacks as they were before the mesh, without the bytes of parameters."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from torch import nn, Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_par.upstream.lightning import trainer_of
+from lightning_par.upstream.tensor import gradient_hooks
+
+__all__ = ["Skeleton"]
+
+_OURS = ("lightning.", "lightning_par.", "lightning_fabric.", "pytorch_lightning.")
+
+
+class _NoTrainer:
+    """Stands for the Trainer in a skeleton."""
+
+
+class Skeleton:
+    """A copy of a module and of its callbacks, from which whole ones can be made later.
+
+    The parameters are on meta; buffers and plain attributes are copied. What refers to the Trainer
+    refers to that of the whole copy then.
+
+    Args:
+        module: The user's LightningModule, whole.
+        callbacks: Those of its Trainer; of Lightning's and ours, none changes a step.
+
+    Attributes:
+        module: The copy; parameters are on meta.
+        callback_names: Classes of the user's own callbacks.
+        problems: Callbacks that could not be copied, and why.
+
+    Raises:
+        Exception: Whatever the module's own `__deepcopy__` and that of its attributes raise.
+    """
+
+    def __init__(self, module: pl.LightningModule, callbacks: Sequence[Callback]) -> None:
+        trainer = trainer_of(module)
+        self._trainer = _NoTrainer()
+        memo: dict[int, Any] = {}
+        if trainer is not None:
+            memo |= {id(trainer): self._trainer}
+            # What only one process may hold, or nobody wants twice.
+            shared = [
+                getattr(trainer, "datamodule", None),
+                trainer.strategy,
+                trainer.train_dataloader,
+            ]
+            memo |= {id(kept): kept for kept in (*shared, *trainer.loggers) if kept is not None}
+        for held in vars(module).values():
+            if isinstance(held, Dataset | DataLoader | pl.LightningDataModule):
+                memo[id(held)] = held
+        made: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for parameter in module.parameters():
+            memo[id(parameter)] = on_meta = _like(
+                parameter, torch.empty_like(parameter, device="meta")
+            )
+            made.append((parameter, on_meta))
+        self.module: pl.LightningModule = copy.deepcopy(module, memo)
+        self._callbacks: list[Callback] = []
+        self.callback_names: list[str] = []
+        self.problems: list[str] = []
+        for callback in callbacks:
+            if type(callback).__module__.startswith(_OURS) and type(callback) is not LambdaCallback:
+                continue
+            self.callback_names.append(type(callback).__name__)
+            try:
+                self._callbacks.append(copy.deepcopy(callback, memo))
+            except Exception as error:
+                self.problems.append(f"{type(callback).__name__}: {error}")
+        _rebind(self.module, self._callbacks, memo)
+        self._hooks = {
+            id(on_meta): [_rebound(hook, memo) for hook in gradient_hooks(parameter)]
+            for parameter, on_meta in made
+        }
+
+    def fill(
+        self, tensors: Mapping[str, Tensor], trainer: pl.Trainer
+    ) -> tuple[pl.LightningModule, list[Callback]]:
+        """Return a whole copy of the module, and of the callbacks.
+
+        Args:
+            tensors: Name -> value of every parameter, and of buffers.
+            trainer: What referred to the user's Trainer refers to this one.
+
+        Raises:
+            RuntimeError: A parameter is missing.
+        """
+        memo: dict[int, Any] = {id(self._trainer): trainer}
+        for name, parameter in self.module.named_parameters():
+            if name not in tensors or tensors[name].shape != parameter.shape:
+                raise RuntimeError(f"the value of {name} is not known")
+            memo[id(parameter)] = whole = _like(parameter, tensors[name].clone())
+            for hook in self._hooks[id(parameter)]:
+                whole.register_hook(hook)
+        module, callbacks = copy.deepcopy((self.module, self._callbacks), memo)
+        _rebind(module, callbacks, memo)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in tensors and tensors[name].shape == buffer.shape:
+                    if buffer.device.type == "meta":
+                        owner, _, last = name.rpartition(".")
+                        setattr(module.get_submodule(owner), last, tensors[name].clone())
+                    else:
+                        buffer.copy_(tensors[name])
+        return module, callbacks
+
+
+def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """Return a parameter with other data and the attributes that users have set."""
+    made = nn.Parameter(data, parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _rebind(module: nn.Module, callbacks: Sequence[Callback], memo: Mapping[int, Any]) -> None:
+    """Let hooks, and functions kept as attributes, refer to the copies; `copy.deepcopy` copies no
+    function, so that what a closure refers to would be the original.
+    """
+    for owner in (*module.modules(), *callbacks):
+        for name, value in vars(owner).items():
+            if isinstance(value, dict):
+                for key, inner in value.items():
+                    if isinstance(inner, FunctionType):
+                        value[key] = _rebound(inner, memo)
+            elif isinstance(value, FunctionType):
+                vars(owner)[name] = _rebound(value, memo)
+
+
+def _rebound(function: Any, memo: Mapping[int, Any]) -> Any:
+    if isinstance(function, MethodType):
+        return MethodType(function.__func__, memo.get(id(function.__self__), function.__self__))
+    if not isinstance(function, FunctionType):
+        return function
+
+    def other(value: Any) -> Any:
+        if isinstance(value, MethodType):
+            return _rebound(value, memo)
+        return memo.get(id(value), value)
+
+    cells = [_filled(cell, other) for cell in function.__closure__ or ()]
+    defaults = tuple(map(other, function.__defaults__ or ()))
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, defaults or None, tuple(cells)
+    )
+    made.__kwdefaults__ = {k: other(v) for k, v in (function.__kwdefaults__ or {}).items()}
+    made.__dict__.update(vars(function))
+    return made
+
+
+def _filled(cell: CellType, other: Callable[[Any], Any]) -> CellType:
+    try:
+        return CellType(other(cell.cell_contents))
+    except ValueError:  # it is empty
+        return cell

@@ -1,0 +1,183 @@
+"""What stands for a parameter of another pipeline stage where a user's step reads it."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor
+
+from lightning_par.errors import PlanError
+from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.tensor import make_subclass, plain_functions
+
+__all__ = [
+    "About",
+    "AbsentParameter",
+    "AbsentPart",
+    "Refusals",
+    "absent_parameter",
+    "is_of_a_framework",
+    "module_refusal",
+    "user_line",
+]
+
+_CURE = (
+    "Each stage holds its own parameters only. For a penalty on weights use the weight_decay of "
+    "the optimizer, or add its gradient in on_after_backward, which every stage runs on its own "
+    "parameters (p.grad.add_(p, alpha=...)); name a small module in ParallelPlan(replicated=...); "
+    "or use pipeline_parallel_size=1."
+)
+_OURS = Path(__file__).resolve().parents[2]
+_FRAMEWORKS = (*(str(Path(p.__file__ or "").parent) for p in (torch, lightning)), str(_OURS))
+_PROPERTIES = "device dtype layout shape ndim grad requires_grad is_leaf is_meta is_cuda is_cpu"
+_TELLS = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+        *(getattr(Tensor, name) for name in ("dim", "element_size", "numel", "size", "is_complex")),
+        Tensor.is_floating_point,
+        Tensor.__hash__,
+        torch.is_floating_point,
+        torch.numel,
+    }
+)
+"""What may be asked of a parameter that is not here."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of a parameter wherever it is.
+
+    Attributes:
+        name: Its FQN.
+        shape: Its whole shape.
+        dtype: Its dtype when the model was made.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(kw_only=True)
+class Refusals:
+    """What was read of other stages.
+
+    Attributes:
+        waits: Whether a read is only written down, for all stages to raise together.
+        text: The first refusal; empty: none.
+    """
+
+    waits: bool
+    text: str = ""
+
+
+class AbsentParameter(Tensor):
+    """A parameter of another stage: it has a shape, a dtype, a device, and no value."""
+
+    fqn: str
+    refusals: Refusals
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AbsentParameter({self.fqn})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse a function that needs a value; if stages have to agree, any value stands in."""
+        kwargs = kwargs or {}
+        if func in _TELLS:
+            with plain_functions():
+                return func(*args, **kwargs)
+        absent = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        text = _refusal(absent.fqn)
+        if not absent.refusals.waits:
+            raise PlanError(text)
+        absent.refusals.text = absent.refusals.text or text
+        with plain_functions():
+            plain = tree_map(_plain, (args, kwargs))
+            return func(*plain[0], **plain[1])
+
+
+def _plain(value: Any) -> Any:
+    """Return ones: the step is refused when all stages have run it, whatever it computes."""
+    if not isinstance(value, AbsentParameter):
+        return value
+    return torch.ones(value.shape, dtype=value.dtype, device=value.device)
+
+
+def absent_parameter(about: About, device: torch.device, refusals: Refusals) -> AbsentParameter:
+    """Return what stands for a parameter of another stage; it takes no memory.
+
+    Args:
+        about: What is known of it.
+        device: Device of this rank.
+        refusals: Where reads of it are written down.
+    """
+    value = torch.zeros((), dtype=about.dtype, device=device).expand(about.shape)
+    made = make_subclass(AbsentParameter, value, False)
+    made.fqn, made.refusals = about.name, refusals
+    return made
+
+
+class AbsentPart:
+    """A module inside a block of another stage, of which only parameters may be asked.
+
+    Args:
+        parameters: What is known of those below it, by their names from here.
+        make: Returns what stands for a parameter.
+    """
+
+    def __init__(self, parameters: Mapping[str, About], make: Callable[[About], Tensor]) -> None:
+        self._parameters_below, self._make = parameters, make
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        about = self._parameters_below.get(name)
+        if about is not None:
+            return self._make(about)
+        prefix = f"{name}."
+        known = self._parameters_below.items()
+        parts = {n.removeprefix(prefix): a for n, a in known if n.startswith(prefix)}
+        if not parts:
+            raise AttributeError(name)
+        return AbsentPart(parts, self._make)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Raise: it cannot run here."""
+        raise PlanError(_refusal(next(iter(self._parameters_below.values())).name))
+
+
+def module_refusal(fqn: str, name: str) -> str:
+    """Return the refusal of an attribute that a step reads in a block of its own stage."""
+    return (
+        f"the step reads {name} of {fqn}{user_line()}, inside a block: a loop over modules() "
+        f"meets the blocks of this pipeline stage only. {_CURE}"
+    )
+
+
+def _refusal(fqn: str) -> str:
+    return f"the step uses {fqn}{user_line()}, which is on another pipeline stage. {_CURE}"
+
+
+def user_line() -> str:
+    """Return `` at file.py:12``: the innermost line outside of torch, Lightning and this package;
+    empty if there is none.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_of_a_framework(file):
+            return f" at {Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def is_of_a_framework(file: str) -> bool:
+    """Return whether a file belongs to torch, Lightning or this package."""
+    return file.startswith(_FRAMEWORKS)

@@ -1,0 +1,140 @@
+"""BatchNorm on a mesh: statistics over the samples of all replicas, or a refusal."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.nn import functional as F
+
+from lightning_par.engine.collectives import all_reduce, apply_function
+from lightning_par.errors import ConfigurationError
+from lightning_par.mesh import ParallelMesh
+
+__all__ = ["check_batch_statistics", "synchronize_batchnorm", "training_batchnorms"]
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+
+
+def training_batchnorms(module: nn.Module) -> list[str]:
+    """Return the names of BatchNorm layers in training mode, which normalize over the batch."""
+    named = module.named_modules()
+    return [
+        name
+        for name, part in named
+        if isinstance(part, BatchNorm | nn.SyncBatchNorm) and part.training
+    ]
+
+
+def check_batch_statistics(module: nn.Module, mesh: ParallelMesh, microbatches: int) -> None:
+    """Refuse BatchNorm that would take a part of the samples for the batch.
+
+    Args:
+        module: In the state of a training step; layers in evaluation mode use running statistics.
+        mesh: Its replicas see other samples.
+        microbatches: Number of micro-batches of a batch.
+
+    Raises:
+        ConfigurationError: A layer normalizes over the batch, on whatever stage.
+
+    **Communicates**: the names of these layers, over the pipeline stages.
+    """
+    replicas = mesh.sizes.data
+    if replicas == 1 and microbatches == 1:
+        return
+    layers = training_batchnorms(module)
+    if microbatches == 1:
+        layers = [name for name in layers if not _is_synchronized(module.get_submodule(name))]
+    if mesh.sizes.pipeline > 1:
+        boxes: list[Any] = [None] * mesh.sizes.pipeline
+        dist.all_gather_object(boxes, layers, group=mesh.group("pp"))
+        layers = list(dict.fromkeys(name for box in boxes for name in box))
+    if not layers:
+        return
+    more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+    seen = f"{microbatches} micro-batches" if microbatches > 1 else f"{replicas} replicas"
+    cures = ["use num_microbatches=1"] if microbatches > 1 else []
+    if replicas > 1:
+        cures.append("pass sync_batchnorm=True to the Trainer, which takes the statistics of all")
+    raise ConfigurationError(
+        f"BatchNorm {layers[0]!r}{more} normalizes over the batch, of which each of {seen} has a "
+        "part, so that it would train something else than one process. To be equal, "
+        f"{' and '.join(cures)}; or normalize by GroupNorm or LayerNorm; or freeze the layer by "
+        "eval(). To accept statistics of a part, as DDP does, declare "
+        "ParallelPlan(batch=BatchLayout(local_statistics=True)). No weight was changed."
+    )
+
+
+def _is_synchronized(layer: nn.Module) -> bool:
+    return getattr(layer.forward, "func", None) is _normalize or isinstance(layer, nn.SyncBatchNorm)
+
+
+def synchronize_batchnorm(module: nn.Module, mesh: ParallelMesh) -> None:
+    """Make BatchNorm layers use the statistics of all replicas (and context ranks) in training.
+
+    Unlike `torch.nn.SyncBatchNorm`, it runs on CPUs, too, and the layers stay what they are.
+
+    Args:
+        module: Its BatchNorm layers get another forward.
+        mesh: Its token group has the samples of one batch.
+    """
+    for part in module.modules():
+        if isinstance(part, BatchNorm):
+            part.forward = partial(_normalize, part, mesh.token_group)  # type: ignore[method-assign]
+
+
+def _normalize(layer: BatchNorm, group: Any, x: Tensor) -> Tensor:
+    """Return what the layer gives for the joined batches of all ranks of a group.
+
+    **Communicates**: one all-reduce of 2 C + 1 numbers, and one in the backward.
+    """
+    uses_batch = layer.training or layer.running_mean is None
+    if not uses_batch:
+        return F.batch_norm(
+            x, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps
+        )
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    shape = [1, -1, *[1] * (x.ndim - 2)]
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    count = wide.new_tensor([float(x.numel() // x.shape[1])])
+    sums = torch.cat([wide.sum(dims), count])
+    sums = apply_function(_SumOverGroup, sums, group)
+    total = sums[-1].detach()
+    mean = sums[:-1] / total
+    # A second pass over the deviations loses no digits where the mean is large.
+    squares = apply_function(_SumOverGroup, (wide - mean.view(shape)).square().sum(dims), group)
+    variance = squares / total
+    if layer.training and layer.track_running_stats and layer.running_mean is not None:
+        _track(layer, mean.detach(), variance.detach() * total / (total - 1).clamp(min=1))
+    out = (wide - mean.view(shape)) * (variance + layer.eps).rsqrt().view(shape)
+    if layer.weight is not None:
+        out = out * layer.weight.view(shape) + layer.bias.view(shape)
+    return out.to(x.dtype)
+
+
+@torch.no_grad()
+def _track(layer: BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    factor = layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(layer.num_batches_tracked)
+    factor = 0.0 if factor is None else factor
+    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)
+    layer.running_var.lerp_(variance.to(layer.running_var.dtype), factor)
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """Sum over a group whose ranks have losses of their own: gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None

@@ -1,0 +1,334 @@
+"""The first look at a run's training step: finds how the loss of a batch is made of those of its
+parts, without leaving a trace.
+"""
+
+import copy
+import inspect
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+
+from lightning_par.dtensor import local_part
+from lightning_par.engine.batch import BatchDims, take_samples
+from lightning_par.errors import ConfigurationError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.step.batch_statistics import training_batchnorms
+from lightning_par.strategies.step.batch_weights import BatchWeigher
+from lightning_par.strategies.step.loss_rule import (
+    candidate_rules,
+    choose_rule,
+    LossRule,
+    rule_error,
+    Seen,
+)
+
+__all__ = ["FirstLook", "untouched"]
+
+_LOG = logging.getLogger(__name__)
+_LOOKS = 4
+"""Batches for which rules that agreed so far may differ, before the question is given up."""
+_ROWS = 16
+"""Samples of a batch from which the parts are chosen."""
+_COPIED = 2**30
+"""Bytes of parameters that are copied, as a step may write to them."""
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module, which hold its parameters, buffers, children and hooks."""
+
+
+RunParts = Callable[[Sequence[tuple[Any, int]]], tuple[Seen, bool]]
+"""Runs the step without gradients on some samples (and their number) and on their parts, and tells
+whether it drew random numbers that cannot be cut; the same on every rank of the replica.
+"""
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Leave parameters, buffers, and attributes of a module and its children, as they were.
+
+    Parameters are put back where the copy of this rank's part is small. Tensors, arrays, lists,
+    dicts, sets and deques in attributes keep their contents, too.
+
+    Args:
+        module: Code that changes it may run inside.
+    """
+    restores: list[Callable[[], Any]] = []
+    parameters = [local_part(parameter.detach()) for parameter in module.parameters()]
+    if sum(tensor.nbytes for tensor in parameters) <= _COPIED:
+        restores += [r for r in map(_restore, parameters) if r is not None]
+    for part in module.modules():
+        kept = {name: value for name, value in vars(part).items() if name not in _OWN}
+        buffers = dict(part.named_buffers(recurse=False))
+        values = [*kept.values(), *buffers.values()]
+        restores += [r for r in map(_restore, values) if r is not None]
+        restores.append(partial(_put_back, part, kept, buffers))
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
+def _put_back(module: nn.Module, kept: dict[str, Any], buffers: dict[str, Any]) -> None:
+    held = vars(module)
+    for name in [name for name in held if name not in _OWN and name not in kept]:
+        del held[name]
+    held.update(kept)
+    for name, buffer in buffers.items():
+        if getattr(module, name) is not buffer:
+            setattr(module, name, buffer)
+
+
+def _restore(value: Any) -> Callable[[], Any] | None:
+    """Return a function that gives a mutable value its present contents again."""
+    if isinstance(value, nn.Parameter):
+        return None
+    if isinstance(value, Tensor):
+        if value.is_meta or value.requires_grad:
+            return None
+        copied = value.detach().clone()
+        return partial(value.data.copy_, copied)
+    if isinstance(value, np.ndarray):
+        array = value.copy()
+        return partial(np.copyto, value, array)
+    if isinstance(value, list | deque) or type(value) in (dict, set):
+        return partial(_refill, value, copy.copy(value))
+    return None
+
+
+def _refill(value: Any, items: Any) -> None:
+    value.clear()
+    if isinstance(value, list | deque):
+        value.extend(items)
+    else:
+        value.update(items)
+
+
+class FirstLook:
+    """Finds the rule of a run's loss, see Note [Finding the rule] in `loss_rule.py`.
+
+    Args:
+        module: The user's LightningModule.
+        mesh: Mesh of this run.
+        layout: What is declared of its batches.
+        weigher: Gets the rule.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        layout: BatchLayout,
+        weigher: BatchWeigher,
+    ) -> None:
+        self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
+        self._looks = 0
+
+    def is_due(self, batch: Any, microbatches: int) -> bool:
+        """Tell whether the step has to be looked at before it runs; the same on every rank.
+
+        Args:
+            batch: That of this replica.
+            microbatches: Into how many it is cut.
+
+        **Communicates**: see `BatchWeigher.is_unsettled`.
+        """
+        sizes = self._mesh.sizes
+        if sizes.context > 1 or sizes.world_size == 1 or not self._module.automatic_optimization:
+            return False
+        if not self._looks:
+            return True
+        if not self._finds_rule(microbatches) or self._looks >= _LOOKS:
+            return False
+        return self._weigher.is_unsettled(batch)
+
+    def _finds_rule(self, microbatches: int) -> bool:
+        divides = microbatches > 1 or self._mesh.sizes.data > 1
+        # With statistics over the batch, no loss is made of those of parts.
+        return (
+            divides
+            and self._layout.loss_weight is None
+            and not self._layout.local_statistics
+            and not (self._mesh.sizes.pipeline == 1 and training_batchnorms(self._module))
+        )
+
+    def look(self, batch: Any, dims: BatchDims, microbatches: int, run: RunParts) -> None:
+        """Run the step on a few samples; find the rule of the loss and give it to the weigher.
+
+        Args:
+            batch: That of this replica.
+            dims: Which entries have a batch dim.
+            microbatches: Into how many it is cut.
+            run: Runs the step.
+
+        Raises:
+            ConfigurationError: The loss of a batch is not made of the losses of its parts.
+
+        **Communicates**: what the step does, and the results over stages and replicas.
+        """
+        self._looks += 1
+        rules = candidate_rules(batch, self._layout, dims, self._module)
+        found = None
+        parts = [(batch, 1)]
+        if dims.size is not None and dims.size > 1 and not dims.unsure:
+            parts = _choose_parts(batch, dims, microbatches, rules)
+            parts = parts if microbatches > 1 or self._mesh.sizes.data > 1 else parts[:1]
+        seen, is_random = run(parts)
+        self._check_tensor_ranks(seen)
+        if not self._finds_rule(microbatches):
+            return
+        if len(parts) > 1:
+            found = _errors(rules, seen, parts[1:]), _sums(seen), is_random
+        errors, sums, is_random = self._agree(found)
+        if not errors or not math.isfinite(min(errors.values())):
+            return  # one sample, or a loss that is not finite: nothing can be told
+        fitting = choose_rule(errors, self._tolerance())
+        if not fitting and is_random:
+            _LOG.info("the step draws random numbers in a way that left its loss unchecked.")
+            return
+        if not fitting:
+            raise ConfigurationError(self._refusal(rules[0], dims, microbatches))
+        by_name = {rule.name: rule for rule in rules}
+        weigher = self._weigher
+        weigher.rule = by_name[fitting[0]]
+        trusted = weigher.rule is rules[0] and self._layout.labels is not None
+        others = [] if trusted else [by_name[name] for name in fitting[1:]]
+        weigher.alternatives = tuple(rule for rule in others if not rule.is_sum)
+        weigher.sums = sums if weigher.rule.is_sum else frozenset()
+        if weigher.rule is not rules[0]:
+            _LOG.info("the loss of a batch is %s.", weigher.rule.name)
+
+    def _check_tensor_ranks(self, seen: Seen) -> None:
+        """Refuse a loss that tensor-parallel ranks, which have the same samples, do not share.
+
+        **Communicates**: the losses, over the ``tp`` axis.
+        """
+        degree = self._mesh.sizes.tensor
+        if degree == 1:
+            return
+        losses = torch.tensor(seen.losses, dtype=torch.float64, device=self._module.device)
+        ends = torch.cat([losses, -losses])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._mesh.group("tp"))
+        most, least = ends[: len(losses)], -ends[len(losses) :]
+        if bool(((most - least) > self._tolerance() * most.abs().clamp(min=1e-30)).any()):
+            raise ConfigurationError(
+                f"{type(self._module).__name__}.training_step gives other losses on the "
+                f"{degree} tensor-parallel ranks ({least[0]:.6g} to {most[0]:.6g} for the same "
+                "samples): it computes with activations of which every rank has its own tokens or "
+                "features. Use sequence_parallel=False, or give the module whose output the loss "
+                "takes a style that makes it whole ('sequence_gather_output', "
+                "'colwise_gather_output'). No weight was changed."
+            )
+
+    def _agree(
+        self, found: tuple[dict[str, float], frozenset[str], bool] | None
+    ) -> tuple[dict[str, float], frozenset[str], bool]:
+        """Return the largest error of every rule, what all replicas have in common, and whether
+        one of them draws.
+        """
+        box: list[Any] = [None] * self._mesh.sizes.data
+        if len(box) > 1:
+            dist.all_gather_object(box, found, group=self._mesh.data_group)
+        else:
+            box = [found]
+        held = [replica for replica in box if replica is not None]
+        if not held:
+            return {}, frozenset(), False
+        names = [name for name in held[0][0] if all(name in errors for errors, _, _ in held)]
+        worst = {name: max(errors[name] for errors, _, _ in held) for name in names}
+        sums = frozenset.intersection(*(sums for _, sums, _ in held))
+        return worst, sums, any(draws for _, _, draws in held)
+
+    def _tolerance(self) -> float:
+        precision = str(self._module.trainer.precision)
+        if precision.startswith("64"):
+            return 2e-6  # models may compute parts in float32: scans, norms, CTC
+        return 5e-3 if "16" in precision else 2e-5
+
+    def _refusal(self, rule: LossRule, dims: BatchDims, microbatches: int) -> str:
+        sizes = self._mesh.sizes
+        step = inspect.unwrap(type(self._module).training_step)
+        code = getattr(step, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        divided = f"{microbatches} micro-batches" * (microbatches > 1)
+        divided += " and " * (microbatches > 1 and sizes.data > 1)
+        divided += f"{sizes.data} replicas" * (sizes.data > 1)
+        cut = ", ".join(repr(path) for path in dims.dims if path)
+        cure = ["num_microbatches=1"] * (microbatches > 1)
+        cure += ["data_parallel_size=1"] * (sizes.data > 1)
+        return (
+            f"{type(self._module).__name__}.training_step{where} on {divided}: the loss of some "
+            f"samples is neither {rule.name}, nor their sum, nor a mean over labels, of the losses "
+            "of its parts, so the mesh would train something else than one process. Cut along the "
+            f"batch: {cut or 'the batch'}. If one of these entries has no batch dim, declare "
+            "ParallelPlan(batch=BatchLayout(whole=(entry,))). If the loss is a weighted mean, "
+            "declare BatchLayout(loss_weight=...): 'samples', 'labels', 'sum', the name of an "
+            "entry, or a function of the batch that returns its weight. If samples are compared "
+            "with each other (in-batch negatives), gather them with self.all_gather(..., "
+            "sync_grads=True), declare loss_weight='samples', and use one micro-batch. "
+            f"Otherwise use {' and '.join(cure)}. No weight was changed."
+        )
+
+
+def _choose_parts(
+    batch: Any, dims: BatchDims, microbatches: int, rules: Sequence[LossRule]
+) -> list[tuple[Any, int]]:
+    """Return some samples and two parts of them, for which the rules differ most; each with its
+    number of samples.
+    """
+    assert dims.size is not None
+    # A step may not bear a single sample, unless micro-batches have no more.
+    half = 2 if dims.size >= 4 and dims.size // microbatches >= 2 else 1
+    count = min(dims.size, _ROWS)
+    rows = [take_samples(batch, dims, [index]) for index in range(count)]
+    orders = [list(range(count))]
+    for rule in rules:
+        weights = [float(rule.weigh(row, 1)) for row in rows]
+        if len(set(weights)) > 1:
+            orders.append(sorted(range(count), key=weights.__getitem__))
+
+    def parts_of(order: Sequence[int]) -> list[tuple[Any, int]]:
+        low, high = sorted(order[:half]), sorted(order[-half:])
+        return [(take_samples(batch, dims, part), len(part)) for part in (low + high, low, high)]
+
+    def distinct(order: Sequence[int]) -> tuple[int, int]:
+        """How many rules differ for these parts, of the likely ones and of all."""
+        _, *halves = parts_of(order)
+        weights = [[float(rule.weigh(*part)) for part in halves] for rule in rules]
+        shares = [round(w[0] / max(sum(w), 1e-30), 6) for w in weights]
+        likely = [share for share, rule in zip(shares, rules, strict=True) if rule.is_likely]
+        return len({*likely}), len({*shares})
+
+    return parts_of(max(orders, key=distinct))
+
+
+def _errors(
+    rules: Sequence[LossRule], seen: Seen, parts: Sequence[tuple[Any, int]]
+) -> dict[str, float]:
+    whole, *losses = seen.losses
+    return {
+        rule.name: rule_error(rule, whole, losses, [float(rule.weigh(*part)) for part in parts])
+        for rule in rules
+    }
+
+
+def _sums(seen: Seen) -> frozenset[str]:
+    """Return the names of logged numbers that are sums over the parts, and no means of equals."""
+    whole, *parts = seen.logs
+    return frozenset(
+        name
+        for name, value in whole.items()
+        if all(name in part for part in parts)
+        and value
+        and math.isclose(value, sum(part[name] for part in parts), rel_tol=1e-3)
+    )

@@ -1,0 +1,261 @@
+"""Norms of gradients over all ranks, for whoever asks for them: users, torch's and Lightning's
+functions.
+
+Note [Hooks of a step]: while the hooks between the backward and the optimizer run,
+`torch.nn.utils.get_total_norm`, by which `clip_grad_norm_` clips, and Lightning's `grad_norm` give
+the norms of the whole model. Under a pipeline a norm is that of all stages if every stage asks for
+all its gradients, or for the same group of an optimizer; of one stage, if the others ask for none.
+Anything else is refused, as is a hook that combines gradients of several parameters itself: a
+stage has those of its own only.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import grad_norm
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_par.dtensor import local_part, whole
+from lightning_par.engine.data.gradient_reduction import is_counted_here
+from lightning_par.errors import ConfigurationError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.step.across_parameters import AcrossParameters
+from lightning_par.strategies.step.mixing import mixing_told
+from lightning_par.upstream.functions import diverted
+
+__all__ = ["GradientNorms"]
+
+_END, _NOTHING, _ALL, _PART, _GROUPS = 0, 1, 2, 3, 4
+_NUMBERS = ("__bool__", "__float__", "__int__", "item", "tolist")
+_CURE = (
+    "trainer.strategy.gradient_norms() gives the norm of every parameter's gradient over all "
+    "stages and shards, on every rank; Trainer(gradient_clip_val=...) clips by the norm of the "
+    "whole model."
+)
+
+
+class GradientNorms:
+    """Gives the norms of the gradients of the whole model; see Note [Hooks of a step].
+
+    Args:
+        module: The user's LightningModule on this rank.
+        mesh: Mesh of this run.
+        canonical: FQN of every parameter of the whole model -> its canonical FQN.
+        elsewhere: Ids of parameters that another rank counts.
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        canonical: Mapping[str, str],
+        elsewhere: frozenset[int],
+        device: torch.device,
+    ) -> None:
+        self._module, self._mesh, self._canonical = module, mesh, dict(canonical)
+        self._elsewhere, self._device = elsewhere, device
+        self._names = list(dict.fromkeys(self._canonical.values()))
+        self._quiet: set[str] = set()  # hooks that asked for nothing in their first run
+        self._groups: list[set[int]] = []
+        self._calls = 0
+        self._watch: AcrossParameters | None = None
+
+    def of_parameters(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Return FQN -> norm of every parameter that has a gradient, the same on every rank.
+
+        **Communicates**: one all-reduce of two numbers for each parameter, over all ranks.
+        """
+        place = {name: number for number, name in enumerate(self._names)}
+        found = torch.zeros(2, len(self._names), dtype=torch.float64, device=self._device)
+        for name, parameter in self._module.named_parameters():
+            if parameter.grad is not None:
+                number = place[self._canonical[name]]
+                found[0, number] = self._power(parameter.grad, norm_type, id(parameter))
+                found[1, number] = 1
+        norms, held = self._root(self._reduce(found, norm_type)[0], norm_type), found[1].tolist()
+        return {n: norms[i] for i, n in enumerate(self._names) if held[i]}
+
+    @contextmanager
+    def in_hooks(self, name: str, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """Surrounds hooks of users on gradients.
+
+        Args:
+            name: Of the hooks, for messages.
+            optimizers: Those whose groups may be asked for.
+
+        **Communicates**: under a pipeline a number over the ``pp`` axis the first time.
+        """
+        if self._mesh.sizes.world_size == 1:
+            yield
+            return
+        pipelined = self._mesh.sizes.pipeline > 1
+        self._calls = 0
+        self._groups = [{id(p) for p in g["params"]} for o in optimizers for g in o.param_groups]
+        with ExitStack() as stack:
+            stack.enter_context(mixing_told(self._module))
+            stack.enter_context(_whole_numbers())
+            if pipelined and name not in self._quiet:
+                self._watch = AcrossParameters(name, self._module, _CURE)
+                stack.enter_context(self._watch)
+                stack.callback(setattr, self, "_watch", None)
+            total, of_module = self._unwatched(self._total), self._unwatched(self._of)
+            stack.enter_context(diverted(torch.nn.utils.get_total_norm, total))
+            stack.enter_context(diverted(grad_norm, of_module))
+            yield
+        if pipelined and name not in self._quiet:
+            kinds = self._exchange(_END)
+            if any(kind != _END for kind in kinds):
+                self._refuse("the stages do not ask for the same number of norms")
+            if not self._calls:
+                self._quiet.add(name)
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Surrounds what this package does to gradients while hooks run."""
+        return nullcontext() if self._watch is None else self._watch.paused()
+
+    def _unwatched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.unwatched():
+                return function(*args, **kwargs)
+
+        return run
+
+    def _of(
+        self, module: nn.Module, norm_type: float | str, group_separator: str = "/"
+    ) -> dict[str, Tensor]:
+        """Do what Lightning's `grad_norm` does, for the whole model or a part of it."""
+        norm_type = float(norm_type)
+        if norm_type <= 0:
+            raise ValueError(f"`norm_type` must be a positive number or 'inf'. Got {norm_type}")
+        self._calls += 1
+        known = (name for name, child in self._module.named_modules() if child is module)
+        prefix = next(known, None)
+        if prefix is None:
+            raise ConfigurationError(
+                f"grad_norm was given a {type(module).__name__} that is no part of the trained "
+                "module, of which a mesh knows nothing."
+            )
+        start = f"{prefix}." if prefix else ""
+        found = {
+            name.removeprefix(start): norm
+            for name, norm in self.of_parameters(norm_type).items()
+            if name.startswith(start)
+        }
+        key = f"grad_{norm_type}_norm"
+        norms = {f"{key}{group_separator}{name}": norm.float() for name, norm in found.items()}
+        if norms:
+            norms[f"{key}_total"] = torch.stack(list(norms.values())).norm(norm_type)
+        return norms
+
+    def _total(
+        self,
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Do what `torch.nn.utils.get_total_norm` does, for gradients over the whole mesh."""
+        self._calls += 1
+        grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        owners = {id(p.grad): id(p) for p in self._module.parameters() if p.grad is not None}
+        kind = self._kind(grads, owners)
+        if self._mesh.sizes.pipeline > 1:
+            if kind == _PART and len(grads) == 1:  # of one parameter: no other stage has a part
+                norm = whole(torch.linalg.vector_norm(grads[0], norm_type))
+                return norm.to(grads[0].dtype)
+            self._agree(kind)
+        # What is no gradient of the model is taken to be alike on every rank.
+        square = torch.zeros(1, 1, dtype=torch.float64, device=self._device)
+        powers = [self._power(g, norm_type, owners.get(id(g))) for g in grads]
+        if powers:
+            stacked = torch.stack(powers)
+            square += stacked.max() if norm_type == float("inf") else stacked.sum()
+        total = self._root(self._reduce(square, norm_type)[0, 0], norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite.")
+        return total.to(grads[0].dtype) if grads else total
+
+    def _power(self, grad: Tensor, norm_type: float, owner: int | None) -> Tensor:
+        """Return what this rank adds to the sum of powers of all entries, or to their maximum."""
+        local = local_part(grad)
+        counts = is_counted_here(grad) and owner not in self._elsewhere
+        if owner is None and not isinstance(grad, DTensor):
+            counts = self._mesh.rank == 0
+        norm = torch.linalg.vector_norm(local, norm_type, dtype=_wide(local)).double()
+        power = norm if norm_type == float("inf") else norm**norm_type
+        counted: Tensor = power if counts else power * 0
+        return counted.to(self._device)
+
+    def _reduce(self, values: Tensor, norm_type: float) -> Tensor:
+        largest = norm_type == float("inf")
+        dist.all_reduce(values, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return values
+
+    def _root(self, power: Tensor, norm_type: float) -> Tensor:
+        root: Tensor = power if norm_type == float("inf") else power ** (1 / norm_type)
+        return root
+
+    def _kind(self, grads: Sequence[Tensor], owners: Mapping[int, int]) -> int:
+        asked = {owners.get(id(grad), -1) for grad in grads}
+        if not asked:
+            return _NOTHING
+        if asked == set(owners.values()):
+            return _ALL
+        held = set(owners.values())
+        groups = [number for number, group in enumerate(self._groups) if group & held == asked]
+        return _GROUPS + groups[0] if groups else _PART
+
+    def _exchange(self, kind: int) -> list[int]:
+        group = self._mesh.group("pp")
+        kinds = torch.zeros(group.size(), dtype=torch.int, device=self._device)
+        kinds[group.rank()] = kind
+        dist.all_reduce(kinds, group=group)
+        return kinds.tolist()
+
+    def _agree(self, kind: int) -> None:
+        """Refuse a norm that stages ask for with parts that do not belong together."""
+        kinds = self._exchange(kind)
+        if _END in kinds:
+            self._refuse("the stages do not ask for the same number of norms")
+        asking = {k for k in kinds if k != _NOTHING}
+        if len([k for k in kinds if k != _NOTHING]) > 1 and (_PART in asking or len(asking) > 1):
+            self._refuse("every stage asks for the norm of some gradients of its own")
+
+    def _refuse(self, what: str) -> None:
+        raise ConfigurationError(
+            f"pipeline_parallel_size={self._mesh.sizes.pipeline}: in a hook between backward and "
+            f"optimizer step {what}, which may be parts of one norm or norms of their own. {_CURE}"
+        )
+
+
+@contextmanager
+def _whole_numbers() -> Iterator[None]:
+    """Inside, a DTensor that becomes a number of Python is summed first, if it is a partial sum.
+
+    Torch gives the part of this rank, as if it were the whole.
+    """
+
+    def convert(name: str) -> Callable[..., Any]:
+        return lambda tensor: getattr(Tensor, name)(whole(tensor.detach()))
+
+    kept = {name: vars(DTensor).get(name) for name in _NUMBERS}
+    for name in kept:
+        setattr(DTensor, name, convert(name))
+    try:
+        yield
+    finally:
+        for name, before in kept.items():
+            if before is None:
+                delattr(DTensor, name)
+            else:
+                setattr(DTensor, name, before)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32

@@ -1,0 +1,62 @@
+"""A plain tensor that meets a sharded weight: torch's error, told in terms of the plan."""
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_par.errors import PlanError
+from lightning_par.strategies.step.absent_parameter import is_of_a_framework
+
+__all__ = ["mixing_told"]
+
+_MIXED = re.compile(r"(aten\.\w+)\S* got mixed torch\.Tensor and DTensor")
+
+
+@contextmanager
+def mixing_told(module: nn.Module) -> Iterator[None]:
+    """Surrounds code of the user; raises with the module's name if it mixes the two.
+
+    Args:
+        module: The user's LightningModule.
+
+    Raises:
+        PlanError: An operation got a plain tensor and a weight held as a DTensor.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = _MIXED.search(str(error))
+        if found is None:
+            raise
+        raise PlanError(_explain(module, found[1], error.__traceback__)) from error
+
+
+def _explain(module: nn.Module, operation: str, trace: TracebackType | None) -> str:
+    names = {id(child): name for name, child in module.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    lines = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(trace)
+        if not is_of_a_framework(frame.f_code.co_filename)
+    ]
+    at = f" at {Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
+    owners = [frame.f_locals.get("self") for frame in frames]
+    inside = [owner for owner in owners if isinstance(owner, nn.Module) and id(owner) in names]
+    owner = inside[-1] if inside else module
+    name = names[id(owner)]
+    sharded = [n for n, p in owner.named_parameters(recurse=False) if isinstance(p, DTensor)]
+    weights = f" ({', '.join(sharded)})" if sharded else ""
+    return (
+        f"{name or type(module).__name__}: {operation}{at} mixes a plain tensor with a weight"
+        f"{weights} that tensor or data parallelism holds as a DTensor. Where it computes in a "
+        f"forward, give the module that holds the weight a style in ParallelPlan(tensor="
+        f"{{{name!r}: ...}}): 'replicated' if every rank computes alike, 'sequence_parallel' on "
+        "each rank's tokens, 'replicated_with_grad_allreduce' on its heads or features. In a hook "
+        "use trainer.strategy.full_parameter(name), or parameter.full_tensor()."
+    )

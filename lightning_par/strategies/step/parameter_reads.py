@@ -1,0 +1,348 @@
+"""Parameters that a user's step reads itself, as for an L2 term or a norm of weights.
+
+Note [Reads in a step]: inside its module's forward a parameter stands for this rank's part of it.
+A step that reads one, through `parameters()` or as an attribute, means the whole: so outside of
+every forward a sharded parameter answers with a whole tensor, whose gradient is counted once. What
+another pipeline stage holds answers with an `AbsentParameter`, which tells its shape, dtype and
+device and refuses to take part in a computation.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_par.dtensor import local_part, shard_of, whole
+from lightning_par.engine.pipeline.stage import Stage, StageStub
+from lightning_par.engine.wrapping import Forward, wrap_forward
+from lightning_par.errors import NonFiniteError, PlanError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.step.absent_parameter import (
+    About,
+    absent_parameter,
+    AbsentPart,
+    module_refusal,
+    Refusals,
+    user_line,
+)
+from lightning_par.upstream.tensor import count_of_changes
+
+__all__ = ["ParameterReads", "describe_parameters"]
+
+_COMPARED = 4
+"""Times that values are compared with what was handed out."""
+
+
+def describe_parameters(module: nn.Module) -> dict[str, About]:
+    """Return what a stage that lacks a parameter has to know of it, by every name.
+
+    Args:
+        module: Whole; parameters may be on meta.
+    """
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: About(name, tuple(p.shape), p.dtype) for name, p in named}
+
+
+class ParameterReads:
+    """Answers reads of parameters in a user's step; see Note [Reads in a step].
+
+    Args:
+        module: The user's LightningModule on this rank.
+        blocks: FQNs of the blocks.
+        mesh: Mesh of this run.
+        known: What `describe_parameters` gave of the whole module.
+        stages: The pipeline stages of this rank, if there are several.
+        partial: Parameters whose gradients are summed over ``tp``, each rank having a part.
+        is_compiled: Whether blocks are compiled; what they hold is then not watched.
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[str],
+        mesh: ParallelMesh,
+        known: Mapping[str, About],
+        stages: Sequence[Stage],
+        partial: Iterable[nn.Parameter],
+        device: torch.device,
+        *,
+        is_compiled: bool,
+    ) -> None:
+        self._module, self._mesh, self._device, self._known = module, mesh, device, known
+        self._blocks = tuple(blocks)
+        self._partial = {id(parameter) for parameter in partial}
+        self._depth, self._in_step = 0, False
+        self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
+        self._handed: dict[int, tuple[nn.Parameter, Tensor, int]] = {}
+        self._steps, self._compares = 0, True
+        if mesh.sizes.world_size == 1:
+            return
+        skipped = tuple(f"{name}." for name in blocks) if is_compiled else ()
+        for fqn, child in module.named_modules():
+            if not f"{fqn}.".startswith(skipped or "\0"):
+                self._watch(fqn, child)
+        for fqn, stub in _stubs_of_stages(module, stages):
+            self._watch(fqn, stub)
+        for child in _entered(module, blocks):
+            wrap_forward(child, self._outside, "parameter_reads")
+
+    @property
+    def active(self) -> bool:
+        """Whether the user's step is at work outside of every forward of its modules."""
+        return self._in_step and not self._depth
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Surrounds the user's step; at the end, what it wrote to a whole tensor is kept."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+            if self._handed:
+                self._keep_writes()
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Surrounds a pipelined step: what any stage reads of another one is refused on all.
+
+        Until then other values stand in, as the stages wait for each other.
+
+        Raises:
+            PlanError: On every stage, after the first step.
+
+        **Communicates**: a text over the ``pp`` axis, the first time.
+        """
+        if not self._refusals.waits:
+            yield
+            return
+        try:
+            yield
+        except NonFiniteError:  # on every stage: perhaps of the values that stood in
+            self._agree()
+            raise
+        self._agree()
+
+    def _agree(self) -> None:
+        self._refusals.waits = False
+        group = self._mesh.group("pp")
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, self._refusals.text, group=group)
+        text = next((text for text in found if text), None)
+        if text is not None:
+            raise PlanError(text) from None
+
+    def read(self, parameter: Any) -> Any:
+        """Return the whole of a sharded parameter; anything else as it is."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        known = self._handed.get(id(parameter))
+        grad = torch.is_grad_enabled() and parameter.requires_grad
+        if known is not None and known[1].requires_grad == grad:
+            return known[1]
+        if grad:
+            found: Tensor = _Whole.apply(parameter, self._average(parameter))  # type: ignore[no-untyped-call]
+        else:
+            with torch.no_grad():
+                found = whole(parameter.detach()).detach()
+        self._handed[id(parameter)] = (parameter, found, count_of_changes(found))  # type: ignore[assignment]
+        return found
+
+    def absent(self, about: About) -> Tensor:
+        """Return what stands for a parameter of another stage."""
+        return absent_parameter(about, self._device, self._refusals)
+
+    def _in_block(self, fqn: str) -> str:
+        """Return the FQN of a module inside a block of a pipeline stage, else nothing."""
+        inside = f"{fqn}.".startswith(tuple(f"{block}." for block in self._blocks))
+        return fqn if inside and self._mesh.sizes.pipeline > 1 else ""
+
+    def refuse_part(self, fqn: str, name: str) -> None:
+        """Refuse a read of one block's parameter, which other stages cannot make alike."""
+        text = module_refusal(fqn, name)
+        if not self._refusals.waits:
+            raise PlanError(text)
+        self._refusals.text = self._refusals.text or text
+
+    def _average(self, parameter: DTensor) -> Callable[[Tensor], Tensor]:
+        """Return how the gradient of a whole parameter becomes one that is counted once."""
+        group = self._mesh.data_group
+        # An unsharded parameter of FSDP has no data axis: FSDP averages its gradient later.
+        averages = self._is_gathered(parameter) and group.size() > 1
+        factor = 1 / group.size() if averages else 1.0
+        if id(parameter) in self._partial:  # every tensor rank has all of it, and they are summed
+            factor /= self._mesh.sizes.tensor
+
+        def average(grad: Tensor) -> Tensor:
+            if averages:
+                grad = grad.contiguous().clone()
+                dist.all_reduce(grad, group=group)
+            return grad if factor == 1 else grad * factor
+
+        return average
+
+    def _is_gathered(self, parameter: Any) -> bool:
+        """Return whether FSDP gathers it for its forward, perhaps ahead of it."""
+        axes = parameter.device_mesh.mesh_dim_names or ()
+        return any(axis.startswith("dp_") for axis in axes)
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        for prefix, child in self._module.named_modules():
+            for name, parameter in dict.items(child.__dict__["_parameters"]):
+                yield f"{prefix}.{name}", parameter
+
+    @torch.no_grad()
+    def _keep_writes(self) -> None:
+        """Copy what the step wrote to whole tensors into the parameters.
+
+        A write through ``.data`` is not counted by torch, so that values are compared: in the first
+        steps, and always if there was one.
+        """
+        self._steps += 1
+        found = False
+        for parameter, value, changes in self._handed.values():
+            counted = count_of_changes(value) != changes
+            if not (counted or self._compares):
+                continue
+            mine, new = local_part(parameter), local_part(shard_of(value.detach(), parameter))
+            if not counted and torch.equal(mine, new):
+                continue
+            if self._is_gathered(parameter):
+                self._handed.clear()
+                raise PlanError(_written(next(n for n, p in self._named() if p is parameter)))
+            if counted:
+                mine.copy_(new)
+            else:
+                found = True
+                mine.data.copy_(new)  # as the user did, without telling autograd
+        self._handed.clear()
+        self._compares = found or self._steps < _COMPARED
+
+    def _watch(self, fqn: str, module: nn.Module) -> None:
+        prefix = f"{fqn}." if fqn else ""
+        held = module.__dict__["_parameters"]
+        if isinstance(module, StageStub):
+            names = [name for name in self._known if name.startswith(prefix)]
+        else:
+            own = (name for name in self._known if name.rpartition(".")[0] == fqn)
+            names = [name for name in own if name.removeprefix(prefix) not in held]
+        absent = {name.removeprefix(prefix): self._known[name] for name in names}
+        if absent or any(isinstance(p, DTensor) for p in held.values()) or held:
+            block = "" if isinstance(module, StageStub) else self._in_block(fqn)
+            module.__dict__["_parameters"] = _Watched(held, self, absent, block)
+
+    def _outside(self, inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._handed and self.active:
+                self._keep_writes()  # which the forward has to see
+            self._depth += 1
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return forward
+
+
+class _Watched(dict[str, Any]):
+    """The parameters of a module; in a user's step it answers as `ParameterReads` says.
+
+    Copies of the module get a plain dict.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[str, Any],
+        reads: ParameterReads,
+        absent: Mapping[str, About],
+        block: str,
+    ) -> None:
+        super().__init__(held)
+        self._reads, self._absent, self._block = reads, absent, block
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        return self._reads.active and self._below(name) is not None
+
+    def __getitem__(self, name: str) -> Any:
+        if not self._reads.active:
+            return super().__getitem__(name)
+        if self._block:
+            self._reads.refuse_part(self._block, name)
+        found = self._below(name)
+        return self._reads.read(super().__getitem__(name)) if found is None else found
+
+    def items(self) -> Any:
+        """Return names and parameters, those of other stages too."""
+        if not self._reads.active:
+            return super().items()
+        held = {name: self._reads.read(p) for name, p in super().items()}
+        absent = {n: self._reads.absent(about) for n, about in self._absent.items()}
+        return {**held, **absent}.items()
+
+    def values(self) -> Any:
+        """Return the parameters as `items` does."""
+        return dict(self.items()).values()
+
+    def _below(self, name: object) -> Any:
+        about = self._absent.get(name) if isinstance(name, str) else None
+        if about is not None:
+            return self._reads.absent(about)
+        prefix = f"{name}."
+        parts = {n.removeprefix(prefix): a for n, a in self._absent.items() if n.startswith(prefix)}
+        return AbsentPart(parts, self._reads.absent) if parts else None
+
+
+class _Whole(torch.autograd.Function):
+    """The whole of a sharded parameter; its gradient is this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, average: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return all entries."""
+        ctx.parameter, ctx.average = parameter, average
+        return whole(parameter.detach()).detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the part of this rank."""
+        return shard_of(ctx.average(grad), ctx.parameter), None
+
+
+def _written(fqn: str) -> str:
+    return (
+        f"the step writes to {fqn}{user_line()}, whose shards data parallelism may have gathered "
+        "already. Write to weights in on_train_batch_start or on_train_batch_end, or use "
+        "data_parallel_size=1."
+    )
+
+
+def _stubs_of_stages(module: nn.Module, stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Module]]:
+    """Give the stubs that a stage sees where the model rests with a part of the rank."""
+    names = {id(child): name for name, child in module.named_modules()}
+    for stage in stages:
+        for owner, name, child in stage.slots:
+            if isinstance(child, StageStub):
+                yield f"{names[id(owner)]}.{name}".removeprefix("."), child
+
+
+def _entered(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
+    """Return the modules whose forward a step may call: children of what the blocks lie in."""
+    above = {""}
+    for block in blocks:
+        parts = block.split(".")[:-1]
+        above |= {".".join(parts[: n + 1]) for n in range(len(parts))}
+    found: dict[int, nn.Module] = {}
+    for name in above:
+        for child in module.get_submodule(name).children():
+            if not isinstance(child, StageStub | nn.ModuleList | nn.ModuleDict):
+                found[id(child)] = child
+    return list(found.values())

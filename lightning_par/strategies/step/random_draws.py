@@ -1,0 +1,414 @@
+"""Random numbers drawn in the user's step: what one process draws, cut like the batch.
+
+Note [Whole draws]: one process draws the numbers of the whole batch at once. A rank that sees some
+of the samples, or a micro-batch, therefore draws for all samples, from the state in which one
+process would be, and keeps the rows of its own. What has no batch dim is drawn alike everywhere.
+Afterwards every generator has advanced as far as that of one process. Which dim of a draw is the
+batch dim shows when the step runs on batches of two sizes, before the first step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_par.engine.rng import real_draws
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["Rows", "Tokens", "WholeDraws"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples of a batch that a step sees.
+
+    Attributes:
+        start: Number of the first one in the whole batch.
+        length: How many they are.
+        size: Samples of the whole batch.
+        stride: Distance of two of them: replicas take the samples of a batch in turns.
+    """
+
+    start: int
+    length: int
+    size: int
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens that a rank sees under sequence parallelism, in dim 1 of the activations.
+
+    Attributes:
+        start: Number of the first one.
+        length: How many they are.
+        size: T.
+    """
+
+    start: int
+    length: int
+    size: int
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The dim of a draw that holds the samples, with `factor` entries for each (None: no dim does),
+    and the tokens in dim 1, if this rank sees some of them.
+    """
+
+    dim: int | None = None
+    factor: int = 1
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """A call that drew random numbers: its function, its shape, and where that holds samples."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: _Cut | None = None
+
+
+class WholeDraws(TorchFunctionMode):
+    """Draws random numbers for the whole batch, and keeps those of this rank's samples; see Note
+    [Whole draws].
+
+    Args:
+        device: Where modules that stand on meta, for their shapes only, draw.
+
+    Attributes:
+        drew: Whether anything but dropout drew.
+        tokens: Tokens that this rank sees; None: all.
+        refusal: Why the draws cannot be shared.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.drew = False
+        self.tokens: Tokens | None = None
+        self.refusal = ""
+        self._device, self._rows = device, Rows(0, 1, 1)
+        self._all: list[_Draw] = []  # what it draws for some samples
+        self._plan: list[_Draw] = []  # for a part of them
+        self._draws: list[_Draw] = []
+        self._replayed: dict[tuple[str, tuple[int, ...]], _Cut | None] = {}
+        self._replays = self._is_settled = False
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    @contextmanager
+    def forward(self, rows: Rows, *, rewinds: bool = False) -> Iterator[None]:
+        """Surrounds the user's step on some samples.
+
+        Args:
+            rows: These samples.
+            rewinds: Whether generators that are handed to the draws begin where they began for
+                earlier rows of the same batch.
+        """
+        self._rows, self._draws, self._replays = rows, [], False
+        if rewinds:
+            self.rewind()
+        else:
+            self._generators.clear()
+        with real_draws(), self:
+            yield
+
+    def rewind(self) -> None:
+        """Put generators that were handed to the draws back to where they began."""
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+
+    @contextmanager
+    def replay(self, rows: Rows) -> Iterator[None]:
+        """Surrounds a backward, in which blocks may be recomputed."""
+        self._rows, self._replays = rows, True
+        try:
+            with self:
+                yield
+        finally:
+            self._replays = False
+
+    def learn(self) -> None:
+        """Take what the last forward drew, for some samples or a part of them, as what every step
+        draws. A rank with several stages takes those of the last one.
+        """
+        if self._rows.length == self._rows.size:
+            self._all = max(self._draws, self._all, key=len)
+        else:
+            self._plan = max(self._draws, self._plan, key=len)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, for the whole batch if it draws."""
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self, func, args, kwargs or {})
+
+    def choose(self, func: Any, shape: Sequence[int], *, is_dropout: bool = False) -> _Cut | None:
+        """Return where the shape of a draw holds the samples, if they are some of a batch.
+
+        Raises:
+            ConfigurationError: It holds them in two dims.
+        """
+        name, shape = func.__name__, tuple(shape)
+        self.drew = self.drew or not is_dropout
+        rows = self._rows
+        if self._replays:
+            return self._replayed.get((name, shape))
+        index = len(self._draws)
+        cut = None
+        if rows.length != rows.size:
+            plan = self._plan if self._is_settled else self._all
+            known = plan[index] if index < len(plan) else None
+            if known is not None and (known.name, len(known.shape)) == (name, len(shape)):
+                cut = known.cut if self._is_settled else self._compare(known, shape)
+            elif shape and shape[0] == rows.length:
+                cut = _Cut(0, 1)
+        tokens = self.tokens
+        if tokens is not None and len(shape) > 1 and shape[1] == tokens.length:
+            cut = replace(cut or _Cut(), tokens=tokens)
+        self._draws.append(_Draw(name, shape, cut))
+        self._replayed[name, shape] = cut
+        return cut
+
+    def _compare(self, known: _Draw, shape: tuple[int, ...]) -> _Cut | None:
+        """Find the batch dim: the one that is smaller than in the draw for all `size` samples."""
+        rows = self._rows
+        pairs = enumerate(zip(known.shape, shape, strict=True))
+        dims = [dim for dim, (whole, part) in pairs if whole != part]
+        if not dims:
+            return None
+        if len(dims) > 1 or shape[dims[0]] % rows.length:
+            self.refuse(
+                f"training_step calls {known.name} for a tensor of shape {known.shape} for "
+                f"{rows.size} samples and of shape {shape} for {rows.length} of them: its numbers "
+                "belong to no single sample, so that micro-batches and replicas cannot draw their "
+                "share. Draw them in the data set or in on_after_batch_transfer, or use "
+                "num_microbatches=1 and data_parallel_size=1."
+            )
+            return None
+        return _Cut(dims[0], shape[dims[0]] // rows.length)
+
+    def refuse(self, text: str) -> None:
+        """Refuse a draw; while batches of two sizes are compared, at their end, on every rank.
+
+        Raises:
+            ConfigurationError: After `settle`.
+        """
+        if self._is_settled:
+            raise ConfigurationError(text)
+        self.refusal = self.refusal or text
+
+    def settle(self) -> None:
+        """End the comparison of batches of two sizes."""
+        self._is_settled = True
+        self._replayed.clear()
+
+    def whole(self, shape: Sequence[int], cut: _Cut) -> list[int]:
+        """Return the shape of a draw for the whole batch."""
+        sizes = list(shape)
+        if cut.dim is not None:
+            sizes[cut.dim] = cut.factor * self._rows.size
+        if cut.tokens is not None:
+            sizes[1] = cut.tokens.size
+        return sizes
+
+    def own(self, drawn: Tensor, cut: _Cut) -> Tensor:
+        """Return the numbers of this rank's samples and tokens."""
+        rows, factor = self._rows, cut.factor
+        if cut.tokens is not None:
+            drawn = drawn.narrow(1, cut.tokens.start, cut.tokens.length)
+        if cut.dim is None:
+            return drawn
+        if rows.stride == 1:
+            return drawn.narrow(cut.dim, factor * rows.start, factor * rows.length)
+        samples = rows.start + rows.stride * torch.arange(rows.length, device=drawn.device)
+        return drawn.index_select(cut.dim, _entries(samples, factor))
+
+    def padded(self, value: Any, shape: Sequence[int], cut: _Cut) -> Any:
+        """Return a tensor for the whole batch with this rank's part of `value` in its place."""
+        if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
+            return value
+        rows, tokens = self._rows, cut.tokens
+        if tokens is not None:
+            places = torch.arange(tokens.size, device=value.device) - tokens.start
+            value = value.index_select(1, places.clamp(0, tokens.length - 1))
+        if cut.dim is None:
+            return value
+        samples = (torch.arange(rows.size, device=value.device) - rows.start) // rows.stride
+        samples = samples.clamp(0, rows.length - 1)
+        return value.index_select(cut.dim, _entries(samples, cut.factor))
+
+    def note_generator(self, kwargs: Mapping[str, Any]) -> None:
+        """Remember where a generator that is handed to a draw began."""
+        generator = kwargs.get("generator")
+        if generator is not None and not self._replays:
+            self.drew = True
+            self._generators.setdefault(id(generator), (generator, generator.get_state()))
+
+    def real(self, tensor: Tensor) -> Tensor:
+        """Return a tensor like one on meta that can take random numbers."""
+        return torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor
+
+
+def _entries(samples: Tensor, factor: int) -> Tensor:
+    """Return the places of samples in a dim that holds `factor` entries for each."""
+    return (samples[:, None] * factor + torch.arange(factor, device=samples.device)).flatten()
+
+
+def _empty_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return an empty tensor whose dims lie in memory in the order of those of `tensor`, as numbers
+    are drawn in the order of the memory.
+    """
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    places = [order.index(dim) for dim in range(tensor.ndim)]
+    return tensor.new_empty([shape[dim] for dim in order]).permute(places)
+
+
+def _size_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape that a factory is asked for."""
+    if "size" in kwargs:
+        return tuple(kwargs["size"])
+    for value in args:
+        if isinstance(value, list | tuple):
+            return tuple(value)
+    sizes = func in (torch.rand, torch.randn)
+    return tuple(args) if sizes and all(isinstance(v, int) for v in args) else None
+
+
+def _factory(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    mode.note_generator(kwargs)
+    shape = _size_of(func, args, kwargs)
+    if shape is None:  # torch.normal of tensors
+        return _pointwise(mode, func, args, kwargs)
+    device = kwargs.get("device")
+    is_meta = device is not None and torch.device(device).type == "meta"
+    if is_meta:
+        kwargs = {**kwargs, "device": mode._device}
+    cut = mode.choose(func, shape)
+    if cut is not None:
+        sizes = mode.whole(shape, cut)
+        rest = [v for v in args if not isinstance(v, list | tuple)]
+        if func in (torch.rand, torch.randn):
+            rest = []
+        drawn = mode.own(func(*rest, **{**kwargs, "size": sizes}), cut).contiguous()
+    else:
+        drawn = func(*args, **kwargs)
+    return drawn.to("meta") if is_meta else drawn
+
+
+def _permutation(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    mode.note_generator(kwargs)
+    count = args[0] if args else kwargs["n"]
+    if mode.choose(func, (count,)) is not None:  # one dim: never that of tokens
+        mode.refuse(
+            f"training_step calls torch.randperm({count}) for the samples of a batch, which mixes "
+            "samples that other micro-batches or replicas hold. Mix them in the collate_fn of the "
+            "data loader, or use num_microbatches=1 and data_parallel_size=1."
+        )
+    return func(*args, **kwargs)
+
+
+def _like(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    mode.note_generator(kwargs)
+    tensor, *rest = args if args else [kwargs.pop("input")]
+    cut, real = mode.choose(func, tensor.shape), mode.real(tensor)
+    if cut is not None:
+        drawn = func(_empty_like(real, mode.whole(tensor.shape, cut)), *rest, **kwargs)
+        drawn = mode.own(drawn, cut).clone(memory_format=torch.preserve_format)
+    else:
+        drawn = func(real, *rest, **kwargs)
+    return drawn.to("meta") if tensor.is_meta else drawn
+
+
+def _in_place(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    mode.note_generator(kwargs)
+    tensor, *rest = args
+    cut, shape = mode.choose(func, tensor.shape), tensor.shape
+    if cut is None and not tensor.is_meta:
+        return func(*args, **kwargs)
+    real = mode.real(tensor)
+    if cut is None:
+        func(real, *rest, **kwargs)
+        return tensor
+    rest = [mode.padded(value, shape, cut) for value in rest]
+    kwargs = {name: mode.padded(value, shape, cut) for name, value in kwargs.items()}
+    drawn = func(_empty_like(real, mode.whole(shape, cut)), *rest, **kwargs)
+    if not tensor.is_meta:
+        with torch.no_grad():
+            tensor.copy_(mode.own(drawn, cut))
+    return tensor
+
+
+def _pointwise(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    mode.note_generator(kwargs)
+    values = [*args, *kwargs.values()]
+    tensor = max((v for v in values if isinstance(v, Tensor)), key=Tensor.numel)
+    shape = tensor.shape
+    cut = mode.choose(func, shape)
+    if cut is None:
+        return func(*args, **kwargs)
+    padded = [mode.padded(value, shape, cut) for value in args]
+    named = {name: mode.padded(value, shape, cut) for name, value in kwargs.items()}
+    return mode.own(func(*padded, **named), cut).contiguous()
+
+
+def _dropout(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+    given.setdefault("training", given.pop("train", True))
+    tensor, rate = given["input"], given.get("p", 0.5)
+    if not given["training"] or rate == 0:
+        return func(*args, **kwargs)
+    cut = mode.choose(func, tensor.shape, is_dropout=True)
+    if cut is None and not tensor.is_meta:
+        return func(*args, **kwargs)
+    shape = tensor.shape if cut is None else mode.whole(tensor.shape, cut)
+    ones = _empty_like(mode.real(tensor.detach()), shape).fill_(1)
+    mask = func(ones, rate, True)
+    if tensor.is_meta:
+        return tensor.clone()
+    assert cut is not None
+    return tensor * mode.own(mask, cut)
+
+
+def _inseparable(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    mode.note_generator(kwargs)
+    tensor = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+    if mode.choose(func, tensor.shape) is not None:
+        mode.refuse(
+            f"training_step draws by {func.__name__} for each sample: how many random numbers that "
+            "takes depends on the values, so that micro-batches and replicas cannot draw their "
+            "share. Draw in the data set, or use num_microbatches=1 and data_parallel_size=1."
+        )
+    return func(*args, **kwargs)
+
+
+def _handlers() -> dict[Any, Callable[..., Any]]:
+    named: dict[Callable[..., Any], tuple[Any, ...]] = {
+        _factory: (torch.rand, torch.randn, torch.randint, torch.normal),
+        _permutation: (torch.randperm,),
+        _like: (torch.rand_like, torch.randn_like, torch.randint_like),
+        _in_place: tuple(
+            getattr(Tensor, f"{name}_")
+            for name in (
+                *("normal", "uniform", "exponential", "random"),
+                *("geometric", "cauchy", "log_normal", "bernoulli"),
+            )
+        ),
+        _pointwise: (torch.bernoulli, Tensor.bernoulli, torch.multinomial, Tensor.multinomial),
+        _dropout: (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
+        _inseparable: (torch.poisson, torch.binomial),
+    }
+    return {func: handler for handler, funcs in named.items() for func in funcs}
+
+
+_HANDLERS: Mapping[Any, Callable[..., Any]] = MappingProxyType(_handlers())

@@ -1,0 +1,240 @@
+"""The random state of the user's steps: what one process would have, or a seed for every step.
+
+A step that draws nothing but dropout is seeded anew in every step and micro-batch, so that the
+ranks of a replica draw the same. One that draws other numbers, such as the noise of a diffusion
+model, runs from the random state of the run, as on one process; see Note [Whole draws] in
+`random_draws.py`. Which of them it is shows in the first look at the step.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lightning_par.engine.batch import split_rows
+from lightning_par.engine.rng import (
+    collect_random_states,
+    fork_all_rng,
+    restore_random_states,
+    seed_all_generators,
+    seed_of,
+)
+from lightning_par.engine.tensor_tree import broadcast_object
+from lightning_par.errors import ConfigurationError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.step.random_draws import Rows, Tokens, WholeDraws
+
+__all__ = ["StepRandom"]
+
+
+class StepRandom:
+    """Puts the generators into the right state for the user's steps.
+
+    Args:
+        mesh: Its replicas see other samples; the ranks of one draw the same.
+        device: Device of this rank.
+        seed: Gives the seed of all steps, the same on every rank.
+    """
+
+    def __init__(self, mesh: ParallelMesh, device: torch.device, seed: Callable[[], int]) -> None:
+        sizes = mesh.sizes
+        self._device, self._seed = device, seed
+        self._seeds = sizes.world_size > sizes.data
+        self._replicas, self._data_rank = sizes.data, mesh.data_rank
+        self._token_ranks, self._token_rank = sizes.tensor, mesh.place["tp"]
+        self._draws = WholeDraws(device)
+        self._draws_whole = self._is_silent = False
+        self._rows: list[Rows] = []
+        self._begin: dict[str, Any] | None = None  # state at the beginning of the step
+        self._end: dict[str, Any] | None = None
+        self._has_begun = False  # whether a micro-batch of the step has run here
+        self._looked: list[tuple[bool, dict[str, Any]]] | None = None
+
+    @contextmanager
+    def step(
+        self,
+        samples: int = 1,
+        microbatches: int = 1,
+        tokens: int | None = None,
+        *,
+        trains: bool,
+    ) -> Iterator[None]:
+        """Surrounds all micro-batches of a step.
+
+        Args:
+            samples: Of the batch of this replica.
+            microbatches: Into how many it is cut.
+            tokens: T, if this rank may see T/tp of them.
+            trains: Whether it is a training step.
+
+        **Communicates**: the random state of rank 0, if the step draws more than dropout.
+        """
+        if not (trains and self._draws_whole):
+            with fork_all_rng(self._device) if self._seeds else nullcontext():
+                yield
+            return
+        self._draws.tokens = self._own_tokens(tokens)
+        ranks = self._replicas
+        # Lightning's distributed sampler deals out samples like cards.
+        self._rows = [
+            Rows(start * ranks + self._data_rank, length, samples * ranks, ranks)
+            for start, length in split_rows(samples, microbatches)
+        ]
+        assert dist.group.WORLD is not None
+        states = collect_random_states(self._device)
+        self._begin, self._end = broadcast_object(states, 0, dist.group.WORLD), None
+        self._has_begun = False
+        try:
+            yield
+        finally:
+            self._begin = None
+
+    def _own_tokens(self, tokens: int | None) -> Tokens | None:
+        if tokens is None or self._token_ranks == 1:
+            return None
+        length = tokens // self._token_ranks
+        return Tokens(self._token_rank * length, length, tokens)
+
+    def share(self, broadcast: Callable[[Any], Any]) -> None:
+        """Continue from the state of the last pipeline stage, inside of `step`.
+
+        Args:
+            broadcast: Returns the value of the last stage.
+        """
+        if self._begin is not None:
+            restore_random_states(broadcast(self._end), self._device)
+
+    @contextmanager
+    def user_step(self, key: tuple[Any, ...], microbatch: int) -> Iterator[None]:
+        """Surrounds the user's step for one micro-batch.
+
+        Args:
+            key: Name of the step and what else makes it differ from others.
+            microbatch: Number of the micro-batch.
+        """
+        if self._looked is not None:
+            with self._look_at(microbatch):
+                yield
+            return
+        if self._begin is not None:
+            restore_random_states(self._begin, self._device)
+            rewinds, self._has_begun = self._has_begun, True
+            with self._draws.forward(self._rows[microbatch], rewinds=rewinds):
+                yield
+            # Only the last stage gets here: others leave the step by an exception.
+            self._end = collect_random_states(self._device)
+            return
+        if self._seeds:
+            seed = seed_of(self._seed(), *key, microbatch, self._data_rank)
+            seed_all_generators(seed, self._device)
+        checks = self._is_silent and key[0] == "training_step"
+        before = torch.get_rng_state() if checks else None
+        yield
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            raise ConfigurationError(
+                "training_step drew random numbers, but drew none when the run began, so that they "
+                "would not be those of one process. Let it draw from the first step on."
+            )
+
+    def replay(self, microbatch: int = 0) -> AbstractContextManager[None]:
+        """Surrounds a backward, which may recompute blocks that drew random numbers."""
+        if not self._draws_whole or not self._rows:
+            return nullcontext()
+        return self._draws.replay(self._rows[microbatch])
+
+    @contextmanager
+    def look(self, sizes: Sequence[int], tokens: int | None = None) -> Iterator[None]:
+        """Surrounds the first look at a step, which runs on some samples and on parts of them.
+
+        Args:
+            sizes: Numbers of samples, those of the whole first.
+            tokens: As in `step`.
+        """
+        self._draws.tokens = self._own_tokens(tokens)
+        starts = [0, *(sum(sizes[1:i]) for i in range(1, len(sizes)))]
+        self._rows = [Rows(at, n, sizes[0]) for at, n in zip(starts, sizes, strict=True)]
+        self._looked = []
+        try:
+            with fork_all_rng(self._device):
+                yield
+        finally:
+            self._looked = None
+
+    @contextmanager
+    def _look_at(self, part: int) -> Iterator[None]:
+        assert self._looked is not None
+        seed_all_generators(seed_of(self._seed(), "first look"), self._device)
+        ended = False
+        try:
+            with self._draws.forward(self._rows[part]):
+                yield
+            ended = True
+        finally:
+            self._draws.learn()
+            self._draws.rewind()
+            self._looked.append((ended, collect_random_states(self._device)))
+
+    def judge(self, *, divides: bool) -> bool:
+        """Decide, at the end of `look`, what later steps need.
+
+        Args:
+            divides: Whether the batch is cut, or divided among replicas.
+
+        Returns:
+            Whether the step drew random numbers that cannot be cut, the same on every rank.
+
+        Raises:
+            ConfigurationError: It drew as many of NumPy's or Python's as there are samples, or
+                numbers that cannot be shared.
+
+        **Communicates**: one all-reduce of five numbers over all ranks.
+        """
+        assert self._looked is not None
+        seed_all_generators(seed_of(self._seed(), "first look"), self._device)
+        begin = collect_random_states(self._device)
+        states = [state for _, state in self._looked]
+        pairs = [(a, b) for ended, a in self._looked for other, b in self._looked if ended == other]
+        flags = [
+            any(_differ(a, b, "torch", "cuda") for a, b in pairs),
+            any(_differ(a, b, "python", "numpy") for a, b in pairs),
+            self._draws.drew or any(_differ(begin, s, "python", "numpy") for s in states),
+            any(_differ(begin, s, "torch", "cuda") for s in states),
+            bool(self._draws.refusal),
+        ]
+        found = torch.tensor([float(flag) for flag in flags], device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        unknown, depends, draws, changes, refused = map(bool, found.tolist())
+        if refused:
+            texts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(texts, self._draws.refusal)
+            raise ConfigurationError(next(filter(None, texts)))
+        if depends and divides:
+            raise ConfigurationError(
+                "training_step draws as many random numbers of NumPy or Python as there are "
+                "samples, which micro-batches and replicas cannot share. Draw them by torch "
+                "(torch.rand(batch_size)), or in the data set, or use num_microbatches=1 and "
+                "data_parallel_size=1."
+            )
+        self._draws.settle()
+        self._draws_whole = draws
+        self._is_silent = not (draws or changes)
+        return bool(unknown)
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any], *names: str) -> bool:
+    for name in names:
+        if name not in one:
+            continue
+        a, b = one[name], other[name]
+        if name == "numpy":
+            if not np.array_equal(a[1], b[1]) or a[2:] != b[2:]:
+                return True
+        elif isinstance(a, torch.Tensor):
+            if not torch.equal(a, b):
+                return True
+        elif a != b:
+            return True
+    return False

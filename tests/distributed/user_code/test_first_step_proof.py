@@ -1,0 +1,364 @@
+"""The proof of the first step: it catches every cause, raises no false alarm, leaves nothing."""
+
+import logging
+import os
+import random
+import re
+import signal
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
+from torch import nn, Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_par import Hybrid3DStrategy, ParallelPlan
+from lightning_par.errors import LightningParError
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import LAYOUTS
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class SumLoss(PlainModule):
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return 0.01 * F.cross_entropy(self.net(x).flatten(0, 1), y.flatten(), reduction="sum")
+
+
+class ReadsParameters(PlainModule):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class Contrastive(PlainModule):
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        one, other = (F.normalize(self.net(t).mean(1), dim=-1) for t in (x, y))
+        return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+class WeightedByList(PlainModule):
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        each = F.cross_entropy(self.net(x).transpose(1, 2), y, reduction="none").mean(1)
+        weights = torch.arange(8.0, dtype=each.dtype)  # of the whole batch, known by heart
+        return (each * weights[: len(each)]).mean()
+
+
+class Noise(PlainModule):
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        logits = self.net(x)
+        return F.cross_entropy((logits + torch.randn_like(logits)).flatten(0, 1), y.flatten())
+
+
+class Normalized(PlainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(64)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.statistics(self.net(x).flatten(0, 1)), y.flatten())
+
+
+class Auxiliary(PlainModule):
+    """Blocks leave a loss on an attribute, which hooks write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: list[Tensor] = []
+        for block in self.net.blocks:
+            block.register_forward_hook(lambda m, args, out: self.extra.append(out.pow(2).mean()))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.extra.clear()
+        loss = super().loss(batch)
+        return loss + sum(self.extra)
+
+
+class GradientHook(PlainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head.weight.register_hook(lambda g: 0.1 * g)
+
+
+class ClipsByHand(PlainModule):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class Muon(PlainModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2], lr=0.1)
+
+
+class GlobalNorm(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for parameter in held:
+            parameter.sub_(parameter.grad / norm, alpha=0.1)
+        return loss
+
+
+class NormalizedDescent(PlainModule):
+    def configure_optimizers(self) -> Any:
+        return GlobalNorm(self.parameters(), lr=0.1)
+
+
+class Lbfgs(PlainModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class ScaledByWorld(PlainModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+
+
+class PoolingNet(PlainNet):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h + h.mean(1, keepdim=True)))
+
+
+class Pools(PlainModule):
+    def __init__(self) -> None:
+        super().__init__(PoolingNet())
+
+
+class WrongStyle(PlainModule):
+    def parallel_plan(self) -> ParallelPlan:
+        plan = super().parallel_plan()
+        return ParallelPlan(
+            blocks=plan.blocks,
+            tensor={**plan.tensor, "net.norm": "replicated"},
+            batch=plan.batch,
+            positions={},
+        )
+
+
+class _Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.line(x)[:, None]
+        h = F.scaled_dot_product_attention(h, h, h, is_causal=True)[:, 0]
+        return x + h + h.roll(1, dims=1)  # needs the neighbor of the first token of a rank
+
+
+class Mixes(PlainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(_Mixer() for _ in range(4))
+
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(blocks="net.blocks", batch=self.batch, positions={})
+
+
+class NoisyWeights(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            norm = sum(float(p.norm()) for p in pl_module.parameters())
+            for parameter in pl_module.parameters():
+                parameter.mul_(1 + 0.001 * norm)
+
+
+CAUGHT: dict[str, tuple[Any, str, str]] = {
+    "parameters read in the step": (ReadsParameters, "pp2", "the loss .* reads parameters"),
+    "clipping by hand": (ClipsByHand, "pp2", "the weight .*\n.*\n.*configure_gradient_clipping"),
+    "normalized descent": (NormalizedDescent, "pp2", r"the optimizer \(GlobalNorm\)"),
+    "line search": (Lbfgs, "pp2", r"the optimizer \(LBFGS\)|the loss"),
+    "matrix optimizer, tp": (Muon, "tp2", r"the optimizer \(Muon\)"),
+    "matrix optimizer, zero": (Muon, "zero3", r"the optimizer \(Muon\)"),
+    "learning rate by world size": (ScaledByWorld, "zero1", "2 times .* learning rate"),
+    "entries without a batch dim": (WeightedByList, "pp2", "no mean over the samples"),
+    "side effects of blocks": (Auxiliary, "pp2", "the loss of the global batch"),
+    "random numbers": (Noise, "pp2", "random numbers"),
+    "random numbers, tp": (Noise, "tp2", "random numbers"),
+    "sum over the batch": (SumLoss, "zero0", "no mean over the samples"),
+    "samples compared": (Contrastive, "zero3", "no mean over the samples"),
+    "batch statistics": (Normalized, "pp2", "batch statistics: statistics"),
+    "pooling over shards": (Pools, "tp2", "tensor parallelism"),
+    "a style that sums nothing": (WrongStyle, "tp2", "the (gradient|loss)"),
+    "a mixer over tokens": (Mixes, "cp2", "context parallelism"),
+    "weights changed by a callback": (PlainModule, "pp2", "NoisyWeights"),
+    "a hook on a gradient": (GradientHook, "zero3", "the gradient of net.head.weight"),
+}
+
+
+class Dropout(PlainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.seen = nn.Dropout(0.5), 0
+        self.register_buffer("steps", torch.zeros(()))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.seen += 1
+        self.steps += 1
+        return F.cross_entropy(self.drop(self.net(x)).flatten(0, 1), y.flatten())
+
+
+class AdamW(PlainModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def ragged(samples: Any) -> Any:
+    longest = max(len(x) for x, _ in samples)
+    pad = lambda t, value: F.pad(t, (0, longest - len(t)), value=value)  # noqa: E731
+    return torch.stack([pad(x, 0) for x, _ in samples]), torch.stack(
+        [pad(y, -100) for _, y in samples]
+    )
+
+
+EQUAL: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "adamw, schedule, clipping, tp": (AdamW, "tp2", {"gradient_clip_val": 0.1}),
+    "adamw, schedule, clipping, pp": (AdamW, "pp2", {"gradient_clip_val": 0.1}),
+    "adamw in float32": (AdamW, "zero3", {"precision": "32-true"}),
+    "adamw in float32, tp x pp": (AdamW, "tp2pp2", {"precision": "32-true"}),
+    "mixed precision": (AdamW, "zero1", {"precision": "bf16-mixed"}),
+    "mixed precision, tp": (AdamW, "tp2", {"precision": "bf16-mixed"}),
+    "dropout, tp": (Dropout, "tp2", {}),
+    "dropout, pp": (Dropout, "pp2", {}),
+    "dropout, zero": (Dropout, "zero3", {}),
+    "accumulation, pp": (AdamW, "pp2", {"accumulate_grad_batches": 2}),
+    "accumulation, zero": (AdamW, "zero3", {"accumulate_grad_batches": 2}),
+    "unequal lengths": (PlainModule, "zero3", {"ragged": True}),
+    "auxiliary losses of replicas": (Auxiliary, "zero1", {}),
+}
+
+
+@pytest.mark.parametrize("cause", CAUGHT)
+def test_a_difference_ends_the_first_step(cause: str) -> None:
+    """On every rank alike, with the likely cause and the way to go on in spite of it."""
+    _, layout, pattern = CAUGHT[cause]
+    results = run_ranks(_train_rank, 4 if layout == "tp2pp2" else 2, "CAUGHT", cause, timeout=180)
+    texts = {result["refused"] for result in results}
+    assert len(texts) == 1
+    (text,) = texts
+    assert text is not None, "it trained on"
+    assert "differs from the same step on one process" in text
+    assert "verify=False" in text
+    assert re.search(pattern, text, re.DOTALL), text
+    assert all(result["steps"] == 1 for result in results)
+    assert all(result["left"] == [] for result in results)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_no_false_alarm(name: str) -> None:
+    """What equals one process is proved to, and nothing is left behind."""
+    _, layout, _ = EQUAL[name]
+    results = run_ranks(_train_rank, 4 if layout == "tp2pp2" else 2, "EQUAL", name, timeout=180)
+    for result in results:
+        assert result["refused"] is None
+        assert result["left"] == []
+    assert results[0]["outcome"] == "equal"
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3"])
+def test_the_run_is_the_same_with_and_without_the_proof(layout: str) -> None:
+    """Losses, plain attributes, buffers and generators are the same to the last bit."""
+    one, other = (
+        run_ranks(
+            _train_rank,
+            2,
+            "EQUAL",
+            f"dropout, {layout[:2]}" if layout != "zero3" else "dropout, zero",
+            verify,
+            timeout=180,
+        )
+        for verify in ("first_step", False)
+    )
+    for proved, plain in zip(one, other, strict=True):
+        assert proved["trace"] == plain["trace"]
+
+
+class _Trace(Callback):
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        loss = float(trainer.callback_metrics["loss"])
+        state = (getattr(pl_module, "seen", 0), float(getattr(pl_module, "steps", 0)))
+        drawn = (float(torch.rand(())), random.random())
+        self.found.append((loss, *state, *drawn))
+
+
+def _process_state() -> dict[str, Any]:
+    return {
+        "environment": dict(os.environ),
+        "signals": [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
+        "disabled": logging.root.manager.disable,
+        "group": id(dist.group.WORLD),
+        "filters": list(warnings.filters),
+        "dtype": torch.get_default_dtype(),
+    }
+
+
+def _train_rank(
+    rank: int, world: int, table: str, name: str, verify: bool | str = "first_step"
+) -> dict[str, Any]:
+    made, layout, rest = globals()[table][name]
+    options = dict(rest) if isinstance(rest, dict) else {}
+    callbacks = [NoisyWeights()] if "callback" in name else []
+    seed_everything(0, verbose=False)
+    module, samples, collate = made(), token_pairs(), None
+    if options.pop("ragged", False):
+        collate = ragged
+        samples = [(x[: 4 + 2 * (i % 5)], y[: 4 + 2 * (i % 5)]) for i, (x, y) in enumerate(samples)]
+    replicas = 2 if layout.startswith("zero") else 1
+    sampler = DistributedSampler(samples, replicas, rank, shuffle=False) if replicas > 1 else None
+    loader = DataLoader(samples, 8 // replicas, sampler=sampler, collate_fn=collate)
+    trace, result = _Trace(), {"refused": None}
+    strategy = Hybrid3DStrategy(**LAYOUTS[layout], verify=verify)
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=strategy,
+        callbacks=[*callbacks, trace],
+        max_steps=3,
+        num_sanity_val_steps=0,
+        **{"precision": "64-true", **options},
+    )
+    before = _process_state()
+    try:
+        trainer.fit(module, loader)
+    except LightningParError as error:
+        result["refused"] = str(error)
+    after = _process_state()
+    proof = strategy.parallel_model.proof
+    left = [key for key in before if before[key] != after[key] and key != "filters"]
+    left += [key for key in ("on_train_batch_end", "log") if key in vars(module)]
+    held = vars(proof).items()
+    left += [
+        key
+        for key, value in held
+        if key.startswith("_") and isinstance(value, list | dict) and value
+    ]
+    return {
+        **result,
+        "left": left,
+        "steps": trainer.global_step,
+        "outcome": proof.outcome,
+        "trace": trace.found,
+    }

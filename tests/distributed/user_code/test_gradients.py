@@ -1,0 +1,196 @@
+"""Hooks between the backward and the optimizer that look at gradients, or change them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import grad_norm as norms_of
+from torch import nn
+from torch.nn.utils import clip_grad_norm_ as clip
+from torch.nn.utils import clip_grad_value_, get_total_norm
+
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases()
+
+
+def hooked(act: Callable[[PlainModule], None], hook: str = "on_before_optimizer_step") -> Any:
+    """A hook does something to the gradients."""
+
+    def run(self: PlainModule, *_: Any, **__: Any) -> None:
+        act(self)
+
+    return type("Module", (PlainModule,), {hook: run})(), token_pairs()
+
+
+def grads(module: nn.Module) -> list[Any]:
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@CASES.add(equal="tp2 pp2 tp2pp2 zero3")
+def clipped_by_torch() -> Any:
+    return hooked(lambda m: clip(m.parameters(), 0.05), "configure_gradient_clipping")
+
+
+@CASES.add(equal="tp2 pp2 zero0")
+def clipped_after_the_backward_by_the_largest() -> Any:
+    return hooked(lambda m: clip(m.parameters(), 1e-3, norm_type=float("inf")), "on_after_backward")
+
+
+@CASES.add(equal="tp2 pp2 zero3")
+def each_parameter_clipped() -> Any:
+    def act(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            clip(parameter, 0.01)
+
+    return hooked(act)
+
+
+@CASES.add(equal="tp2 pp2")
+def each_block_clipped() -> Any:
+    def act(module: Any) -> None:
+        for block in module.net.blocks:
+            clip(list(block.parameters()), 0.01)
+
+    return hooked(act)
+
+
+@CASES.add(equal="pp2 tp2pp2")
+def each_group_of_the_optimizer_clipped() -> Any:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            held = list(self.parameters())
+            groups = [[p for p in held if p.ndim == n] for n in (1, 2)]
+            return torch.optim.SGD([{"params": group} for group in groups], lr=self.lr)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for group in optimizer.param_groups:
+                clip(group["params"], 0.02)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2", refused={"pp2": "asks for the norm of some gradients of its own.*strategy"})
+def matrices_clipped() -> Any:
+    return hooked(lambda m: clip([p for p in m.parameters() if p.ndim == 2], 0.02))
+
+
+@CASES.add(equal="tp2", refused={"pp2": "asks for the norm of some gradients of its own"})
+def each_linear_layer_clipped() -> Any:
+    def act(module: nn.Module) -> None:
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                clip(layer.parameters(), 0.02)
+
+    return hooked(act)
+
+
+@CASES.add(equal="tp2 pp2 zero3")
+def scaled_to_a_norm_of_one() -> Any:
+    def act(module: nn.Module) -> None:
+        norm = get_total_norm(grads(module))
+        for grad in grads(module):
+            grad.div_(norm * 10)
+
+    return hooked(act)
+
+
+@CASES.add(equal="tp2 pp2 tp2pp2 zero3")
+def norm_logged_by_lightning() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms = norms_of(self, 2)
+            assert len(norms) == 1 + sum(1 for _ in norms if "weight" in _ or "bias" in _)
+            self.log("loss", norms["grad_2.0_norm_total"])
+            self.log_dict(norms)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2 zero3", refused={"pp2": r"combines .* at test_gradients.py:\d+: under a pip"})
+def norm_over_all_by_hand() -> Any:
+    def act(module: nn.Module) -> None:
+        norm = torch.stack([g.norm() for g in grads(module)]).norm()
+        for grad in grads(module):
+            grad.mul_(0.05 / norm)
+
+    return hooked(act)
+
+
+@CASES.add(equal="tp2", refused={"pp2": r"combines .*strategy.gradient_norms\(\)"})
+def norm_over_all_in_numbers() -> Any:
+    def act(module: nn.Module) -> None:
+        norm = sum(g.norm().item() ** 2 for g in grads(module)) ** 0.5
+        for grad in grads(module):
+            grad.mul_(0.05 / norm)
+
+    return hooked(act, "on_after_backward")
+
+
+@CASES.add(equal="tp2 pp2 zero1")
+def signs_of_gradients() -> Any:
+    def act(module: nn.Module) -> None:
+        for grad in grads(module):
+            grad.sign_().mul_(1e-3)
+
+    return hooked(act, "on_after_backward")
+
+
+@CASES.add(equal="pp2 tp2")
+def entries_clipped() -> Any:
+    return hooked(lambda m: clip_grad_value_(m.parameters(), 1e-3))
+
+
+@CASES.add(equal="pp2 tp2 zero3")
+def centralized_gradients() -> Any:
+    def act(module: nn.Module) -> None:
+        for grad in grads(module):
+            if grad.ndim > 1:
+                grad.sub_(grad.mean(1, keepdim=True))
+
+    return hooked(act)
+
+
+class _Decay(Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.add_(parameter.detach(), alpha=0.02)
+
+
+@CASES.add(equal="pp2 tp2 zero3", trainer=lambda: {"callbacks": [_Decay()]})
+def penalty_as_a_gradient() -> Any:
+    return PlainModule(), token_pairs()
+
+
+@CASES.add(equal="tp2 pp2 zero3")
+def norms_from_the_strategy() -> Any:
+    """What the refusals offer, next to what one process computes."""
+
+    class Module(PlainModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            strategy: Any = self.trainer.strategy
+            if hasattr(strategy, "gradient_norms"):
+                norms = strategy.gradient_norms()
+                head = strategy.full_parameter("net.head.weight").norm()
+                emb = strategy.full_parameter("net.emb.weight").norm()
+            else:
+                norms = {n: p.grad.norm() for n, p in self.named_parameters()}
+                head, emb = (m.weight.detach().norm() for m in (self.net.head, self.net.emb))
+            assert len(norms) == 29
+            norm = torch.stack(list(norms.values())).norm()
+            for grad in grads(self):
+                grad.mul_(float(0.05 / norm * head / emb))
+
+    return Module(), token_pairs()
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)

@@ -1,0 +1,137 @@
+"""Modules of known structures that declare no plan: it is inferred, and equals one process."""
+
+from typing import Any
+
+import pytest
+from torch import nn, Tensor
+
+from tests.support.models import structures
+from tests.support.models.plain_language_model import token_pairs
+from tests.support.models.structures import images, Planless
+from tests.support.user_code import Cases
+
+CASES = Cases()
+
+
+def padded_pairs() -> list[tuple[Tensor, Tensor]]:
+    """Samples with unequal numbers of labels that count."""
+    pairs = [(tokens, labels.clone()) for tokens, labels in token_pairs()]
+    for number, (_, labels) in enumerate(pairs):
+        labels[: number % 9] = -100
+    return pairs
+
+
+@CASES.add(equal="tp2 pp2")
+def heads_of_their_own() -> Any:
+    net = structures.LanguageModel(structures.grouped_heads)
+    return Planless(net), padded_pairs()
+
+
+@CASES.add(equal="tp2pp2")
+def fused_heads_and_a_tied_table() -> Any:
+    net = structures.LanguageModel(structures.fused_whole_width, tied=True)
+    return Planless(net), padded_pairs()
+
+
+@CASES.add(equal="tp2")
+def odd_number_of_tokens() -> Any:
+    net = structures.LanguageModel(structures.fused_by_head)
+    return Planless(net), token_pairs(length=11)
+
+
+@CASES.add(equal="tp2")
+def encoder_of_torch() -> Any:
+    return Planless(structures.EncoderOfTorch()), token_pairs()
+
+
+@CASES.add(equal="tp2 pp2")
+def image_transformer() -> Any:
+    return Planless(structures.ImageTransformer()), images()
+
+
+@CASES.add(equal="tp2 pp2")
+def stages_of_windows() -> Any:
+    return Planless(structures.StagesOfWindows()), images()
+
+
+@CASES.add(equal="tp2")
+def mixer() -> Any:
+    return Planless(structures.Mixer()), images()
+
+
+@CASES.add(refused={"pp2": "BatchNorm2d.* takes statistics over the batch"})
+def batch_norm() -> Any:
+    return Planless(structures.Convolutions()), images()
+
+
+@CASES.add(refused={"pp2": r"the output of net\.layers\.\d is used"})
+def skips_over_blocks() -> Any:
+    return Planless(structures.Skips()), token_pairs()
+
+
+@CASES.add(refused={"pp2": r"a parameter of net\.layers\.0 is used after the blocks"})
+def penalty_on_weights() -> Any:
+    class Module(Planless):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            penalty = sum(p.square().sum() for p in self.net.layers.parameters())
+            return super().training_step(batch, batch_idx) + 0.01 * penalty
+
+    return Module(structures.LanguageModel()), token_pairs()
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)
+
+
+MORE = Cases()
+
+
+@MORE.add(equal="pp2 tp2pp2")
+def mixer_in_stages() -> Any:
+    return Planless(structures.Mixer()), images()
+
+
+@MORE.add(equal="tp2 pp2")
+def convolutions_with_group_norm() -> Any:
+    return Planless(structures.Convolutions(lambda size: nn.GroupNorm(2, size))), images()
+
+
+@MORE.add(equal="tp2 pp2 tp2pp2")
+def interleaved_heads() -> Any:
+    return Planless(structures.LanguageModel(structures.fused_by_head)), padded_pairs()
+
+
+@MORE.add(equal="tp2")
+def skips_under_tensor_parallelism() -> Any:
+    return Planless(structures.Skips()), token_pairs()
+
+
+@MORE.add(equal="tp2 pp2")
+def everything_in_one_sequential() -> Any:
+    layers = [nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)) for _ in range(4)]
+    net = nn.Sequential(nn.Embedding(64, 32), *layers, nn.LayerNorm(32), nn.Linear(32, 64))
+    return Planless(net), token_pairs()
+
+
+@MORE.add(equal="tp2", refused={"pp2": "has no list of blocks"})
+def recurrent() -> Any:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+            self.rnn = nn.LSTM(32, 32, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.rnn(self.tokens(x))[0])
+            return out
+
+    return Planless(Net()), token_pairs()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "layout", "refusal"), MORE.cells())
+def test_more_structures(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the longer table."""
+    MORE.check(case, layout, refusal)

@@ -1,0 +1,227 @@
+"""Losses that are not the mean over the samples."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+
+from lightning_par import BatchLayout
+from tests.distributed.user_code.test_batches import per_sample, stack, Undeclared
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases()
+
+
+def ragged(samples: Any) -> Any:
+    """Pad to the longest: inputs with 0, labels with -100."""
+    size = max(len(a) for a, _ in samples)
+    pad = lambda row, value: F.pad(row, (0, size - len(row)), value=value)  # noqa: E731
+    x, y = [pad(a, 0) for a, _ in samples], [pad(b, -100) for _, b in samples]
+    return torch.stack(x), torch.stack(y)
+
+
+def unequal_pairs() -> list[Any]:
+    return [(a[: 6 + 2 * (i % 4)], b[: 6 + 2 * (i % 4)]) for i, (a, b) in enumerate(token_pairs())]
+
+
+def of_loss(loss: Any, collate: Any = None, layout: BatchLayout | None = None) -> Any:
+    """A module whose plan declares no labels, with a loss of (module, x, y)."""
+
+    class Module(PlainModule):
+        batch = layout or BatchLayout()
+        lr = 0.05
+
+        def loss(self, batch: Any) -> Tensor:
+            return loss(self, *batch)
+
+    return Module(), (unequal_pairs() if collate else token_pairs()), collate or stack
+
+
+@CASES.add(equal="pp2 zero3")
+def padded_labels_that_nobody_declared() -> Any:
+    def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(module.net(x).flatten(0, 1), y.flatten())
+
+    return of_loss(loss, ragged)
+
+
+@CASES.add(equal="pp2 zero3")
+def labels_without_padding_at_first() -> Any:
+    def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(module.net(x).flatten(0, 1), y.flatten())
+
+    module, _, _ = of_loss(loss)
+    pairs = [(a, b.clone()) for a, b in token_pairs()]
+    for i, (_, labels) in enumerate(pairs[8:]):
+        labels[: i % 5] = -100
+    return module, pairs
+
+
+@CASES.add(equal="pp2 zero3")
+def sum_over_samples() -> Any:
+    return of_loss(lambda module, x, y: per_sample(module, x, y).sum() / 20)
+
+
+@CASES.add(equal="pp2 zero3")
+def sum_of_sequence_means_with_padding() -> Any:
+    def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        losses = F.cross_entropy(module.net(x).transpose(1, 2), y, reduction="none")
+        return (losses.sum(1) / (y != -100).sum(1)).sum() / 20
+
+    return of_loss(loss, ragged)
+
+
+@CASES.add(equal="pp2 zero3")
+def labels_declared_but_the_loss_is_a_mean_of_sequence_means() -> Any:
+    def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        losses = F.cross_entropy(module.net(x).transpose(1, 2), y, reduction="none")
+        return (losses.sum(1) / (y != -100).sum(1)).mean()
+
+    return of_loss(loss, ragged, PlainModule.batch)
+
+
+@CASES.add(equal="pp2 zero3")
+def ignored_label_of_a_criterion() -> Any:
+    class Module(Undeclared):
+        def __init__(self) -> None:
+            super().__init__()
+            self.criterion = nn.CrossEntropyLoss(ignore_index=7)
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            return self.criterion(self.net(x).flatten(0, 1), y.flatten())
+
+    pairs = [(a, b % 9) for a, b in token_pairs()]
+    return Module(), pairs
+
+
+@CASES.add(equal="pp2 zero3")
+def mean_over_a_mask() -> Any:
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            losses = F.cross_entropy(
+                self.net(batch["x"]).transpose(1, 2), batch["y"], reduction="none"
+            )
+            return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+    pairs = token_pairs()
+    masks = torch.rand(len(pairs), 12) > 0.3
+    return Module(), [{"x": a, "y": b, "mask": m} for (a, b), m in zip(pairs, masks, strict=True)]
+
+
+@CASES.add(equal="pp2 zero3")
+def weights_of_a_criterion_for_classes() -> Any:
+    class Module(Undeclared):
+        def __init__(self) -> None:
+            super().__init__()
+            self.criterion = nn.CrossEntropyLoss(weight=torch.linspace(0.1, 3, 64))
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            return self.criterion(self.net(x).flatten(0, 1), y.flatten())
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2 zero3")
+def smoothed_labels() -> Any:
+    def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(module.net(x).flatten(0, 1), y.flatten(), label_smoothing=0.1)
+
+    return of_loss(loss, ragged)
+
+
+def two_kinds(layout: BatchLayout) -> Any:
+    class Module(PlainModule):
+        batch = layout
+
+        def loss(self, batch: Any) -> Tensor:
+            logits = self.net(batch["x"])
+            tokens = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
+            return tokens + F.cross_entropy(logits[:, 0, :2], batch["order"])
+
+    pairs = [(a, b.clone()) for a, b in token_pairs()]
+    for i, (_, labels) in enumerate(pairs):
+        labels[: i % 7] = -100
+    return Module(), [{"x": a, "y": b, "order": i % 2} for i, (a, b) in enumerate(pairs)]
+
+
+@CASES.add(
+    equal="pp2_one_microbatch", refused={"pp2 zero3": r"loss_weight=.*Otherwise use (num|data)"}
+)
+def two_kinds_of_labels() -> Any:
+    return two_kinds(BatchLayout())
+
+
+@CASES.add(equal="pp2_one_microbatch", refused={"pp2 zero3": "in-batch negatives"})
+def in_batch_negatives() -> Any:
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            x, _ = batch
+            z = F.normalize(self.net(x).mean(1), dim=1)
+            return F.cross_entropy(z @ z.roll(1, 1).T / 0.1, torch.arange(len(z)))
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="zero3 zero0")
+def in_batch_negatives_gathered() -> Any:
+    class Module(PlainModule):
+        batch = BatchLayout(loss_weight="samples")
+
+        def loss(self, batch: Any) -> Tensor:
+            x, _ = batch
+            z = F.normalize(self.net(x).mean(1), dim=1)
+            keys = self.all_gather(z, sync_grads=True).reshape(-1, z.shape[1])
+            ranks = self.trainer.strategy.mesh.sizes.data if self.trainer.world_size > 1 else 1
+            own = self.trainer.global_rank * len(z) if ranks > 1 else 0
+            return F.cross_entropy(z @ keys.roll(1, 1).T / 0.1, torch.arange(len(z)) + own)
+
+    return Module(), token_pairs()
+
+
+def normalized(layout: BatchLayout) -> Any:
+    class Net(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.statistics = nn.BatchNorm1d(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.statistics(self.emb(x).transpose(1, 2)).transpose(1, 2)
+            for block in self.blocks:
+                h = block(h)
+            return self.head(self.norm(h))
+
+    class Module(PlainModule):
+        batch = layout
+
+        def __init__(self) -> None:
+            super().__init__(Net())
+
+        def parallel_plan(self) -> Any:
+            return replace(super().parallel_plan(), first=("net.statistics",))
+
+    return Module(), token_pairs()
+
+
+@CASES.add(
+    equal="pp2_one_microbatch",
+    refused={"pp2": "num_microbatches=1", "zero3": "sync_batchnorm=True"},
+)
+def batch_norm() -> Any:
+    return normalized(PlainModule.batch)
+
+
+@CASES.add(equal="zero3 zero0", trainer={"sync_batchnorm": True})
+def synchronized_batch_norm() -> Any:
+    return normalized(PlainModule.batch)
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)

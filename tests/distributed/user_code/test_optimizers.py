@@ -1,0 +1,270 @@
+"""Optimizers whose updates look at more than an entry of a weight, known classes and others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases()
+
+
+def optimized(make: Callable[[PlainModule], Any]) -> Any:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return make(self)
+
+    return Module(), token_pairs()
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.ndim == 2]
+
+
+class OwnStep(torch.optim.Optimizer):
+    """Subclasses say how a parameter changes."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            self.update([p for p in group["params"] if p.grad is not None], group["lr"])
+        return loss
+
+    def update(self, params: list[Any], lr: float) -> None:
+        raise NotImplementedError
+
+
+class SignMomentum(OwnStep):
+    def update(self, params: list[Any], lr: float) -> None:
+        for p in params:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.mul_(0.9).add_(p.grad)
+            p.sub_(mean.tanh(), alpha=lr)
+
+
+class TrustRatio(OwnStep):
+    """The norm of each parameter, as LARS and LAMB take it."""
+
+    def update(self, params: list[Any], lr: float) -> None:
+        for p in params:
+            ratio = float(p.norm()) / (float(p.grad.norm()) + 1e-9)
+            p.sub_(p.grad, alpha=lr * ratio)
+
+
+def whitened(grad: Any) -> Any:
+    square = grad.T @ grad
+    eye = torch.eye(len(square), dtype=grad.dtype)
+    return torch.linalg.solve(square + square.trace() / len(square) * eye, grad.T).T
+
+
+class Whitened(OwnStep):
+    """A mean of the gradients times an inverse of its columns' products, as Shampoo does."""
+
+    def update(self, params: list[Any], lr: float) -> None:
+        for p in params:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.lerp_(p.grad, 0.5)
+            p.sub_(whitened(mean), alpha=lr * 0.01)
+
+
+class Factored(OwnStep):
+    """Means over rows and columns, as Adafactor has; its states have other shapes."""
+
+    def update(self, params: list[Any], lr: float) -> None:
+        for p in params:
+            state, square = self.state[p], p.grad.square() + 1e-12
+            row = state.setdefault("row", torch.zeros(p.shape[0], dtype=p.dtype))
+            column = state.setdefault("column", torch.zeros(p.shape[1], dtype=p.dtype))
+            row.lerp_(square.mean(1), 0.5)
+            column.lerp_(square.mean(0), 0.5)
+            scale = (torch.outer(row, column) / row.mean()).rsqrt()
+            p.sub_(p.grad * scale, alpha=lr)
+
+
+class NormalizedGradient(OwnStep):
+    """One norm over all parameters, and momentum."""
+
+    def update(self, params: list[Any], lr: float) -> None:
+        norm = sum(float(p.grad.square().sum()) for p in params) ** 0.5
+        for p in params:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.mul_(0.5).add_(p.grad / norm)
+            p.sub_(mean, alpha=lr)
+
+
+class Perturbed(torch.optim.Optimizer):
+    """Sharpness-aware, around another optimizer that keeps states of its own."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.inner = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in held]).norm()
+            moves = [p.grad / norm * 0.05 for p in held]
+            torch._foreach_add_(held, moves)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            torch._foreach_sub_(held, moves)
+        self.inner.step()
+        return loss
+
+
+class TwoKinds(OwnStep):
+    """One class that whitens matrices and treats the rest entry by entry."""
+
+    def update(self, params: list[Any], lr: float) -> None:
+        for p in params:
+            p.sub_(whitened(p.grad) * 0.01 if p.ndim == 2 else p.grad, alpha=lr)
+
+
+@CASES.add(equal="tp2 pp2")
+def entry_by_entry() -> Any:
+    return optimized(lambda m: SignMomentum(m.parameters()))
+
+
+@CASES.add(equal="tp2 pp2")
+def norm_of_each_parameter() -> Any:
+    return optimized(lambda m: TrustRatio(m.parameters(), lr=0.01))
+
+
+@CASES.add(equal="tp2 zero1")
+def whitened_by_hand() -> Any:
+    return optimized(lambda m: Whitened(matrices(m)))
+
+
+@CASES.add(equal="tp2 zero3")
+def factored_by_hand() -> Any:
+    return optimized(lambda m: Factored(matrices(m), lr=0.01))
+
+
+@CASES.add(equal="tp2pp2 zero3")
+def two_kinds_in_one_class() -> Any:
+    return optimized(lambda m: TwoKinds(m.parameters(), lr=0.05))
+
+
+@CASES.add(equal="tp2 zero3", trainer={"gradient_clip_val": 0.05})
+def muon_with_clipping() -> Any:
+    return optimized(lambda m: torch.optim.Muon(matrices(m), lr=0.1))
+
+
+@CASES.add(equal="tp2 zero1", trainer={"accumulate_grad_batches": 2})
+def adafactor_with_accumulation() -> Any:
+    return optimized(lambda m: torch.optim.Adafactor(m.parameters(), lr=0.1))
+
+
+@CASES.add(equal="tp2 zero3")
+def adafactor_of_transformers() -> Any:
+    from transformers.optimization import Adafactor
+
+    options = {"lr": 0.1, "relative_step": False, "scale_parameter": True}
+    return optimized(lambda m: Adafactor(m.parameters(), **options))
+
+
+@CASES.add(equal="tp2")
+def rprop() -> Any:
+    return optimized(lambda m: torch.optim.Rprop(m.parameters(), lr=0.01))
+
+
+@CASES.add(equal="pp2 tp2pp2 zero3")
+def norm_over_all_parameters() -> Any:
+    return optimized(lambda m: NormalizedGradient(m.parameters()))
+
+
+@CASES.add(equal="pp2 zero1")
+def sharpness_aware_with_momentum() -> Any:
+    return optimized(lambda m: Perturbed(m.parameters(), lr=0.5, momentum=0.9))
+
+
+@CASES.add(equal="pp2 zero3")
+def lbfgs_with_line_search() -> Any:
+    options = {"lr": 0.5, "max_iter": 3, "line_search_fn": "strong_wolfe"}
+    return optimized(lambda m: torch.optim.LBFGS(m.parameters(), **options))
+
+
+@CASES.add(equal="pp2", trainer={"gradient_clip_val": 0.1})
+def prodigy_that_adapts() -> Any:
+    from prodigyopt import Prodigy
+
+    return optimized(lambda m: Prodigy(m.parameters(), lr=1.0, d0=1e-6, growth_rate=1.5))
+
+
+@CASES.add(equal="pp2 zero3")
+def schedule_free() -> Any:
+    import schedulefree
+
+    def make(module: nn.Module) -> Any:
+        found = schedulefree.AdamWScheduleFree(module.parameters(), lr=1e-2, foreach=False)
+        found.train()
+        return found
+
+    return optimized(make)
+
+
+@CASES.add(equal="pp2")
+def norm_over_each_group_of_layers() -> Any:
+    def make(module: Any) -> Any:
+        groups = [
+            {"params": b.parameters(), "lr": 0.1 / (i + 1)} for i, b in enumerate(module.net.blocks)
+        ]
+        rest = [*module.net.emb.parameters(), *module.net.norm.parameters()]
+        return NormalizedGradient([*groups, {"params": [*rest, *module.net.head.parameters()]}])
+
+    return optimized(make)
+
+
+@CASES.add(equal="pp2")
+def schedule_of_estimated_steps() -> Any:
+    def make(module: Any) -> Any:
+        found = NormalizedGradient(module.parameters())
+        steps = int(module.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(found, 0.2, steps, cycle_momentum=False)
+        return [found], [{"scheduler": schedule, "interval": "step"}]
+
+    return optimized(make)
+
+
+@CASES.add(equal="pp2")
+def frozen_weights() -> Any:
+    def make(module: Any) -> Any:
+        module.net.emb.requires_grad_(False)
+        return NormalizedGradient([p for p in module.parameters() if p.requires_grad])
+
+    return optimized(make)
+
+
+@CASES.add(equal="pp2")
+def declared() -> Any:
+    class Declared(NormalizedGradient):
+        looks_across = "model"
+
+    return optimized(lambda m: Declared(m.parameters()))
+
+
+@CASES.add(refused={"tp2": "Wrong.looks_across='everything' must be 'entry', 'parameter' or"})
+def declared_wrongly() -> Any:
+    class Wrong(NormalizedGradient):
+        looks_across = "everything"
+
+    return optimized(lambda m: Wrong(m.parameters()))
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)

@@ -1,0 +1,166 @@
+"""Steps that read, or write, parameters of the model themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases()
+ELSEWHERE = r"step uses net\..* at test_parameters.py:\d+, which is on another pipeline stage"
+
+
+def penalized(term: Callable[[PlainModule], Any], scale: float = 1e-2) -> Any:
+    """A term of the parameters is added to the loss."""
+
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch) + scale * term(self)
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2 zero0 zero1 zero3", refused={"pp2 tp2pp2": ELSEWHERE})
+def sum_of_squares() -> Any:
+    return penalized(lambda m: sum(p.pow(2).sum() for p in m.parameters()))
+
+
+@CASES.add(equal="tp2 tp2_whole_sequence zero3", refused={"pp2": ELSEWHERE})
+def absolute_values_of_named_weights() -> Any:
+    def term(module: nn.Module) -> Any:
+        return sum(p.abs().mean() for n, p in module.named_parameters() if n.endswith("weight"))
+
+    return penalized(term)
+
+
+@CASES.add(equal="tp2 zero3", refused={"pp2": ELSEWHERE})
+def norm_of_all_weights_in_one() -> Any:
+    return penalized(lambda m: torch.cat([p.flatten() for p in m.parameters()]).norm())
+
+
+@CASES.add(equal="tp2 pp2 tp2pp2 zero3")
+def penalty_of_the_head() -> Any:
+    return penalized(lambda m: m.net.head.weight.pow(2).mean() + m.net.norm.weight.abs().sum())
+
+
+@CASES.add(equal="tp2 zero3", refused={"pp2": ELSEWHERE})
+def penalty_of_the_embedding() -> Any:
+    return penalized(lambda m: m.net.emb.weight.pow(2).mean(), 1.0)
+
+
+@CASES.add(equal="tp2 zero3", refused={"pp2": "step reads weight of net.blocks.2.mlp.up"})
+def columns_kept_orthogonal() -> Any:
+    def term(module: Any) -> Any:
+        weights = [b.mlp.up.weight for b in module.net.blocks]
+        return sum((w.T @ w - torch.eye(w.shape[1], dtype=w.dtype)).norm() for w in weights)
+
+    return penalized(term)
+
+
+@CASES.add(equal="tp2 zero1", refused={"pp2": r"reads weight of net.blocks.2.*modules\(\)"})
+def spectral_norms_of_linear_layers() -> Any:
+    def term(module: nn.Module) -> Any:
+        linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
+        return sum(torch.linalg.matrix_norm(m.weight, 2) for m in linear)
+
+    return penalized(term)
+
+
+@CASES.add(equal="tp2 zero1 zero3", refused={"pp2": ELSEWHERE})
+def penalty_before_the_model_runs() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            penalty = sum(p.square().sum() for b in self.net.blocks for p in b.parameters())
+            loss = self.loss(batch) + 1e-2 * penalty
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2 pp2 zero3")
+def loss_times_a_norm() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch) * self.net.head.weight.norm()
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="zero3", refused={"pp2": ELSEWHERE})
+def logits_from_the_embedding_by_hand() -> Any:
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Any:
+            x, y = batch
+            h = self.net.emb(x)
+            for block in self.net.blocks:
+                h = block(h)
+            logits = F.linear(self.net.norm(h), self.net.emb.weight)
+            return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2 pp2")
+def device_dtype_and_count_of_parameters() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            first = next(self.parameters())
+            count = sum(p.numel() for p in self.parameters())
+            loss = self.loss(batch) * torch.tensor(2.0, device=first.device, dtype=first.dtype)
+            loss = loss * count / 1e4
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2", refused={"zero3": "step writes to net.blocks.0.mlp.up.weight"})
+def weights_clamped_in_the_step() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                for block in self.net.blocks:
+                    block.mlp.up.weight.clamp_(-0.05, 0.05)
+            return super().training_step(batch, batch_idx)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2", refused={"zero3": "step writes to net.blocks.0.mlp.down.weight"})
+def weights_scaled_through_data() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for block in self.net.blocks:
+                block.mlp.down.weight.data.mul_(0.9)
+            return super().training_step(batch, batch_idx)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(refused={"tp2": "no tensor style: net.blocks.0"})
+def weight_of_a_block_without_a_style() -> Any:
+    module = PlainModule()
+    for block in module.net.blocks:
+        block.scale = nn.Parameter(torch.ones(32))
+        block.__class__ = type("Scaled", (type(block),), {"forward": _scaled})
+    return module, token_pairs()
+
+
+def _scaled(self: Any, x: Any) -> Any:
+    return x + self.mlp(self.norm(x)) * self.scale
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)
