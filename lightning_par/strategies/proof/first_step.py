@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -143,8 +143,7 @@ class FirstStepProof:
         reason = self._skeleton if isinstance(self._skeleton, str) else ""
         if not reason and getattr(plugin, "scaler", None) is not None:
             reason = "the loss is scaled (16-mixed), and steps that overflow are left out."
-        tuners = (LearningRateFinder, BatchSizeFinder)
-        if not reason and any(isinstance(c, tuners) for c in model.module.trainer.callbacks):  # type: ignore[attr-defined]
+        if not reason and any(map(_tunes, model.module.trainer.callbacks)):  # type: ignore[attr-defined]
             reason = "a tuner has changed the run since it was set up."
         if not reason and model.resolved.plan.batch.local_statistics:
             reason = "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
@@ -286,3 +285,9 @@ def _from_first(value: Any) -> Any:
     world = dist.group.WORLD
     assert world is not None
     return broadcast_object(value, 0, world)
+
+
+def _tunes(callback: Callback) -> bool:
+    """Whether a callback looks for a learning rate or a batch size; the finder has one inside."""
+    inside = type(callback).__module__.startswith("lightning.pytorch.tuner.")
+    return inside or isinstance(callback, LearningRateFinder | BatchSizeFinder)
