@@ -4,7 +4,6 @@ Each cause has its own symptom: in the losses of the parts of a batch, in the gr
 the tensor-parallel ranks, or in the copies of a parameter that two ranks hold whole.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -45,7 +44,7 @@ def find_causes(
     # Step 0 starts from equal weights, so there the kind of the difference points at its source.
     # Later steps show only that something went wrong before.
     if first.kind == "loss" and first.step == 0:
-        return list(_causes_of_loss(one, ranks, sizes, plan))
+        return list(_causes_of_loss(ranks, sizes, plan))
     if first.kind == "gradient" and first.step == 0:
         return list(_causes_of_gradient(first, one, ranks, sizes, copies))
     if copies:
@@ -56,20 +55,9 @@ def find_causes(
 
 
 def _causes_of_loss(
-    one: Trace, ranks: Sequence[Trace], sizes: ParallelSizes, plan: ParallelPlan
+    ranks: Sequence[Trace], sizes: ParallelSizes, plan: ParallelPlan
 ) -> Iterator[str]:
     """Yield what may explain a wrong loss of the first step."""
-    # If the parallel loss is the mean of the parts' losses weighted by samples, the forward is
-    # right and only the weights of the parts are wrong.
-    samples = sum(size for size, _ in one.part_losses)
-    mean = sum(size * loss for size, loss in one.part_losses) / max(samples, 1)
-    if math.isclose(mean, ranks[0].losses[0], rel_tol=1e-9):
-        yield (
-            "a loss that ignores counts: the layout's loss is the mean over its parts by samples, "
-            "but they hold different numbers of valid labels. Say where the labels are: "
-            "ParallelPlan(batch=BatchLayout(labels=..., ignore_index=...))"
-        )
-        return
     if sizes.context > 1:
         named = ", ".join(repr(keyword) for keyword in (plan.positions or {}).values())
         if named:

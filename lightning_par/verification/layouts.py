@@ -90,6 +90,7 @@ def strategy_at(strategy: MeshStrategy, sizes: ParallelSizes) -> MeshStrategy:
         sequence_parallel=asked.sequence_parallel,
         plan=asked.plan,
         on_nonfinite="ignore",
+        verify=False,  # a difference shall be looked into, not end the run
         **options,
     )
 

@@ -22,16 +22,13 @@ _GRACE_SECONDS = 5.0
 Make = Callable[[], Subject]
 
 
-def run_rank(
-    make: Make, sizes: ParallelSizes, rank: int, *, parts: tuple[int, int] = (1, 1)
-) -> tuple[Trace, Trace | None]:
+def run_rank(make: Make, sizes: ParallelSizes, rank: int) -> tuple[Trace, Trace | None]:
     """Trace the steps on one rank, whose process group is initialized.
 
     Args:
         make: Function that returns a new subject, the same on every rank.
         sizes: Mesh sizes.
         rank: Global rank of this process.
-        parts: As in `trace_steps`.
 
     Returns:
         The trace without dropout, and the trace with dropout; the second is None on one process
@@ -39,7 +36,7 @@ def run_rank(
 
     **Communicates**: besides the steps, an all-gather of one number, whether a rank has dropout.
     """
-    trace = trace_steps(make(), sizes, rank, parts=parts)
+    trace = trace_steps(make(), sizes, rank)
     if sizes.world_size == 1 or trace.error is not None:
         return trace, None
     # Pipeline stages may differ in it, but all have to run the second time.
@@ -51,14 +48,13 @@ def run_rank(
 
 
 def run_ranks(
-    make: Make, sizes: ParallelSizes, *, parts: tuple[int, int], timeout: float
+    make: Make, sizes: ParallelSizes, *, timeout: float
 ) -> list[tuple[Trace, Trace | None]]:
     """Trace the steps in new processes, one per rank.
 
     Args:
         make: Picklable function that returns a new subject.
         sizes: Mesh sizes.
-        parts: As in `trace_steps`.
         timeout: Seconds without any answer after which the processes are terminated.
 
     Returns:
@@ -72,7 +68,7 @@ def run_ranks(
         processes, ends = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, make, sizes, rank, parts, store)
+            arguments = (theirs, make, sizes, rank, store)
             process = context.Process(target=_worker_main, args=arguments, daemon=True)
             process.start()
             theirs.close()  # so that the death of the worker is an end of file here
@@ -107,9 +103,7 @@ def _receive(ends: Sequence[Connection], timeout: float) -> list[tuple[Trace, Tr
     return [found.get(rank, (silent, None)) for rank in range(len(ends))]
 
 
-def _worker_main(
-    end: Connection, make: Make, sizes: ParallelSizes, rank: int, parts: tuple[int, int], store: str
-) -> None:
+def _worker_main(end: Connection, make: Make, sizes: ParallelSizes, rank: int, store: str) -> None:
     world = sizes.world_size
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     # The rendezvous is the file `store`; Lightning only checks that these are set.
@@ -119,7 +113,7 @@ def _worker_main(
     os.environ.update({name: str(v) for name, v in {**place, **named, **elastic}.items()})
     try:
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
-        answer = run_rank(make, sizes, rank, parts=parts)
+        answer = run_rank(make, sizes, rank)
     except BaseException as error:
         answer = Trace(error=describe_error(error)), None
     # Pickled here: the pickler of torch.multiprocessing sends handles of tensors in shared memory,

@@ -3,8 +3,8 @@
 import functools
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_par.engine.batch import batch_size, split_batch
+from lightning_par.engine.batch import split_batch
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.proof.determinism import DoublePrecision, WithoutDropout
+from lightning_par.strategies.step.logs import logs_off
 from lightning_par.strategies.step.pipelined_step import loss_of
 from lightning_par.verification.layouts import strategy_at
 
@@ -53,8 +54,6 @@ class Trace:
             None.
         weights: Per step, after the optimizer: FQN -> weight gathered over the shards.
         whole: FQNs of the parameters that are not sharded.
-        part_losses: Number of samples and mean loss of every part of the first batch, before the
-            first step; on one process only.
         dropouts: Number of dropout calls that were skipped.
         draws: Whether the loss depends on the seed although dropout is off; on one process only.
         unstyled: FQNs of the parameters that no pattern of the plan's tensor styles matches.
@@ -67,7 +66,6 @@ class Trace:
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     whole: frozenset[str] = frozenset()
-    part_losses: list[tuple[int, float]] = field(default_factory=list)
     dropouts: int = 0
     draws: bool = False
     unstyled: tuple[str, ...] = ()
@@ -79,11 +77,11 @@ class Trace:
 class _Recorder(Callback):
     """Callback that fills a trace."""
 
-    def __init__(self, trace: Trace, first_batch: Any, parts: tuple[int, int]) -> None:
-        self._trace, self._first_batch, self._parts = trace, first_batch, parts
+    def __init__(self, trace: Trace, first_batch: Any) -> None:
+        self._trace, self._first_batch = trace, first_batch
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the sharding, and on one process the losses of the parts of the first batch."""
+        """Record the sharding, and on one process whether the loss depends on the seed."""
         trace, strategy = self._trace, trainer.strategy
         assert isinstance(strategy, MeshStrategy)
         named = dict(pl_module.named_parameters())
@@ -97,22 +95,16 @@ class _Recorder(Callback):
         trace.unstyled = tuple(n for n in named if n.rpartition(".")[0] not in resolved.styles)
         if strategy.sizes.world_size == 1:
             # fork_rng: the extra steps must not move the random state that training starts from.
-            with _logs_off(pl_module), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                self._measure_losses(pl_module)
+            with logs_off(pl_module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                trace.draws = self._draws(pl_module)
 
-    def _measure_losses(self, module: pl.LightningModule) -> None:
-        """Record the losses of the first batch's parts, and whether a loss depends on the seed."""
-        replicas, micro_batches = self._parts
-        for part in split_batch(self._first_batch, replicas):
-            for micro_batch in split_batch(part, micro_batches):
-                loss = float(loss_of(module.training_step(micro_batch, 0)))
-                self._trace.part_losses.append((batch_size(micro_batch), loss))
+    def _draws(self, module: pl.LightningModule) -> bool:
         # Two seeds, one loss: then nothing in the step draws random numbers.
         seen = set()
         for seed in (1, 2):
             torch.manual_seed(seed)
             seen.add(float(loss_of(module.training_step(self._first_batch, 0))))
-        self._trace.draws = len(seen) > 1
+        return len(seen) > 1
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
@@ -144,16 +136,6 @@ def _full_tensor(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.clone()
 
 
-@contextmanager
-def _logs_off(module: pl.LightningModule) -> Iterator[None]:
-    # What the extra steps log is no part of the run. Instance attributes hide the methods.
-    module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        del module.__dict__["log"], module.__dict__["log_dict"]
-
-
 def _with_logged_loss(module: pl.LightningModule) -> Callable[..., Any]:
     """Return the module's training step, wrapped to log its loss under our key."""
     step = module.training_step
@@ -172,7 +154,6 @@ def trace_steps(
     sizes: ParallelSizes,
     rank: int,
     *,
-    parts: tuple[int, int] = (1, 1),
     dropout: bool = False,
 ) -> Trace:
     """Train one step per batch, in float64, and return the trace of this rank.
@@ -181,8 +162,6 @@ def trace_steps(
         subject: Module, batches and strategy; the module is trained.
         sizes: Mesh sizes; with more than one rank, the process group is initialized.
         rank: Global rank of this process.
-        parts: Number of replicas, and of micro-batches of each, into which the first batch is split
-            for `Trace.part_losses`.
         dropout: Whether dropout is active.
 
     Returns:
@@ -211,7 +190,7 @@ def trace_steps(
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[_Recorder(trace, subject.batches[0], parts)],
+            callbacks=[_Recorder(trace, subject.batches[0])],
         )
         stack.enter_context(DoublePrecision())
         if not dropout:

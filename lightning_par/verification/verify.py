@@ -87,23 +87,9 @@ def verify_subject(
         timeout: Seconds without an answer after which a run is ended.
     """
     sizes = shrink(asked)
-    alone = run_ranks(
-        make, ParallelSizes(), parts=count_parts(make().strategy, sizes), timeout=timeout
-    )
-    ranks = run_ranks(make, sizes, parts=(1, 1), timeout=timeout)
+    alone = run_ranks(make, ParallelSizes(), timeout=timeout)
+    ranks = run_ranks(make, sizes, timeout=timeout)
     return compare_traces(alone[0][0], ranks, sizes, asked, plan)
-
-
-def count_parts(strategy: MeshStrategy, sizes: ParallelSizes) -> tuple[int, int]:
-    """Return the number of replicas, and of micro-batches per replica, that split a batch.
-
-    Args:
-        strategy: The user's strategy.
-        sizes: Mesh sizes that are run.
-    """
-    # 4 per pipeline rank is what num_microbatches="auto" takes.
-    ranks = sizes.pipeline
-    return sizes.data, strategy.options.microbatches(ranks) if ranks > 1 else 1
 
 
 def compare_traces(

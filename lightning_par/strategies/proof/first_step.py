@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TYPE_CHECKING
 
 import lightning.pytorch as pl
@@ -159,7 +159,7 @@ class FirstStepProof:
             tensors=self._gather_state(),
             global_step=step,
             epoch=model.module.current_epoch,
-            continues=step > 0 or any(o.state for o in held),
+            continues=step > 0 or any(map(_has_stepped, held)),
         )
         after = model.module.on_train_batch_end
 
@@ -285,6 +285,12 @@ def _from_first(value: Any) -> Any:
     world = dist.group.WORLD
     assert world is not None
     return broadcast_object(value, 0, world)
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it holds more than the zeros that some (LBFGS) write before their first closure."""
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    return any(isinstance(v, Tensor) or bool(v) for state in states for v in state.values())
 
 
 def _tunes(callback: Callback) -> bool:

@@ -253,6 +253,8 @@ class FirstLook:
         precision = str(self._module.trainer.precision)
         if precision.startswith("64"):
             return 2e-6  # models may compute parts in float32: scans, norms, CTC
+        if precision.endswith("16-true"):
+            return 2e-2  # the losses themselves are rounded to bfloat16
         return 5e-3 if "16" in precision else 2e-5
 
     def _refusal(self, rule: LossRule, dims: BatchDims, microbatches: int) -> str:
@@ -275,7 +277,8 @@ class FirstLook:
             "declare BatchLayout(loss_weight=...): 'samples', 'labels', 'sum', the name of an "
             "entry, or a function of the batch that returns its weight. If samples are compared "
             "with each other (in-batch negatives), gather them with self.all_gather(..., "
-            "sync_grads=True), declare loss_weight='samples', and use one micro-batch. "
+            "sync_grads=True), declare loss_weight='samples', and use one micro-batch. If the step "
+            "draws from a generator of its own, draw in the dataset or collate_fn instead. "
             f"Otherwise use {' and '.join(cure)}. No weight was changed."
         )
 

@@ -33,23 +33,12 @@ class SumLoss(PlainModule):
         return 0.01 * F.cross_entropy(self.net(x).flatten(0, 1), y.flatten(), reduction="sum")
 
 
-class ReadsParameters(PlainModule):
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
-
-
-class Contrastive(PlainModule):
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        one, other = (F.normalize(self.net(t).mean(1), dim=-1) for t in (x, y))
-        return F.cross_entropy(one @ other.T, torch.arange(len(one)))
-
-
 class WeightedByList(PlainModule):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         each = F.cross_entropy(self.net(x).transpose(1, 2), y, reduction="none").mean(1)
-        weights = torch.arange(8.0, dtype=each.dtype)  # of the whole batch, known by heart
+        # Of the whole batch, known by heart; alike for the few samples that a look compares.
+        weights = torch.tensor([1.0, 1, 1, 1, 1, 1, 3, 3], dtype=each.dtype)
         return (each * weights[: len(each)]).mean()
 
 
@@ -58,16 +47,6 @@ class Noise(PlainModule):
         x, y = batch
         logits = self.net(x)
         return F.cross_entropy((logits + torch.randn_like(logits)).flatten(0, 1), y.flatten())
-
-
-class Normalized(PlainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.statistics = nn.BatchNorm1d(64)
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self.statistics(self.net(x).flatten(0, 1)), y.flatten())
 
 
 class Auxiliary(PlainModule):
@@ -152,26 +131,6 @@ class WrongStyle(PlainModule):
         )
 
 
-class _Mixer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.line(x)[:, None]
-        h = F.scaled_dot_product_attention(h, h, h, is_causal=True)[:, 0]
-        return x + h + h.roll(1, dims=1)  # needs the neighbor of the first token of a rank
-
-
-class Mixes(PlainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.blocks = nn.ModuleList(_Mixer() for _ in range(4))
-
-    def parallel_plan(self) -> ParallelPlan:
-        return ParallelPlan(blocks="net.blocks", batch=self.batch, positions={})
-
-
 class NoisyWeights(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         with torch.no_grad():
@@ -181,23 +140,10 @@ class NoisyWeights(Callback):
 
 
 CAUGHT: dict[str, tuple[Any, str, str]] = {
-    "parameters read in the step": (ReadsParameters, "pp2", "the loss .* reads parameters"),
-    "clipping by hand": (ClipsByHand, "pp2", "the weight .*\n.*\n.*configure_gradient_clipping"),
-    "normalized descent": (NormalizedDescent, "pp2", r"the optimizer \(GlobalNorm\)"),
-    "line search": (Lbfgs, "pp2", r"the optimizer \(LBFGS\)|the loss"),
-    "matrix optimizer, tp": (Muon, "tp2", r"the optimizer \(Muon\)"),
-    "matrix optimizer, zero": (Muon, "zero3", r"the optimizer \(Muon\)"),
     "learning rate by world size": (ScaledByWorld, "zero1", "2 times .* learning rate"),
     "entries without a batch dim": (WeightedByList, "pp2", "no mean over the samples"),
-    "side effects of blocks": (Auxiliary, "pp2", "the loss of the global batch"),
-    "random numbers": (Noise, "pp2", "random numbers"),
-    "random numbers, tp": (Noise, "tp2", "random numbers"),
-    "sum over the batch": (SumLoss, "zero0", "no mean over the samples"),
-    "samples compared": (Contrastive, "zero3", "no mean over the samples"),
-    "batch statistics": (Normalized, "pp2", "batch statistics: statistics"),
     "pooling over shards": (Pools, "tp2", "tensor parallelism"),
     "a style that sums nothing": (WrongStyle, "tp2", "the (gradient|loss)"),
-    "a mixer over tokens": (Mixes, "cp2", "context parallelism"),
     "weights changed by a callback": (PlainModule, "pp2", "NoisyWeights"),
     "a hook on a gradient": (GradientHook, "zero3", "the gradient of net.head.weight"),
 }
@@ -246,6 +192,14 @@ EQUAL: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "accumulation, zero": (AdamW, "zero3", {"accumulate_grad_batches": 2}),
     "unequal lengths": (PlainModule, "zero3", {"ragged": True}),
     "auxiliary losses of replicas": (Auxiliary, "zero1", {}),
+    "clipping by hand": (ClipsByHand, "pp2", {}),
+    "normalized descent": (NormalizedDescent, "pp2", {}),
+    "line search": (Lbfgs, "pp2", {}),
+    "matrix optimizer, tp": (Muon, "tp2", {}),
+    "matrix optimizer, zero": (Muon, "zero3", {}),
+    "random numbers, pp": (Noise, "pp2", {}),
+    "random numbers, tp": (Noise, "tp2", {}),
+    "sum over the batch": (SumLoss, "zero0", {}),
 }
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.nn import functional as F
 
-from lightning_par import BatchLayout, Hybrid3DStrategy
+from lightning_par import Hybrid3DStrategy
 from lightning_par.sizes import ParallelSizes
 from lightning_par.verification.run_trace import Subject
 from tests.support.models.toy_gpt import loader, ToyData, ToyLM, ToyModule
@@ -49,12 +49,19 @@ class NormedQuery(nn.Module):
         return self.norm(heads).flatten(-2)
 
 
+class SquaredLoss(ToyModule):
+    """The square of a mean is no mean of squares."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) ** 2
+
+
 QUERY, NORM = "model.blocks.*.attention.query", "model.blocks.*.attention.query.norm"
 
 
 def make(fault: str) -> Subject:
     """Give a subject with one fault, or none."""
-    module = ToyModule(blocks=2)
+    module = (SquaredLoss if fault == "product" else ToyModule)(blocks=2)
     module.model = NormedLM(seeded=fault == "dropout")
     plan = module.model.parallel_plan().under("model")
     style = "replicated" if fault == "unsummed" else "replicated_with_grad_allreduce"
@@ -63,8 +70,6 @@ def make(fault: str) -> Subject:
     if fault != "pattern":
         tensor[NORM] = style
     plan = replace(plan, tensor=tensor)
-    if fault == "counts":
-        plan = replace(plan, batch=BatchLayout(sequence_dims=plan.batch.sequence_dims))
     if fault == "positions":
         plan = replace(plan, positions={})
     strategy = Hybrid3DStrategy(sequence_parallel=False, plan=plan)
@@ -74,9 +79,9 @@ def make(fault: str) -> Subject:
 
 MAKE = {
     name: partial(make, name)
-    for name in ("none", "positions", "pattern", "counts", "dropout", "unsummed")
+    for name in ("none", "positions", "pattern", "product", "dropout", "unsummed")
 }
 SIZES = {
     "positions": ParallelSizes(context=2),
-    "counts": ParallelSizes(data_shard=2),
+    "product": ParallelSizes(data_shard=2),
 }
