@@ -72,8 +72,13 @@ class CommunicationProfiler(Profiler):
         folder: Folder of the files; None: ``profile`` in the folder of the Trainer's logger.
         keep_steps: Number of steps, counted from the last, that the files show; 1 or more.
 
+    What a step did not communicate is logged as 0 once an earlier step did: the first steps send
+    more, to prove themselves and to agree on shapes.
+
     **Communicates**: at every logged step, an all-gather of one small object per rank.
     """
+
+    _logged: frozenset[str] = frozenset()
 
     @override
     def measure(self, recording: Recording) -> Mapping[str, float]:
@@ -81,7 +86,8 @@ class CommunicationProfiler(Profiler):
         mine = _rank_parts(recording.steps.last())
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
-        values = {}
+        # A value that is not logged anew would stay in the logger's next rows.
+        values = dict.fromkeys(self._logged, 0.0)
         for (axis, operation), row in _join(found).items():
             # Such as "pp shared weights", the group of a tied weight.
             key = f"communication/{axis.replace(' ', '_')}/{operation}"
@@ -91,6 +97,7 @@ class CommunicationProfiler(Profiler):
             values[f"{key}/exposed"] = 1e3 * row.mean_exposed
             if row.predicted is not None:
                 values[f"{key}/predicted"] = float(row.predicted)
+        self._logged = frozenset(values)
         return values
 
     @override

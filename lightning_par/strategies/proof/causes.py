@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
 
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
@@ -13,7 +12,6 @@ from lightning_par.strategies.proof.comparison import Difference
 
 __all__ = ["Findings", "explain"]
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _HOOKS = (
     "on_before_zero_grad",
     "on_before_backward",
@@ -36,8 +34,6 @@ class Findings:
         resolved: Its resolved plan.
         zero_stage: What the replicas shard.
         draws: Whether the step draws random numbers that no rehearsal could leave out.
-        reads: FQN of a parameter that the step itself reads, outside of the module that holds it;
-            empty if it reads none.
         optimizers: Class of every optimizer.
         callbacks: The user's own callbacks, by class.
     """
@@ -47,7 +43,6 @@ class Findings:
     resolved: ResolvedPlan
     zero_stage: int
     draws: bool
-    reads: str
     optimizers: Sequence[type]
     callbacks: Sequence[str]
 
@@ -72,24 +67,13 @@ def explain(difference: Difference, found: Findings) -> str:
 
 def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
     """Yield what may explain a loss or a gradient."""
-    sizes, module = found.sizes, found.module
+    sizes = found.sizes
     cuts = sizes.data > 1 or sizes.pipeline > 1
     if found.draws:
         yield (
             "random numbers: the step draws some besides dropout, and one process draws others. "
             "Draw them where the data is made (in the dataset or collate_fn), or from a generator "
             "that is seeded by the sample."
-        )
-    if found.reads and (sizes.pipeline > 1 or sizes.tensor > 1):
-        yield (
-            f"training_step reads parameters such as {found.reads} outside of their modules, and a "
-            "rank holds a part of them only. Use the optimizer's weight_decay, or "
-            "pipeline_parallel_size=1 and tensor_parallel_size=1."
-        )
-    if cuts and (name := _batch_norm(module)):
-        yield (
-            f"batch statistics: {name} normalizes by the samples of a micro-batch or replica, not "
-            "by those of the batch. Use GroupNorm or LayerNorm, or freeze it (eval mode)."
         )
     if difference.factor is not None and difference.kind == "gradient":
         yield (
@@ -152,8 +136,3 @@ def _of_update(difference: Difference, found: Findings) -> Iterator[str]:
             f"a hook that reads or changes gradients or weights: {', '.join(by)}. A rank holds a "
             "part of them only; clip with Trainer(gradient_clip_val=...)."
         )
-
-
-def _batch_norm(module: nn.Module) -> str:
-    named = module.named_modules()
-    return next((n for n, m in named if isinstance(m, _BATCH_NORMS) and m.training), "")

@@ -205,8 +205,10 @@ class FirstStepProof:
         assert self._model is not None
         module, model = self._model.module, self._model
         model.sharding.release()
-        named = (*module.named_parameters(), *module.named_buffers())
-        return gather_tensors(named, model.resolved.canonical, model.mesh)
+        canonical = model.resolved.canonical
+        # A buffer under the name of a parameter stands for that of another stage.
+        buffers = [(n, b) for n, b in module.named_buffers() if n not in canonical]
+        return gather_tensors((*module.named_parameters(), *buffers), canonical, model.mesh)
 
     def _prove(self) -> None:
         """Compare the step with that of one process.

@@ -230,7 +230,6 @@ class Judge:
             resolved=self.model.resolved,
             zero_stage=self.options.zero_stage,
             draws=one.draws,
-            reads=one.reads,
             optimizers=[type(o) for o in trainer.optimizers],
             callbacks=self.skeleton.callback_names,
         )

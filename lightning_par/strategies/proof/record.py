@@ -36,7 +36,6 @@ class StepRecord:
         state: Name -> parameter or buffer after the step.
         buffers: Names of the buffers.
         draws: Whether the step drew random numbers.
-        reads: FQN of a parameter that the step itself reads; empty if it reads none.
         error: What ended the run, if it failed.
     """
 
@@ -45,5 +44,4 @@ class StepRecord:
     state: dict[str, Tensor] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     draws: bool = False
-    reads: str = ""
     error: BaseException | None = None

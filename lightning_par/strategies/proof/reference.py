@@ -21,9 +21,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import nn, Tensor
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_par.engine.rng import collect_random_states, fork_all_rng, restore_random_states
@@ -218,8 +217,7 @@ def _prepare(
             begun = done
             restore_random_states(given.random_states[done], device)
         before = collect_random_states(device)
-        with _Reads(module, record):
-            result = step(batch, *given.arguments[done])
+        result = step(batch, *given.arguments[done])
         record.draws |= not _alike(before, collect_random_states(device))
         return result
 
@@ -236,45 +234,6 @@ def _prepare(
             raise TunerExit
 
     own |= {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
-
-
-class _Reads(TorchFunctionMode):
-    """Notes a parameter that is used while none of the model's modules runs."""
-
-    def __init__(self, module: pl.LightningModule, record: StepRecord) -> None:
-        super().__init__()
-        self._record, self._open = record, ExitStack()
-        self._names = {id(p): name for name, p in module.named_parameters()}
-        self._inside, self._top = 0, module
-
-    def __enter__(self) -> Any:
-        modules = nn.modules.module
-        enter = modules.register_module_forward_pre_hook(self._enter)
-        leave = modules.register_module_forward_hook(self._leave, always_call=True)
-        self._open.callback(enter.remove)
-        self._open.callback(leave.remove)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.close()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def _enter(self, module: nn.Module, *_: Any) -> None:
-        self._inside += module is not self._top
-
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        self._inside -= module is not self._top
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Look at the arguments."""
-        if not self._inside and not self._record.reads:
-            for value in args:
-                for item in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(item, nn.Parameter):
-                        self._record.reads = self._names.get(id(item), "")
-        return func(*args, **(kwargs or {}))
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -54,7 +54,7 @@ whether it drew random numbers that cannot be cut; the same on every rank of the
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Leave parameters, buffers, and attributes of a module and its children, as they were.
+    """Leave parameters, buffers, hooks and attributes of a module and its children as they were.
 
     Parameters are put back where the copy of this rank's part is small. Tensors, arrays, lists,
     dicts, sets and deques in attributes keep their contents, too.
@@ -69,6 +69,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
     for part in module.modules():
         kept = {name: value for name, value in vars(part).items() if name not in _OWN}
         buffers = dict(part.named_buffers(recurse=False))
+        restores += [partial(_drop_new, held, set(held)) for held in _hooks(part)]
         values = [*kept.values(), *buffers.values()]
         restores += [r for r in map(_restore, values) if r is not None]
         restores.append(partial(_put_back, part, kept, buffers))
@@ -77,6 +78,16 @@ def untouched(module: nn.Module) -> Iterator[None]:
     finally:
         for restore in restores:
             restore()
+
+
+def _hooks(module: nn.Module) -> list[dict[Any, Any]]:
+    """Return the dicts that hold what is called before and after a module, and how."""
+    return [held for name, held in vars(module).items() if name in _OWN and "_hooks" in name]
+
+
+def _drop_new(held: dict[Any, Any], before: set[Any]) -> None:
+    for key in held.keys() - before:
+        del held[key]
 
 
 def _put_back(module: nn.Module, kept: dict[str, Any], buffers: dict[str, Any]) -> None:
