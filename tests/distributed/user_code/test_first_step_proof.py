@@ -6,7 +6,9 @@ import random
 import re
 import signal
 import warnings
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +42,28 @@ class WeightedByList(PlainModule):
         # Of the whole batch, known by heart; alike for the few samples that a look compares.
         weights = torch.tensor([1.0, 1, 1, 1, 1, 1, 3, 3], dtype=each.dtype)
         return (each * weights[: len(each)]).mean()
+
+
+class ReadsParameters(PlainModule):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class Contrastive(PlainModule):
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        one, other = (F.normalize(self.net(t).mean(1), dim=-1) for t in (x, y))
+        return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+class Normalized(PlainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(64)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.statistics(self.net(x).flatten(0, 1)), y.flatten())
 
 
 class Noise(PlainModule):
@@ -131,6 +155,26 @@ class WrongStyle(PlainModule):
         )
 
 
+class _Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.line(x)[:, None]
+        h = F.scaled_dot_product_attention(h, h, h, is_causal=True)[:, 0]
+        return x + h + h.roll(1, dims=1)  # needs the neighbor of the first token of a rank
+
+
+class Mixes(PlainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(_Mixer() for _ in range(4))
+
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(blocks="net.blocks", batch=self.batch, positions={})
+
+
 class NoisyWeights(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         with torch.no_grad():
@@ -147,6 +191,43 @@ CAUGHT: dict[str, tuple[Any, str, str]] = {
     "weights changed by a callback": (PlainModule, "pp2", "NoisyWeights"),
     "a hook on a gradient": (GradientHook, "zero3", "the gradient of net.head.weight"),
 }
+
+
+def _says_entry(kind: Any) -> Any:
+    """A module whose optimizer claims to update entry by entry."""
+
+    class Claims(kind):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            optimizer.looks_across = "entry"
+            return optimizer
+
+    return Claims
+
+
+_LOOK = "lightning_par.strategies.step.first_look.FirstLook.is_due"
+_STATISTICS = "lightning_par.strategies.step.runner.check_batch_statistics"
+_READS = "lightning_par.strategies.setup.parallelize.describe_parameters"
+_NORMS = "lightning_par.strategies.step.gradient_norms.GradientNorms.in_hooks"
+_EFFECTS = "lightning_par.engine.pipeline.module_split.watch_side_effects"
+_MIXING = "lightning_par.engine.context.attention.check_mixing"
+
+UNGUARDED: dict[str, tuple[Any, str, list[str]]] = {
+    "parameters read in the step": (ReadsParameters, "pp2", [_READS]),
+    "sum over the batch": (SumLoss, "zero0", [_LOOK]),
+    "samples compared": (Contrastive, "zero3", [_LOOK]),
+    "batch statistics": (Normalized, "pp2", [_STATISTICS, _LOOK]),
+    "random numbers, pp": (Noise, "pp2", [_LOOK]),
+    "random numbers, tp": (Noise, "tp2", [_LOOK]),
+    "side effects of blocks": (Auxiliary, "pp2", [_EFFECTS, _LOOK]),
+    "clipping by hand": (ClipsByHand, "pp2", [_NORMS]),
+    "normalized descent": (_says_entry(NormalizedDescent), "pp2", []),
+    "line search": (_says_entry(Lbfgs), "pp2", []),
+    "matrix optimizer, tp": (_says_entry(Muon), "tp2", []),
+    "matrix optimizer, zero": (_says_entry(Muon), "zero3", []),
+    "a mixer over tokens": (Mixes, "cp2", [_MIXING]),
+}
+"""What guards refuse or make equal -> module, layout, and the guards that are switched off."""
 
 
 class Dropout(PlainModule):
@@ -219,6 +300,17 @@ def test_a_difference_ends_the_first_step(cause: str) -> None:
     assert all(result["left"] == [] for result in results)
 
 
+@pytest.mark.parametrize("cause", UNGUARDED)
+def test_what_guards_hold_is_caught_without_them(cause: str) -> None:
+    """The proof does not lean on the guards: with one switched off, it ends the first step."""
+    *_, guards = UNGUARDED[cause]
+    results = run_ranks(_train_unguarded, 2, cause, guards, timeout=180)
+    for result in results:
+        assert result["refused"] is not None, "it trained on"
+        assert "differs from the same step on one process" in result["refused"]
+        assert result["steps"] == 1
+
+
 @pytest.mark.parametrize("name", EQUAL)
 def test_no_false_alarm(name: str) -> None:
     """What equals one process is proved to, and nothing is left behind."""
@@ -268,6 +360,15 @@ def _process_state() -> dict[str, Any]:
         "filters": list(warnings.filters),
         "dtype": torch.get_default_dtype(),
     }
+
+
+def _train_unguarded(rank: int, world: int, cause: str, guards: list[str]) -> dict[str, Any]:
+    answers = {_LOOK: False, _READS: {}, _NORMS: nullcontext()}
+    with ExitStack() as switched_off:
+        for guard in guards:
+            off = mock.patch(guard, return_value=answers.get(guard))
+            switched_off.enter_context(off)
+        return _train_rank(rank, world, "UNGUARDED", cause)
 
 
 def _train_rank(
