@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, cast
 
 from torch import nn
@@ -18,7 +19,7 @@ from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import PlanError
 from lightning_par.plan.resolved_plan import ResolvedPlan
 
-__all__ = ["explain_shards", "read_whole_parameters"]
+__all__ = ["explain_shards", "failing_module", "read_whole_parameters"]
 
 
 def read_whole_parameters(
@@ -66,7 +67,7 @@ def _reader(found: list[tuple[nn.Module, str]]) -> Any:
 
 
 _SIGNS = re.compile(
-    "mixed torch.Tensor and DTensor|shape '.*' is invalid for input|shapes cannot be multiplied"
+    "shape '.*' is invalid for input|shapes cannot be multiplied"
     "|must match the size of tensor|expected .* to have .* channels|normalized_shape"
     "|expected scalar type .* DTensor"
 )
@@ -89,12 +90,8 @@ def explain_shards(model: nn.Module) -> Iterator[None]:
             isinstance(p, DTensor) for p in model.parameters()
         ):
             raise
-        names = {id(module): name for name, module in model.named_modules()}
-        callers = [f.f_locals.get("self") for f, _ in traceback.walk_tb(error.__traceback__)]
-        inside = [m for m in callers if isinstance(m, nn.Module) and names.get(id(m))]
-        where = "the step"
-        if inside:
-            where = f"{names[id(inside[-1])]} ({type(inside[-1]).__name__})"
+        name, module = failing_module(model, error.__traceback__)
+        where = f"{name} ({type(module).__name__})" if name else "the step"
         if not _is_sharded(model):
             raise PlanError(
                 f"{where} met weights that are shards of the replicas: {error} They are gathered "
@@ -108,6 +105,20 @@ def explain_shards(model: nn.Module) -> Iterator[None]:
             "ParallelPlan(tensor={...: 'replicated'}) or 'colwise_gather_output'; what counts "
             "heads goes into ParallelPlan(divided=...). Or use tensor_parallel_size=1."
         ) from error
+
+
+def failing_module(model: nn.Module, trace: TracebackType | None) -> tuple[str, nn.Module]:
+    """Return the innermost module of a model that was at work where an exception was raised, and
+    its FQN; the model itself if none was.
+
+    Args:
+        model: The user's module.
+        trace: Traceback of the exception.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
+    inside = [m for m in callers if isinstance(m, nn.Module) and names.get(id(m))]
+    return (names[id(inside[-1])], inside[-1]) if inside else ("", model)
 
 
 def _is_sharded(model: nn.Module) -> bool:

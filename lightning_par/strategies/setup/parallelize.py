@@ -85,7 +85,7 @@ def parallelize(
     states, known = _state_map(module, resolved, mesh), describe_parameters(module)
     parts = _apply(module, resolved, mesh, options)
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
-    links = _connect(mesh, parts.rank_of_stage, device, groups := mesh.named_groups())
+    links = _connect(mesh, parts.rank_of_stage, device)
     executor = PipelineExecutor(parts.stages, links, sharding, parts.weight_gradients, activity)
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
     steps = StepRunner(
@@ -115,7 +115,7 @@ def parallelize(
         gradients=gradients,
         proof=FirstStepProof(skeleton, options, device),
         states=states,
-        groups=groups,
+        groups={**mesh.named_groups(), **mesh.links},
     )
 
 
@@ -333,10 +333,7 @@ def _agree_on_seed(device: torch.device) -> int:
 
 
 def _connect(
-    mesh: ParallelMesh,
-    rank_of_stage: Sequence[int],
-    device: torch.device,
-    groups: dict[str, dist.ProcessGroup],
+    mesh: ParallelMesh, rank_of_stage: Sequence[int], device: torch.device
 ) -> dict[int, StageLink]:
     """Make the groups of the pipeline, the same on every rank, and this rank's links."""
     ranks = [list(range(mesh.sizes.pipeline))]
@@ -347,6 +344,5 @@ def _connect(
                 group = mesh.subgroup(("pp",), ranks)
                 assert group is not None
                 mesh.links[name] = group
-            groups[name] = mesh.links[name]
     rank_at = partial(mesh.rank_at, "pp")
-    return connect(rank_of_stage, mesh.place["pp"], groups.__getitem__, rank_at, device)
+    return connect(rank_of_stage, mesh.place["pp"], mesh.links.__getitem__, rank_at, device)

@@ -10,6 +10,7 @@ from types import TracebackType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_par.engine.tensor.whole_parameters import failing_module
 from lightning_par.errors import PlanError
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 
@@ -38,18 +39,13 @@ def mixing_told(module: nn.Module) -> Iterator[None]:
 
 
 def _explain(module: nn.Module, operation: str, trace: TracebackType | None) -> str:
-    names = {id(child): name for name, child in module.named_modules()}
-    frames = [frame for frame, _ in traceback.walk_tb(trace)]
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(trace)
         if not is_of_a_framework(frame.f_code.co_filename)
     ]
     at = f" at {Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
-    owners = [frame.f_locals.get("self") for frame in frames]
-    inside = [owner for owner in owners if isinstance(owner, nn.Module) and id(owner) in names]
-    owner = inside[-1] if inside else module
-    name = names[id(owner)]
+    name, owner = failing_module(module, trace)
     sharded = [n for n, p in owner.named_parameters(recurse=False) if isinstance(p, DTensor)]
     weights = f" ({', '.join(sharded)})" if sharded else ""
     return (
