@@ -1,5 +1,9 @@
 """The engine of autograd, and the gradient scaler."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
 import torch
 from torch.amp import GradScaler
 
@@ -7,9 +11,10 @@ from lightning_par.upstream.presence import names_of
 
 with names_of("torch"):
     _graph_task = torch._C._current_graph_task_id
+    _RUN_BACKWARD = torch.autograd._engine_run_backward
     _UNSCALE = GradScaler._unscale_grads_
 
-__all__ = ["OverridableGradScaler", "is_in_backward", "scaler_device"]
+__all__ = ["OverridableGradScaler", "backward_inside", "is_in_backward", "scaler_device"]
 
 
 def is_in_backward() -> bool:
@@ -18,6 +23,29 @@ def is_in_backward() -> bool:
     A hook could only tell of the tensors that it is on. Torch's own checkpointing asks the same.
     """
     return _graph_task() != -1
+
+
+@contextmanager
+def backward_inside(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Inside, what a backward calls, as recomputed forwards, sees a `TorchFunctionMode`.
+
+    ``backward`` is itself a function that the mode gets, with the mode put aside; the engine takes
+    over the modes that are active where it starts, which is there.
+
+    Args:
+        mode: Entered whenever the engine starts.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return _RUN_BACKWARD(*args, **kwargs)
+
+    before = torch.autograd._engine_run_backward
+    torch.autograd._engine_run_backward = run
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = before
 
 
 class OverridableGradScaler(GradScaler):

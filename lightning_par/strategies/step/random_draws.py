@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_par.engine.rng import real_draws
 from lightning_par.errors import ConfigurationError
+from lightning_par.upstream.autograd import backward_inside
 
 __all__ = ["Rows", "Tokens", "WholeDraws"]
 
@@ -129,7 +130,7 @@ class WholeDraws(TorchFunctionMode):
         """Surrounds a backward, in which blocks may be recomputed."""
         self._rows, self._replays = rows, True
         try:
-            with self:
+            with backward_inside(self):
                 yield
         finally:
             self._replays = False
