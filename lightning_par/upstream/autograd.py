@@ -11,7 +11,7 @@ from lightning_par.upstream.presence import names_of
 
 with names_of("torch"):
     _graph_task = torch._C._current_graph_task_id
-    _RUN_BACKWARD = torch.autograd._engine_run_backward
+    _RUN_BACKWARD = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     _UNSCALE = GradScaler._unscale_grads_
 
 __all__ = ["OverridableGradScaler", "backward_inside", "is_in_backward", "scaler_device"]
@@ -40,12 +40,12 @@ def backward_inside(mode: AbstractContextManager[Any]) -> Iterator[None]:
         with mode:
             return _RUN_BACKWARD(*args, **kwargs)
 
-    before = torch.autograd._engine_run_backward
-    torch.autograd._engine_run_backward = run
+    before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = before
+        torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
 
 
 class OverridableGradScaler(GradScaler):
