@@ -5,7 +5,6 @@ import time
 import traceback
 
 import pytest
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_par.errors import ConfigurationError, MeshError, PlanError
@@ -143,13 +142,6 @@ OPTIONS = {
         trainer=lambda: {"precision": "16-true"},
         says=r"precision='16-true' is not supported on tp 2: use 32-true, 64-true, "
         r"16-mixed, bf16-mixed or bf16",
-    ),
-    "weight averaging": Case(
-        error=ConfigurationError,
-        options={"tp": 2},
-        trainer=lambda: {"callbacks": [StochasticWeightAveraging(0.1), WeightAveraging()]},
-        says=r"2 problems:\n.*StochasticWeightAveraging copies the whole.*tp 2.*\n.*  - "
-        r"WeightAveraging",
     ),
     "batch smaller than the micro-batches": Case(
         error=ConfigurationError,

@@ -4,11 +4,7 @@ import inspect
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,6 +19,7 @@ from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.averaging_checks import averaging_problems
 from lightning_par.strategies.setup.inferred_plan import infer_for_run
 
 __all__ = [
@@ -96,12 +93,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             f"{either(_PRECISIONS)}."
         )
     if sizes.world_size > 1:
-        problems += [
-            f"{type(callback).__name__} copies the whole model before it is sharded, which is not "
-            f"supported on {sizes}. Remove the callback, or train on 1 device."
-            for callback in getattr(trainer, "callbacks", ())
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging)
-        ]
+        problems += averaging_problems(trainer, module, sizes)
         problems += [
             "the batch-size finder goes on until a rank is out of memory, where the others wait "
             f"for it; it is not supported on {sizes}. Set the batch size yourself."
