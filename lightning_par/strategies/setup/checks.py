@@ -29,7 +29,7 @@ __all__ = [
     "check_whole",
 ]
 
-_PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true")
+_PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
 
 def check_options(strategy: type, options: Mapping[str, object]) -> None:
