@@ -76,7 +76,7 @@ class WeightParts(pl.LightningModule):
         return self.get_submodule(name.rpartition(".")[0])
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """Device of the user's module."""
         return self._root_device
 

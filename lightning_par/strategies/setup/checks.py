@@ -93,6 +93,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             f"{either(_PRECISIONS)}."
         )
     if sizes.world_size > 1:
+        problems += _compiled_problems(module, sizes)
         problems += averaging_problems(trainer, module, sizes)
         problems += [
             "the batch-size finder goes on until a rank is out of memory, where the others wait "
@@ -101,6 +102,24 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             if isinstance(callback, BatchSizeFinder)
         ]
     raise_problems(ConfigurationError, problems)
+
+
+def _compiled_problems(module: pl.LightningModule, sizes: ParallelSizes) -> list[str]:
+    """Refuse outputs of torch.compile: a mesh would change modules that are traced already.
+
+    Lightning itself refuses ``torch.compile`` of the whole LightningModule.
+    """
+    wraps = "._orig_mod"  # how the names of what is compiled end
+    found = [n.removesuffix(wraps) for n, _ in module.named_modules() if n.endswith(wraps)]
+    if not found:
+        return []
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return [
+        f"{found[0]!r}{more} went through torch.compile, which is not supported on {sizes}: its "
+        "modules are still to be split or sharded. Leave torch.compile out, and pass "
+        "compile_blocks=True to the strategy, which compiles each block afterwards; checkpoints "
+        "then have the names of the plain module."
+    ]
 
 
 def check_module(
