@@ -37,6 +37,7 @@ from lightning_par.strategies.components.host_offload import (
     HostOffload,
     offload_precision,
 )
+from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
@@ -284,6 +285,7 @@ class MeshStrategy(ParallelStrategy):
         self._saving.check(self.checkpoint_io, self.lightning_module.trainer.checkpoint_callbacks)
         super().setup_environment()
         self.processes.set_up()
+        defer_averages(self.lightning_module.trainer)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -338,6 +340,7 @@ class MeshStrategy(ParallelStrategy):
                 self.options,
                 self.activity,
             )
+        make_averages(trainer, self.parallel_model, self.flush_offload)
         self._precision.connect(self.parallel_model.gradients)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
@@ -537,7 +540,7 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        self._loading.load_weights(self.parallel_model, checkpoint["state_dict"], strict=strict)
+        self._loading.load_weights(self.parallel_model, checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

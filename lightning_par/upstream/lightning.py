@@ -20,11 +20,14 @@
 ============================  ===============================================================
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_par.upstream.presence import names_of
@@ -53,6 +56,8 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TunerExit",
     "after_closure",
+    "average_of",
+    "averaging_options",
     "compute_dtype",
     "forget_trainer",
     "init_process_group",
@@ -159,3 +164,15 @@ def set_launcher(strategy: Strategy, launcher: Any) -> None:
 def launch_scripts(launcher: SubprocessScriptLauncher) -> None:
     """Start the script of this process once for every other device of the node."""
     launcher._call_children_scripts()
+
+
+def average_of(callback: StochasticWeightAveraging | WeightAveraging) -> nn.Module | None:
+    """Return the module that holds the average of a callback; None before its first fit."""
+    with names_of("lightning"):
+        return callback._average_model
+
+
+def averaging_options(callback: WeightAveraging) -> Mapping[str, Any]:
+    """Return the options that the callback gives torch's `AveragedModel`."""
+    with names_of("lightning"):
+        return callback._kwargs

@@ -12,9 +12,7 @@ import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import IterableDataset
@@ -143,11 +141,6 @@ def test_sharded_replicas_predict_unequal_numbers_of_batches(pipeline: int) -> N
 
 
 REFUSED: dict[str, tuple[Callback, str]] = {
-    "StochasticWeightAveraging": (
-        StochasticWeightAveraging(swa_lrs=1e-2),
-        r"StochasticWeightAveraging copies the whole model .* on tp 2\.",
-    ),
-    "EMA": (EMAWeightAveraging(), r"EMAWeightAveraging copies the whole model .* on tp 2\."),
     "batch-size finder": (
         BatchSizeFinder(),
         r"until a rank is out of memory.* not supported on tp 2\. Set the batch size yourself\.",

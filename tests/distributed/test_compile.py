@@ -3,8 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.parity import assert_parity
+import lightning_par
+from lightning_par.errors import ConfigurationError
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import assert_parity, quiet_trainer
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp2": (2, 1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}),
@@ -23,3 +27,20 @@ def test_compiled_blocks_equal_one_process(layout: str) -> None:
     world, replicas, options = LAYOUTS[layout]
     options = {**options, "compile_blocks": {"backend": "aot_eager"}}
     assert_parity("hybrid3d", options, world, replicas, batch_size=4, module={"blocks": 4})
+
+
+class CompiledModel(ToyModule):
+    """What it trains is compiled when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "data"])
+def test_module_that_is_compiled_already_is_refused_before_anything_starts(layout: str) -> None:
+    size: dict[str, Any] = {f"{layout}_parallel_size": 2}
+    strategy = lightning_par.Hybrid3DStrategy(**size)
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"'model' went through.* compile_blocks=True"):
+        trainer.fit(CompiledModel(), loader(ToyData(4), 2))

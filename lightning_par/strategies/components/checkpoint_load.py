@@ -21,6 +21,7 @@ from lightning_par.checkpoint.safetensors_weights import find_weights, holds_wei
 from lightning_par.engine.rng import restore_random_states
 from lightning_par.errors import CheckpointError
 from lightning_par.strategies.components.checkpoint_save import mesh_sizes
+from lightning_par.strategies.components.weight_averages import load_averages
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 
@@ -133,12 +134,22 @@ class CheckpointLoad:
             raise CheckpointError(f"{path} cannot be loaded: {'; '.join(found)}.")
         return reader
 
-    def load_weights(self, model: ParallelModel, state: Any, *, strict: bool) -> None:
-        """Copy this rank's part of a state dict into the model."""
+    def load_weights(
+        self, model: ParallelModel, checkpoint: dict[str, Any], *, strict: bool
+    ) -> None:
+        """Copy this rank's part of a state dict into the model; likewise the states of averages.
+
+        Args:
+            model: The model on its mesh.
+            checkpoint: What `read` gave; the states that callbacks will load are changed in place.
+            strict: Refuse missing and unexpected keys.
+        """
         model.sharding.release()
+        state = checkpoint["state_dict"]
         if not self.restores_optimizer:
             state = model.states.match_names(model.module, state)
         model.states.load_weights(model.module, state, strict=strict)
+        load_averages(model, checkpoint, state)
 
     def load_optimizers(
         self, model: ParallelModel, optimizers: Sequence[Optimizer], saved: Sequence[Any]

@@ -20,9 +20,11 @@ from lightning_par.engine.rng import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES, ParallelSizes
+from lightning_par.strategies.components.weight_averages import LocalWeights
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.upstream.pytree import tree_map
 from lightning_par.version import __version__
 
 __all__ = ["CheckpointSave", "mesh_sizes"]
@@ -89,7 +91,7 @@ class CheckpointSave:
         if not self._processes.interruption.ranks_are_together():
             return {}
         model.sharding.release()
-        return dict(model.module.state_dict())
+        return LocalWeights(model.module.state_dict())
 
     def optimizer(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer: this rank's part, by names."""
@@ -126,6 +128,7 @@ class CheckpointSave:
         if not self._processes.interruption.ranks_are_together():
             _log.error("%s is not saved: other ranks did not stop here.", filepath)
             return
+        checkpoint = self._gather_averages(model, checkpoint)
         path, as_file = self._processes.broadcast((str(filepath), self._is_file(str(filepath))))
         is_elsewhere = storage_options is not None or "://" in path
         if is_elsewhere and self._form == "folder":
@@ -155,6 +158,20 @@ class CheckpointSave:
             state_order=model.states.order,
         )
         self._saver.save(Path(path), part, order, background=self._in_background)
+
+    def _gather_averages(self, model: ParallelModel, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint with whole states where callbacks gave those of this rank's part;
+        see Note [Local states].
+
+        **Communicates**: these states, to rank 0.
+        """
+
+        def gathered(value: Any) -> Any:
+            is_local = isinstance(value, LocalWeights)
+            return model.states.gather_state(value) if is_local else value
+
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        return {**checkpoint, **tree_map(gathered, rest)}
 
     def _is_file(self, path: str) -> bool:
         if self._form == "auto":

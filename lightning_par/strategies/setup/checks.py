@@ -4,11 +4,7 @@ import inspect
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,6 +19,7 @@ from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.averaging_checks import averaging_problems
 from lightning_par.strategies.setup.inferred_plan import infer_for_run
 
 __all__ = [
@@ -32,7 +29,7 @@ __all__ = [
     "check_whole",
 ]
 
-_PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true")
+_PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
 
 def check_options(strategy: type, options: Mapping[str, object]) -> None:
@@ -96,12 +93,8 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             f"{either(_PRECISIONS)}."
         )
     if sizes.world_size > 1:
-        problems += [
-            f"{type(callback).__name__} copies the whole model before it is sharded, which is not "
-            f"supported on {sizes}. Remove the callback, or train on 1 device."
-            for callback in getattr(trainer, "callbacks", ())
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging)
-        ]
+        problems += _compiled_problems(module, sizes)
+        problems += averaging_problems(trainer, module, sizes)
         problems += [
             "the batch-size finder goes on until a rank is out of memory, where the others wait "
             f"for it; it is not supported on {sizes}. Set the batch size yourself."
@@ -109,6 +102,24 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             if isinstance(callback, BatchSizeFinder)
         ]
     raise_problems(ConfigurationError, problems)
+
+
+def _compiled_problems(module: pl.LightningModule, sizes: ParallelSizes) -> list[str]:
+    """Refuse outputs of torch.compile: a mesh would change modules that are traced already.
+
+    Lightning itself refuses ``torch.compile`` of the whole LightningModule.
+    """
+    wraps = "._orig_mod"  # how the names of what is compiled end
+    found = [n.removesuffix(wraps) for n, _ in module.named_modules() if n.endswith(wraps)]
+    if not found:
+        return []
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return [
+        f"{found[0]!r}{more} went through torch.compile, which is not supported on {sizes}: its "
+        "modules are still to be split or sharded. Leave torch.compile out, and pass "
+        "compile_blocks=True to the strategy, which compiles each block afterwards; checkpoints "
+        "then have the names of the plain module."
+    ]
 
 
 def check_module(

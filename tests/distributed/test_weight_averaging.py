@@ -1,0 +1,300 @@
+"""Averages of weights, kept in parts, equal those of one process, also over a change of layout."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DistributedSampler, TensorDataset
+
+import lightning_par
+from lightning_par.errors import ConfigurationError
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer, TOLERANCE
+from tests.support.ranks.api import run_ranks
+
+Run = dict[str, Any]
+CLOSE = {"rtol": 0, "atol": TOLERANCE}
+
+
+def sizes(tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1, zero: int = 1) -> Run:
+    return {
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "data_parallel_size": dp,
+        "context_parallel_size": cp,
+        "zero_stage": zero,
+    }
+
+
+LAYOUTS = {
+    "pp2": sizes(pp=2),
+    "cp2": sizes(cp=2),
+    "dp2 zero0": sizes(dp=2, zero=0),
+    "dp2 zero1": sizes(dp=2),
+    "dp2 zero3": sizes(dp=2, zero=3),
+    "tp2": sizes(tp=2),
+    "tp2 pp2": sizes(tp=2, pp=2),
+}
+
+
+def pull(average: Tensor, current: Tensor, count: Any) -> Tensor:
+    """An average of whole weights that a user wrote."""
+    return average + (current - average) / (1 + current.norm())
+
+
+def pull_all(averages: Any, currents: Any, count: Any) -> None:
+    """An average of lists, entry by entry."""
+    for average, current in zip(averages, currents, strict=True):
+        average.lerp_(current.to(average.dtype), 0.4)
+
+
+class EveryEpoch(WeightAveraging):
+    """Averages once an epoch."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+AVERAGES: dict[str, Callable[[], Callback]] = {
+    "moving": lambda: EMAWeightAveraging(decay=0.7, update_starting_at_step=1),
+    "every epoch": lambda: EveryEpoch(multi_avg_fn=pull_all, use_buffers=False),
+    "stochastic": lambda: StochasticWeightAveraging(0.3, 2, annealing_epochs=2, avg_fn=pull),
+}
+
+
+class Buffered(ToyModule):
+    """Two buffers that every step changes, of which one is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += torch.tensor([1.0, 0.5])
+        self.count += 1
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda e: 0.9**e)]
+
+
+class Witness(Callback):
+    """Keeps losses, rates and what is held; saves after the second epoch."""
+
+    def __init__(self, save_to: Path) -> None:
+        self.save_to = save_to
+        self.losses: list[float] = []
+        self.shapes: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        self.losses += [float(trainer.callback_metrics["train_loss"]), rate]
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.save_to)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics.get("val_loss", 0)))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        for callback in trainer.callbacks:
+            average = getattr(callback, "_average_model", None)
+            if average is not None:
+                self.shapes = [_held(p) for p in average.parameters()]
+                assert self.shapes == [_held(p) for p in module.parameters()]
+
+
+def _held(tensor: Any) -> tuple[int, ...]:
+    return tuple((tensor.to_local() if isinstance(tensor, DTensor) else tensor).shape)
+
+
+def train(rank: int, world: int, layout: str, folder: Path, source: Path | None = None) -> Run:
+    """Train with each average, from a checkpoint or from the start; then validate."""
+    torch.set_default_dtype(torch.float64)
+    options, found = LAYOUTS.get(layout, {}), {}
+    replicas = options.get("data_parallel_size", 1)
+    for name, make in AVERAGES.items():
+        witness, module = Witness(folder / name), Buffered()
+        strategy: Any = "auto"
+        if options:
+            strategy = lightning_par.Hybrid3DStrategy(verify=False, **options)
+        trainer = quiet_trainer(
+            strategy=strategy,
+            devices=world,
+            max_epochs=3,
+            precision="64-true",
+            callbacks=[make(), witness],
+        )
+        samples, held = ToyData(10), loader(ToyData(4), 4 // replicas)
+        # Lightning shuffles the samples of replicas so.
+        order = DistributedSampler(samples, 1, 0) if replicas == 1 else None
+        data = loader(samples, 4 // replicas, sampler=order)
+        trainer.fit(module, data, held, ckpt_path=None if source is None else source / name)
+        weights = {k: v.clone() for k, v in module.state_dict().items()}
+        (score,) = trainer.validate(module, held, verbose=False)
+        own = {"losses": witness.losses, "weights": weights, "score": score["val_loss"]}
+        found[name] = {**own, "shapes": witness.shapes}
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each layout leaves its checkpoints."""
+    return tmp_path_factory.mktemp("averages")
+
+
+def run(layout: str, folder: Path, source: str | None = None) -> list[Run]:
+    world = 1
+    for axis, size in LAYOUTS.get(layout, {}).items():
+        world *= 1 if axis == "zero_stage" else size
+    place = folder / (layout if source is None else f"{layout} from {source}")
+    place.mkdir(exist_ok=True)
+    start = None if source is None else folder / source
+    return list(run_ranks(train, world, layout, place, start, timeout=300))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Run:
+    """What one process computes."""
+    (found,) = run("plain", folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def resumed(plain: Run, folder: Path) -> Run:
+    """The same from its own checkpoint; a callback does not save when an epoch has updated it."""
+    (found,) = run("plain", folder, "plain")
+    return found
+
+
+def assert_equal(results: list[Run], wanted: Run) -> None:
+    for rank, result in enumerate(results):
+        for name, got in result.items():
+            for key in ("losses", "score", "weights"):
+                note = lambda m, n=name, k=key, r=rank: f"{n}: {k} on rank {r}: {m}"  # noqa: E731
+                torch.testing.assert_close(got[key], wanted[name][key], **CLOSE, msg=note)
+
+
+def averages_in(path: Path) -> Run:
+    """What Lightning keeps of averages in a checkpoint."""
+    found = torch.load(path, weights_only=False)
+    keys = ("state_dict", "current_model_state", "averaging_state")
+    own = {key: dict(found[key]) for key in keys if key in found}
+    for state in found["callbacks"].values():
+        own |= {k: dict(v) if isinstance(v, dict) else v for k, v in state.items()}
+    own.pop("scheduler_state", None)
+    return own
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_averages_and_their_checkpoints_equal_one_process(
+    layout: str, plain: Run, folder: Path
+) -> None:
+    results = run(layout, folder)
+    assert_equal(results, plain)
+    for name in AVERAGES:
+        is_whole = results[0][name]["shapes"] == plain[name]["shapes"]
+        assert is_whole == (layout in ("cp2", "dp2 zero0"))
+        saved, wanted = (averages_in(folder / at / name) for at in (layout, "plain"))
+        assert list(saved) == list(wanted)
+        torch.testing.assert_close(saved, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "source"), [("tp2 pp2", "plain"), ("plain", "tp2 pp2"), ("dp2 zero3", "pp2")]
+)
+def test_averages_go_on_in_another_layout(
+    layout: str, source: str, resumed: Run, folder: Path
+) -> None:
+    if not (folder / source).exists():
+        run(source, folder)
+    assert_equal(run(layout, folder, source), resumed)
+
+
+class Normalized(pl.LightningModule):
+    """Its statistics are taken anew, after the last epoch, with the average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        norms = nn.BatchNorm1d(5), nn.BatchNorm1d(7, momentum=0.3)
+        self.net = nn.Sequential(norms[0], nn.Linear(5, 7), nn.Tanh(), norms[1], nn.Linear(7, 3))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        (x,) = batch
+        return self.net(x).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def normalize(rank: int, world: int, options: Run | None) -> Run:
+    torch.set_default_dtype(torch.float64)
+    strategy: Any = "auto" if options is None else lightning_par.Hybrid3DStrategy(**options)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=world,
+        max_epochs=3,
+        precision="64-true",
+        sync_batchnorm=options is not None,
+        callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)],
+    )
+    module = Normalized()
+    samples = TensorDataset(torch.randn(12, 5, generator=torch.Generator().manual_seed(1)))
+    order = DistributedSampler(samples, 1, 0) if world == 1 else None
+    trainer.fit(module, loader(samples, 4 // world, sampler=order))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_statistics_are_taken_anew_with_the_average() -> None:
+    (wanted,) = run_ranks(normalize, 1, None)
+    for result in run_ranks(normalize, 2, sizes(dp=2, zero=3), timeout=300):
+        torch.testing.assert_close(result, wanted, **CLOSE)
+
+
+class SwaOfBatchNorm(ToyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+
+def pull_longest(averages: Any, currents: Any, count: Any) -> None:
+    longest = max(current.norm() for current in currents)
+    for average, current in zip(averages, currents, strict=True):
+        average.lerp_(current, 1 / (1 + longest))
+
+
+REFUSED: dict[str, tuple[Callable[[], Callback], type[ToyModule], str]] = {
+    "an average of whole weights": (
+        lambda: WeightAveraging(multi_avg_fn=pull_longest),
+        ToyModule,
+        r"WeightAveraging\(multi_avg_fn.* on pp 2 a rank gives .* weight by weight with avg_fn=",
+    ),
+    "a second pass for BatchNorm": (
+        lambda: StochasticWeightAveraging(0.1),
+        SwaOfBatchNorm,
+        r"StochasticWeightAveraging .* BatchNorm .* pipeline_parallel_size=2.*EMAWeightAveraging",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_parts_cannot_average_is_refused_before_anything_starts(case: str) -> None:
+    callback, module, says = REFUSED[case]
+    strategy = lightning_par.Hybrid3DStrategy(**LAYOUTS["pp2"])
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[callback()])
+    with pytest.raises(ConfigurationError, match=says):
+        trainer.fit(module(), loader(ToyData(4), 2))
