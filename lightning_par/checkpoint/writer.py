@@ -428,9 +428,9 @@ def merge_groups(
     for optimizers in zip(*parts, strict=True):
         groups = []
         for group in zip(*optimizers, strict=True):
-            parts = {tuple(dict.fromkeys(part["params"])) for part in group}
-            names = {name for part in parts for name in part}
-            params = sorted(names, key=order) if len(parts) > 1 else list(*parts)
+            given = {tuple(dict.fromkeys(part["params"])) for part in group}
+            names = {name for part in given for name in part}
+            params = sorted(names, key=order) if len(given) > 1 else list(*given)
             groups.append({**group[0], "params": params})
         merged.append(groups)
     return merged

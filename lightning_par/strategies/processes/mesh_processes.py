@@ -13,6 +13,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.rng import collect_random_states, restore_random_states
@@ -222,7 +223,7 @@ class MeshProcesses:
                 # Where its backend is "gloo", Lightning evaluates without inference mode.
                 backend = self.backend if ":" in self.backend else f"cpu:{self.backend}"
                 dist.init_process_group(
-                    backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+                    backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
                 )
                 self._owns_group, self._mesh = True, None
                 return

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, cast, TypeVar
 
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 __all__ = ["plain_before_setup"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound=Any)
+H = TypeVar("H", bound=Callable[..., Any])
 
 
-def plain_before_setup(hook: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def plain_before_setup(hook: H) -> H:
     """Let Lightning's own hook of the same name answer until the module is on the mesh once.
 
     Until then it is whole and plain, so that ``trainer.save_checkpoint`` after
@@ -22,10 +20,10 @@ def plain_before_setup(hook: Callable[Concatenate[S, P], R]) -> Callable[Concate
     Args:
         hook: Method of a strategy with `_is_set_up`.
     """
-    plain: Callable[..., R] = getattr(ParallelStrategy, hook.__name__)
+    plain: Callable[..., Any] = getattr(ParallelStrategy, hook.__name__)
 
     @wraps(hook)
-    def chosen(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
         return (hook if self._is_set_up() else plain)(self, *args, **kwargs)
 
-    return chosen
+    return cast(H, chosen)
