@@ -9,7 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    ModelCheckpoint,
+    ModelPruning,
+    Timer,
+)
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn, Tensor
 
@@ -140,6 +146,46 @@ def saving_a_connected_module_that_never_ran(run: Run) -> Any:
     trainer.save_checkpoint(run.folder / "a.ckpt")
     found = saved(run.folder / "a.ckpt")
     return [sorted(found), found["state_dict"], found["global_step"]]
+
+
+@idiom
+def pruned_weights(run: Run) -> Any:
+    pruning = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)
+    run.fit(callbacks=[pruning], max_epochs=2).save_checkpoint(run.folder / "a.ckpt")
+    module = Tiny()
+    module.train_dataloader = loader  # type: ignore[method-assign]
+    resumed = trained(run, module, max_epochs=3, ckpt_path=run.folder / "a.ckpt")
+    same_generators()
+    found = saved(run.folder / "a.ckpt")
+    return [found["state_dict"], found["optimizer_states"], resumed]
+
+
+class Freezing(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.model[0])  # type: ignore[index]
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model[0], optimizer, lr=0.01)
+
+
+class Unfreezing(Tiny):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], self.lr)
+
+
+@idiom
+def parameter_groups_that_a_callback_adds(run: Run) -> Any:
+    trainer = run.fit(Unfreezing(), callbacks=[Freezing()], max_epochs=2)
+    trainer.save_checkpoint(run.folder / "a.ckpt")
+    module = Unfreezing()
+    module.train_dataloader = loader  # type: ignore[method-assign]
+    again: dict[str, Any] = {"max_epochs": 3, "ckpt_path": run.folder / "a.ckpt"}
+    resumed = trained(run, module, callbacks=[Freezing()], **again)
+    same_generators()
+    return [saved(run.folder / "a.ckpt")["optimizer_states"], resumed]
 
 
 @idiom

@@ -47,6 +47,8 @@ class StateMap:
         self._mesh, self._canonical = mesh, dict(canonical)
         self._state_order = list(state_order)
         self._rank_of = {name: i for i, name in enumerate(parameter_order)}
+        # Pruning gives a parameter another name during a run. Held, so that ids stay theirs.
+        self._given: dict[int, tuple[str, nn.Parameter]] = {}
         self._tied: dict[str, list[str]] = {}
         for name, first in self._canonical.items():
             self._tied.setdefault(first, []).append(name)
@@ -54,8 +56,10 @@ class StateMap:
     @classmethod
     def of_whole(cls, module: nn.Module, mesh: ParallelMesh) -> "StateMap":
         """Return the map of a module that is not on the mesh yet."""
-        names = [name for name, _ in module.named_parameters()]
-        return cls(mesh, list(module.state_dict()), names, canonical_names(module))
+        named = dict(module.named_parameters())
+        made = cls(mesh, list(module.state_dict()), list(named), canonical_names(module))
+        made._given = {id(p): (name, p) for name, p in named.items()}
+        return made
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -311,7 +315,8 @@ class StateMap:
     def _names(self, module: nn.Module, optimizer: Optimizer) -> dict[int, str]:
         """Return id -> name of every parameter; on one device also of what is none."""
         named = module.named_parameters(remove_duplicate=False)
-        names = {id(p): self._canonical[name] for name, p in named}
+        known, given = self._canonical, self._given
+        names = {id(p): known.get(n) or given.get(id(p), (n, p))[0] for n, p in named}
         if self._mesh.sizes.world_size == 1:
             for i, group in enumerate(optimizer.param_groups):
                 for at, tensor in enumerate(group["params"]):
