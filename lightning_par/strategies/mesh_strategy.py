@@ -85,8 +85,7 @@ class MeshStrategy(ParallelStrategy):
         checkpoint_format: ``"file"``, which a plain `Trainer` reads, too, ``"folder"``, or "auto".
         save_distributed_checkpoint: Lightning's name: True is ``"folder"``, False ``"file"``.
         async_save: Train on while a checkpoint is written, from a copy in host memory.
-        plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
-            LightningModule.
+        plan: Used instead of the model's `parallel_plan()`; FQNs as seen from the LightningModule.
         process_group_backend: Backend of torch.distributed; by default gloo, on CUDA gloo and NCCL.
         timeout: Time after which a collective of any group gives up.
         on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
@@ -314,8 +313,10 @@ class MeshStrategy(ParallelStrategy):
         if self._on_mesh(self.lightning_module):
             yield
             return
-        with record_construction() as self._record:
+        with record_construction() as record:
             yield
+        made = getattr(self.lightning_module, "parameters", tuple)()
+        self._record = record if any(parameter.is_meta for parameter in made) else None
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

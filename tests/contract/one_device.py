@@ -50,8 +50,8 @@ gradients that are not there), and one that Lightning gives once in a process.
 """
 OFFLOADED = 1e-5
 """Tolerance with the optimizer on the host, whose Adam rounds in float32 in another order."""
-_QUERIES = {"state_dict", "load_state_dict", "configure_model", "configure_sharded_model"}
-"""Methods that are no events, or change how a module is built when they are overridden."""
+_QUERIES = {"state_dict", "load_state_dict", "configure_sharded_model"}
+"""Methods that are no events, or no longer."""
 
 
 class Vectors(Dataset[Tensor]):
