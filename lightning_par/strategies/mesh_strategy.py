@@ -315,7 +315,7 @@ class MeshStrategy(ParallelStrategy):
             return
         with record_construction() as record:
             yield
-        made = getattr(self.lightning_module, "parameters", tuple)()
+        made: Any = getattr(self.lightning_module, "parameters", tuple)()
         self._record = record if any(parameter.is_meta for parameter in made) else None
 
     @override
