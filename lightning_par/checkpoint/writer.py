@@ -415,9 +415,10 @@ def _check_shared(folder: Path, reports: Sequence[WriteReport]) -> None:
 def merge_groups(
     parts: Sequence[Sequence[Sequence[Mapping[str, Any]]]], order: Callable[[str], int]
 ) -> list[list[dict[str, Any]]]:
-    """Merge the parameter groups of all ranks: FQNs in the model's order, options of one rank.
+    """Merge the parameter groups of all ranks: FQNs of all, options of one rank.
 
-    With a pipeline, a rank's groups hold the parameters of its stages only.
+    FQNs are in the optimizer's order, by which torch numbers them. With a pipeline, a rank's groups
+    hold the parameters of its stages only, and the model's order takes the place of that.
 
     Args:
         parts: Per rank that has optimizers, per optimizer its groups.
@@ -427,7 +428,9 @@ def merge_groups(
     for optimizers in zip(*parts, strict=True):
         groups = []
         for group in zip(*optimizers, strict=True):
-            names = {name for part in group for name in part["params"]}
-            groups.append({**group[0], "params": sorted(names, key=order)})
+            given = {tuple(dict.fromkeys(part["params"])) for part in group}
+            names = {name for part in given for name in part}
+            params = sorted(names, key=order) if len(given) > 1 else list(*given)
+            groups.append({**group[0], "params": params})
         merged.append(groups)
     return merged

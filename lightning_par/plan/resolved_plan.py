@@ -125,7 +125,7 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
             for name in names
             if not isinstance(getattr(modules[fqn], name, None), int)
         ]
-    canonical = _canonical_names(model)
+    canonical = canonical_names(model)
     for group in plan.tied:
         unknown = [fqn for fqn in group if fqn not in parameters]
         problems += [_missing(f"tied names {fqn!r}", fqn, list(parameters)) for fqn in unknown]
@@ -254,7 +254,8 @@ def _as_pattern(fqn: str) -> str:
     return re.sub(r"\b\d+\b", "*", fqn)
 
 
-def _canonical_names(model: nn.Module) -> dict[str, str]:
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Return FQN of every parameter -> the first FQN under which the same parameter appears."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first.setdefault(id(parameter), name) for name, parameter in named}

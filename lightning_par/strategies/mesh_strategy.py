@@ -1,5 +1,4 @@
-"""`MeshStrategy`: Lightning's hooks, each of which delegates to a component; the named strategies
-are presets of it.
+"""`MeshStrategy`: Lightning's hooks, delegated to components; named strategies are its presets.
 
 Length: these are all hooks of one interface, and the help of all options.
 """
@@ -40,6 +39,7 @@ from lightning_par.strategies.components.host_offload import (
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.setup.before_setup import plain_before_setup
 from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
 from lightning_par.strategies.setup.memory_check import MemoryCheck
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -85,10 +85,8 @@ class MeshStrategy(ParallelStrategy):
             ``{"mode": "max-autotune"}``.
         checkpoint_format: ``"file"``, which a plain `Trainer` reads, too, ``"folder"``, or "auto".
         save_distributed_checkpoint: Lightning's name: True is ``"folder"``, False ``"file"``.
-        async_save: Train on while a checkpoint is written; costs a copy of weights and optimizer
-            states in host memory.
-        plan: Used instead of what the model's `parallel_plan()` gives; FQNs as seen from the
-            LightningModule.
+        async_save: Train on while a checkpoint is written, from a copy in host memory.
+        plan: Used instead of the model's `parallel_plan()`; FQNs as seen from the LightningModule.
         process_group_backend: Backend of torch.distributed; by default gloo, on CUDA gloo and NCCL.
         timeout: Time after which a collective of any group gives up.
         on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
@@ -305,6 +303,8 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self.world_size == 1:
+            return tensor
         group = self.mesh.data_group if group is None else group
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
@@ -315,8 +315,10 @@ class MeshStrategy(ParallelStrategy):
         if self._on_mesh(self.lightning_module):
             yield
             return
-        with record_construction() as self._record:
+        with record_construction() as record:
             yield
+        made: Any = getattr(self.lightning_module, "parameters", tuple)()
+        self._record = record if any(parameter.is_meta for parameter in made) else None
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -331,14 +333,9 @@ class MeshStrategy(ParallelStrategy):
             if self._record is not None:
                 self._record.remember(module)
             self.model = plugin.convert_module(self.model)
+            mesh, device = self.mesh, self.root_device
             self._parallel_model = parallelize(
-                module,
-                resolved,
-                self.mesh,
-                self.root_device,
-                self._record,
-                self.options,
-                self.activity,
+                module, resolved, mesh, device, self._record, self.options, self.activity
             )
         make_averages(trainer, self.parallel_model, self.flush_offload)
         self._precision.connect(self.parallel_model.gradients)
@@ -370,18 +367,25 @@ class MeshStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Parameters are made on the device by `setup`."""
 
+    def _is_set_up(self) -> bool:
+        """Whether `setup` has seen the module; a test may connect one and do without a run."""
+        model = self._parallel_model
+        return model is not None and model.module is self.lightning_module
+
     @override
+    @plain_before_setup
     def process_dataloader(self, dataloader: object) -> object:
         self._loading.before_loader(self.parallel_model)
         return self.parallel_model.steps.prepare_loader(dataloader)
 
     @override
+    @plain_before_setup
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        model = self.parallel_model
-        model.steps.begin_batch()
-        return model.steps.prepare_batch(super().batch_to_device(batch, device, dataloader_idx))
+        steps = self.parallel_model.steps
+        steps.begin_batch()
+        return steps.prepare_batch(super().batch_to_device(batch, device, dataloader_idx))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -460,12 +464,9 @@ class MeshStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Surrounds a batch that is not the last one of its step."""
-        if self.offload is None:
-            with self.parallel_model.sharding.no_sync():
-                yield
-        else:
-            with self.offload.block_backward_sync():
-                yield
+        sharding, offload = self.parallel_model.sharding, self.offload
+        with sharding.no_sync() if offload is None else offload.block_backward_sync():
+            yield
 
     def gradient_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Return FQN -> norm of each gradient over all ranks; every rank has to call this."""
@@ -477,27 +478,27 @@ class MeshStrategy(ParallelStrategy):
         return self.parallel_model.full_parameter(name)
 
     def gather_state_dict(self) -> dict[str, Any]:
-        """Return the whole model's state dict on rank 0, on the CPU; elsewhere an empty dict.
-
-        Every rank has to call this.
-        """
+        """Return the whole state dict on the CPU of rank 0, elsewhere {}; every rank calls this."""
         self.flush_offload()
         with self.parallel_model.in_parallel_form():
             return self.parallel_model.gather_weights()
 
     @override
+    @plain_before_setup
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.flush_offload()
         with self.parallel_model.in_parallel_form():
             return self._saving.weights(self.parallel_model)
 
     @override
+    @plain_before_setup
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.flush_offload()
         with self.parallel_model.in_parallel_form():
             return self._saving.optimizer(self.parallel_model, optimizer)
 
     @override
+    @plain_before_setup
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
@@ -523,14 +524,15 @@ class MeshStrategy(ParallelStrategy):
         if weights_only is None and self.launcher is not None:
             # Lightning does not pass it on where checkpoints are restored after the setup.
             weights_only = getattr(self.launcher, "weights_only", None)
-        return self._loading.read(
-            self.parallel_model, checkpoint_path, weights_only, self.checkpoint_io
-        )
+        module, plugin = self.lightning_module, self.checkpoint_io
+        assert module is not None
+        return self._loading.read(module, checkpoint_path, weights_only, plugin)
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return True
+        """False on one device, where hooks then come in the order of a plain Trainer."""
+        return self.processes.world_size > 1 or self._record is not None
 
     @property
     @override
@@ -540,7 +542,10 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        self._loading.load_weights(self.parallel_model, checkpoint, strict=strict)
+        module = self.lightning_module
+        assert module is not None
+        model = self._parallel_model if self._on_mesh(module) else None
+        self._loading.load_weights(model, module, checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -578,6 +583,7 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         self._drop_step()
 
     @override

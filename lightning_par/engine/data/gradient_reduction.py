@@ -128,7 +128,7 @@ def fill_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]
 
 
 @torch.no_grad()
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients as local plain tensors, which share their memory."""
     return [local_part(p.grad) for p in parameters if p.grad is not None]
 
@@ -145,7 +145,7 @@ def is_counted_here(grad: Tensor) -> bool:
 
 @torch.no_grad()
 def total_norm(
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     *,
     device: torch.device,
     elsewhere: Collection[int] = (),
@@ -190,9 +190,7 @@ def total_norm(
 
 
 @torch.no_grad()
-def clip_by_norm(
-    parameters: Sequence[nn.Parameter], norm: Float[Tensor, ""], max_norm: float
-) -> None:
+def clip_by_norm(parameters: Sequence[Tensor], norm: Float[Tensor, ""], max_norm: float) -> None:
     """Scale the gradients so that their norm is at most `max_norm`, as
     `torch.nn.utils.clip_grad_norm_` does.
 
@@ -207,7 +205,7 @@ def clip_by_norm(
 
 
 @torch.no_grad()
-def clip_by_value(parameters: Iterable[nn.Parameter], value: float) -> None:
+def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
     """Clamp every entry of the gradients to [-value, value]."""
     for grad in local_gradients(parameters):
         grad.clamp_(-value, value)

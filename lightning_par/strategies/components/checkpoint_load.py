@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.export import OWN_STATE
 from lightning_par.checkpoint.reader import CheckpointReader, is_checkpoint
 from lightning_par.checkpoint.safetensors_weights import find_weights, holds_weights_only
+from lightning_par.checkpoint.tensor_files import StoredTensors
 from lightning_par.engine.rng import restore_random_states
 from lightning_par.errors import CheckpointError
 from lightning_par.strategies.components.checkpoint_save import mesh_sizes
+from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.components.weight_averages import load_averages
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -43,11 +47,12 @@ class CheckpointLoad:
     def __init__(self, processes: MeshProcesses) -> None:
         self._processes = processes
         self.restores_optimizer = True
+        self._own: dict[str, Any] | None = None
         self._random_states: dict[str, Any] | None = None
 
     def read(
         self,
-        model: ParallelModel,
+        module: pl.LightningModule,
         filepath: Any,
         weights_only: bool | None,
         checkpoint_io: CheckpointIO,
@@ -55,7 +60,7 @@ class CheckpointLoad:
         """Read a checkpoint: of this package, a file of Lightning, or plain weights.
 
         Args:
-            model: The model on its mesh.
+            module: The user's LightningModule; one device reads before it is on the mesh.
             filepath: Folder or file. Weights are ``model.safetensors``, or the ``.index.json`` of
                 several such files, or a folder with one of the two.
             weights_only: False if the user trusts it, so that pickles in it may be read.
@@ -69,12 +74,12 @@ class CheckpointLoad:
                 needs to be trusted.
         """
         path = Path(filepath)
-        self.restores_optimizer = True
+        self.restores_optimizer, self._own = True, None
         if "://" not in str(filepath):
             if path.exists() and not (path.is_file() or path.is_dir()):
                 raise CheckpointError(f"{path} is a pipe or a device, and no checkpoint.")
             if is_checkpoint(path):
-                return self._read_ours(model, path, unpickle=weights_only is False)
+                return self._read_ours(module, path, unpickle=weights_only is False)
         if holds_weights_only(path):
             self.restores_optimizer = False
             version = {"pytorch-lightning_version": lightning.__version__}
@@ -86,8 +91,10 @@ class CheckpointLoad:
             )
         return _read_file(filepath, weights_only, checkpoint_io)
 
-    def _read_ours(self, model: ParallelModel, path: Path, *, unpickle: bool) -> dict[str, Any]:
-        fitting = model.module.trainer.state.fn == TrainerFn.FITTING
+    def _read_ours(
+        self, module: pl.LightningModule, path: Path, *, unpickle: bool
+    ) -> dict[str, Any]:
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
         reader = self._verify(path, optimizer=fitting)
         state = reader.state(0, unpickle=unpickle)
         own = state
@@ -102,16 +109,26 @@ class CheckpointLoad:
         ours = found.pop(OWN_STATE)
         found.pop("left_out", None)
         if fitting:
-            self._random_states = ours["random"]
-            model.steps.seed, model.steps.evaluations = ours["seed"], ours["evaluations"]
-            compression, kept = model.compression, ours.get("compression")
-            if compression is not None and kept is not None and is_same_mesh:
-                compression.load(kept)
-            elif compression is not None and kept is not None:
-                rank_zero_warn(
-                    f"{path}: what compression left out of gradients on another mesh is lost."
-                )
+            self._own = {**ours, "path": path, "is_same_mesh": is_same_mesh}
         return found
+
+    def _adopt(self, model: ParallelModel) -> None:
+        """Take what our checkpoints hold besides the Trainer's state: seeds and random states.
+
+        One device reads its checkpoint before the model is on the mesh.
+        """
+        ours, self._own = self._own, None
+        if ours is None:
+            return
+        self._random_states = ours["random"]
+        model.steps.seed, model.steps.evaluations = ours["seed"], ours["evaluations"]
+        compression, kept = model.compression, ours.get("compression")
+        if compression is not None and kept is not None and ours["is_same_mesh"]:
+            compression.load(kept)
+        elif compression is not None and kept is not None:
+            rank_zero_warn(
+                f"{ours['path']}: what compression left out of gradients on another mesh is lost."
+            )
 
     def _verify(self, path: Path, *, optimizer: bool) -> CheckpointReader:
         """Compare every file with its checksum, each on one rank, and agree on what is wrong."""
@@ -135,21 +152,33 @@ class CheckpointLoad:
         return reader
 
     def load_weights(
-        self, model: ParallelModel, checkpoint: dict[str, Any], *, strict: bool
+        self,
+        model: ParallelModel | None,
+        module: nn.Module,
+        checkpoint: dict[str, Any],
+        *,
+        strict: bool,
     ) -> None:
-        """Copy this rank's part of a state dict into the model; likewise the states of averages.
+        """Copy this rank's part of a state dict into the module; likewise the states of averages.
 
         Args:
-            model: The model on its mesh.
+            model: The model on its mesh; None on one device, where the module is whole yet.
+            module: The user's module.
             checkpoint: What `read` gave; the states that callbacks will load are changed in place.
             strict: Refuse missing and unexpected keys.
         """
-        model.sharding.release()
         state = checkpoint["state_dict"]
+        if model is not None:
+            model.sharding.release()
+        elif not isinstance(state, StoredTensors):
+            module.load_state_dict(state, strict=strict)
+            return
+        states = StateMap.of_whole(module, self._processes.mesh) if model is None else model.states
         if not self.restores_optimizer:
-            state = model.states.match_names(model.module, state)
-        model.states.load_weights(model.module, state, strict=strict)
-        load_averages(model, checkpoint, state)
+            state = states.match_names(module, state)
+        states.load_weights(module, state, strict=strict)
+        if model is not None:
+            load_averages(model, checkpoint, state)
 
     def load_optimizers(
         self, model: ParallelModel, optimizers: Sequence[Optimizer], saved: Sequence[Any]
@@ -171,6 +200,7 @@ class CheckpointLoad:
 
         The first is that of training: at the start of an epoch, it draws the order of samples.
         """
+        self._adopt(model)
         if self._random_states is not None:
             restore_random_states(self._random_states, self._processes.device)
             if not _resumes_inside_epoch(model):

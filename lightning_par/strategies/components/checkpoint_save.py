@@ -138,7 +138,7 @@ class CheckpointSave:
             )
         if is_elsewhere or type(checkpoint_io) is not TorchCheckpointIO:
             whole = self._gather(model, checkpoint)
-            self._save_gathered(whole, path, storage_options, checkpoint_io)
+            self._save_gathered(whole, filepath, storage_options, checkpoint_io)
             return
         part = self._make_part(model, checkpoint, as_file=as_file)
         order = SaveMetadata(
@@ -157,7 +157,15 @@ class CheckpointSave:
             place=model.states.place,
             state_order=model.states.order,
         )
-        self._saver.save(Path(path), part, order, background=self._in_background)
+        try:
+            self._saver.save(Path(path), part, order, background=self._in_background)
+        except CheckpointError as error:
+            if self._processes.world_size > 1 or self._form != "auto" or self._in_background:
+                raise
+            # What a plain Trainer can save, one device can, too; or it says why as that would.
+            _log.info("%s is saved without random states: %s", path, error)
+            whole = self._gather(model, checkpoint)
+            self._save_gathered(whole, filepath, storage_options, checkpoint_io)
 
     def _gather_averages(self, model: ParallelModel, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint with whole states where callbacks gave those of this rank's part;
@@ -243,15 +251,17 @@ class CheckpointSave:
     def _save_gathered(
         self,
         checkpoint: dict[str, Any],
-        path: str,
+        path: Any,
         storage_options: Any,
         checkpoint_io: CheckpointIO,
     ) -> None:
         problem = None
         if self._processes.rank == 0:
             try:
-                checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+                checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             except Exception as error:
+                if self._processes.world_size == 1:
+                    raise
                 problem = f"{path} was not saved: {type(error).__name__}: {error}"
                 _log.debug("The cause:", exc_info=True)
         problem = self._processes.broadcast(problem)

@@ -22,6 +22,7 @@ from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.errors import CheckpointError
 from lightning_par.huggingface import adapt_weights
 from lightning_par.mesh import ParallelMesh
+from lightning_par.plan.resolved_plan import canonical_names
 
 __all__ = ["StateMap"]
 
@@ -46,9 +47,19 @@ class StateMap:
         self._mesh, self._canonical = mesh, dict(canonical)
         self._state_order = list(state_order)
         self._rank_of = {name: i for i, name in enumerate(parameter_order)}
+        # Pruning gives a parameter another name during a run. Held, so that ids stay theirs.
+        self._given: dict[int, tuple[str, nn.Parameter]] = {}
         self._tied: dict[str, list[str]] = {}
         for name, first in self._canonical.items():
             self._tied.setdefault(first, []).append(name)
+
+    @classmethod
+    def of_whole(cls, module: nn.Module, mesh: ParallelMesh) -> "StateMap":
+        """Return the map of a module that is not on the mesh yet."""
+        named = dict(module.named_parameters())
+        made = cls(mesh, list(module.state_dict()), list(named), canonical_names(module))
+        made._given = {id(p): (name, p) for name, p in named.items()}
+        return made
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -172,7 +183,7 @@ class StateMap:
         Raises:
             CheckpointError: It holds what is no parameter of `module`.
         """
-        names = self._names(module)
+        names = self._names(module, optimizer)
         groups = [
             {**group, "params": [self._name(names, p) for p in group["params"]]}
             for group in optimizer.param_groups
@@ -196,7 +207,7 @@ class StateMap:
         """Return the name of every parameter of each group; a tensor that is no parameter of
         `module` gets a number.
         """
-        names, groups = self._names(module), optimizer.param_groups
+        names, groups = self._names(module, optimizer), optimizer.param_groups
         return [
             [names.get(id(p), f"tensor {at} of group {i}") for at, p in enumerate(group["params"])]
             for i, group in enumerate(groups)
@@ -276,7 +287,7 @@ class StateMap:
 
         **Communicates**: the names in every group, over the pipeline stages.
         """
-        names = self._names(module)
+        names = self._names(module, optimizer)
         groups = [[self._name(names, p) for p in g["params"]] for g in optimizer.param_groups]
         stages: list[Any] = [None] * self._mesh.sizes.pipeline
         if len(stages) > 1:
@@ -301,9 +312,16 @@ class StateMap:
             local_groups.append({**saved, "params": ids})
         optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
 
-    def _names(self, module: nn.Module) -> dict[int, str]:
+    def _names(self, module: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+        """Return id -> name of every parameter; on one device also of what is none."""
         named = module.named_parameters(remove_duplicate=False)
-        return {id(p): self._canonical[name] for name, p in named}
+        known, given = self._canonical, self._given
+        names = {id(p): known.get(n) or given.get(id(p), (n, p))[0] for n, p in named}
+        if self._mesh.sizes.world_size == 1:
+            for i, group in enumerate(optimizer.param_groups):
+                for at, tensor in enumerate(group["params"]):
+                    names.setdefault(id(tensor), f"tensor {at} of group {i}")
+        return names
 
     def _name(self, names: Mapping[int, str], parameter: Tensor) -> str:
         if id(parameter) not in names:
@@ -314,7 +332,11 @@ class StateMap:
         return names[id(parameter)]
 
     def _merge(self, stages: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-        """Return the names of every group over all stages, in the order of one process."""
+        """Return the names of every group over all stages, in the order of one process: that of
+        the optimizer, of which several stages know a part each; there, that of the model.
+        """
+        if len(stages) == 1:
+            return [list(dict.fromkeys(names)) for names in stages[0]]
         return [
             sorted({n for part in parts for n in part}, key=self._rank_of.__getitem__)
             for parts in zip(*stages, strict=True)

@@ -127,8 +127,10 @@ def _local_tensors(module: nn.Module) -> nn.Module:
 
 
 def defer_averages(trainer: pl.Trainer) -> None:
-    """Let `setup` of averaging callbacks do nothing until `make_averages`."""
-    for callback in averaging_callbacks(trainer):
+    """Let `setup` of averaging callbacks do nothing until `make_averages`; on one device they find
+    the module whole.
+    """
+    for callback in averaging_callbacks(trainer) if trainer.world_size > 1 else ():
         vars(callback)["setup"] = lambda *_, **__: None
 
 
@@ -141,7 +143,8 @@ def make_averages(trainer: pl.Trainer, model: ParallelModel, flush: Callable[[],
         flush: Completes updates of an optimizer on the host.
     """
     for callback in averaging_callbacks(trainer):
-        vars(callback).pop("setup", None)
+        if vars(callback).pop("setup", None) is None:
+            continue
         _settle(model, flush)
         parts = WeightParts(model.module, partial(_settle, model, flush))
         earlier = average_of(callback)

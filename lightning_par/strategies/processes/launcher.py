@@ -82,12 +82,15 @@ class PreflightLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
-        if not self.procs and not self.cluster_environment.creates_processes_externally:
+        starts = self.num_processes * self.num_nodes > 1  # alone it sets no variables either
+        externally = self.cluster_environment.creates_processes_externally
+        if starts and not self.procs and not externally:
             os.environ[_LAUNCHER] = str(os.getpid())  # the other processes inherit it
             launch_scripts(self)
             del os.environ[_LAUNCHER]
         with self._observed():
-            set_threads(num_processes=self.num_processes)
+            if starts:
+                set_threads(num_processes=self.num_processes)
             try:
                 return function(*args, **kwargs)
             except TunerExit:

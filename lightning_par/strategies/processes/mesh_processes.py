@@ -13,6 +13,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.rng import collect_random_states, restore_random_states
@@ -59,7 +60,7 @@ class MeshProcesses:
         self._mesh: ParallelMesh | None = None
         self._launcher: PreflightLauncher | None = None
         self._watch: RankWatch | None = None
-        self._names_interface = False
+        self._names_interface = self._owns_group = False
         self._filter: Any = None
         self.activity = Activity()
         self.interruption = Interruption(options.timeout)
@@ -67,7 +68,8 @@ class MeshProcesses:
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
         left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
-        return {**vars(self), **left, "interruption": Interruption(self._options.timeout)}
+        own = {"_owns_group": False, "interruption": Interruption(self._options.timeout)}
+        return {**vars(self), **left, **own}
 
     def attach(
         self,
@@ -211,17 +213,25 @@ class MeshProcesses:
 
     def _rendezvous(self) -> None:
         """Make the default process group; the processes of one node meet on its loopback."""
-        environment = self._environment
+        environment, timeout = self._environment, self._options.timeout
         assert environment is not None
         store = None
         if self._num_nodes == 1:
             self._names_interface = use_loopback() or self._names_interface
+            if self.world_size == 1 and not dist.is_initialized():
+                # Nobody to meet: no port, no variables, and `close` can leave nothing behind.
+                # Where its backend is "gloo", Lightning evaluates without inference mode.
+                backend = self.backend if ":" in self.backend else f"cpu:{self.backend}"
+                dist.init_process_group(
+                    backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
+                )
+                self._owns_group, self._mesh = True, None
+                return
             if isinstance(environment, LightningEnvironment) and not dist.is_initialized():
                 # Who starts ranks by hand starts them together; nobody else sees that one died.
                 started_here = self._launcher is not None and self._launcher.sees_processes
                 patience = None if started_here else _PATIENCE
                 store = loopback_store(environment.main_port, self.rank, self.world_size, patience)
-        timeout = self._options.timeout
         init_process_group(environment, self.backend, timeout=timeout, store=store)
 
     def _observe_children(self, observes: bool) -> None:
@@ -241,6 +251,10 @@ class MeshProcesses:
             self._watch.close()
             self._watch = None
             self._observe_children(True)
+        if self._owns_group:
+            self._owns_group = False
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def barrier(self) -> None:
         """Wait for every rank, unless an exception keeps some away."""

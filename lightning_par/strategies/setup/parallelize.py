@@ -82,7 +82,7 @@ def parallelize(
         options = replace(options, sequence_parallel=False)
     seed = _agree_on_seed(device)
     _broadcast_values(module, mesh, device)
-    states, known = _state_map(module, resolved, mesh), describe_parameters(module)
+    states, known = StateMap.of_whole(module, mesh), describe_parameters(module)
     parts = _apply(module, resolved, mesh, options)
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
     links = _connect(mesh, parts.rank_of_stage, device)
@@ -319,11 +319,6 @@ def _apply_context(
     apply_context_parallel(module, resolved, shard)
     divide_attention(module, resolved.plan.batch, shard)
     return ShardedSequence(shard, resolved.plan, mesh)
-
-
-def _state_map(module: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh) -> StateMap:
-    names = [name for name, _ in module.named_parameters()]
-    return StateMap(mesh, list(module.state_dict()), names, resolved.canonical)
 
 
 def _agree_on_seed(device: torch.device) -> int:
