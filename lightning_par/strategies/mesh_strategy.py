@@ -416,9 +416,11 @@ class MeshStrategy(ParallelStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         model, plugin = self.parallel_model, self.precision_plugin
-        # Manual optimization calls this inside the step, hence there is no value of it yet.
-        step, self._step = self._step or Step(), None
-        with closing(step):
+        if model.steps.manual.notes(closure_loss):
+            return closure_loss.detach()
+        # Manual optimization calls this inside the step.
+        step, self._step = self._step or model.steps.manual.step or Step(), None
+        with closing(step), model.gradients.of_one_backward():
             self.pre_backward(closure_loss)
             loss = plugin.pre_backward(closure_loss, model.module)
             model.steps.before_backward()
@@ -429,7 +431,7 @@ class MeshStrategy(ParallelStrategy):
             # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
             with model.steps.backward(step):
                 plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
-        model.gradients.after_backward()
+            model.gradients.after_backward()
         if not model.proof.is_over:
             model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")

@@ -8,7 +8,7 @@ batch dim shows when the step runs on batches of two sizes, before the first ste
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -99,7 +99,7 @@ class WholeDraws(TorchFunctionMode):
         self._plan: list[_Draw] = []  # for a part of them
         self._draws: list[_Draw] = []
         self._replayed: dict[tuple[str, tuple[int, ...]], _Cut | None] = {}
-        self._replays = self._is_settled = False
+        self._replays = self._is_settled = self._is_on = False
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     @contextmanager
@@ -116,8 +116,12 @@ class WholeDraws(TorchFunctionMode):
             self.rewind()
         else:
             self._generators.clear()
-        with real_draws(), self:
-            yield
+        self._is_on = True
+        try:
+            with real_draws(), self:
+                yield
+        finally:
+            self._is_on = False
 
     def rewind(self) -> None:
         """Put generators that were handed to the draws back to where they began."""
@@ -126,10 +130,10 @@ class WholeDraws(TorchFunctionMode):
 
     @contextmanager
     def replay(self, rows: Rows) -> Iterator[None]:
-        """Surrounds a backward, in which blocks may be recomputed."""
+        """Surrounds a backward, in which blocks may be recomputed; it may be in the step."""
         self._rows, self._replays = rows, True
         try:
-            with self:
+            with nullcontext() if self._is_on else self:
                 yield
         finally:
             self._replays = False
