@@ -191,7 +191,7 @@ class GatherOnUse:
         for unit in self._units:
             yield from self._places[id(unit)]
 
-    def _is_gathered(self, unit: FSDPModule) -> bool:
+    def _is_gathered(self, unit: Any) -> bool:
         return any(place.now is not place.shard for place in self._places[id(unit)])
 
 
