@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_par.upstream.distributed import functional_operators
 
@@ -121,17 +122,19 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
+        # Each of a pair is the backward of the other, so that backwards have gradients, too.
+        return reduce_to_whole(grad, ctx.group), None
 
 
 class _ReduceToWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return copy_to_group(grad, ctx.group), None
 
 
 class _GatherPartial(torch.autograd.Function):
@@ -142,7 +145,7 @@ class _GatherPartial(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.dim, ctx.group), None, None
+        return reduce_to_shards(grad, ctx.dim, ctx.group), None, None
 
 
 class _ReduceToShards(torch.autograd.Function):
@@ -153,7 +156,7 @@ class _ReduceToShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.dim, ctx.group), None, None
+        return gather_partial(grad, ctx.dim, ctx.group), None, None
 
 
 class _SliceToShard(torch.autograd.Function):
@@ -177,6 +180,7 @@ class _GatherFromShards(torch.autograd.Function):
         return all_gather(x, dim, group, size)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return grad.split(ctx.sizes, ctx.dim)[ctx.group.rank()].contiguous(), None, None, None
 

@@ -322,21 +322,19 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
         assert self.accelerator is not None
         assert self.model is not None
-        self.accelerator.setup(trainer)
-        module = self.lightning_module
         assert module is not None
+        self.accelerator.setup(trainer)
         plugin = self.precision_plugin = self._precision.adopt(self.precision_plugin)
         if not self._on_mesh(module):
             resolved = check_run(trainer, module, self.options, self.processes)
             if self._record is not None:
                 self._record.remember(module)
             self.model = plugin.convert_module(self.model)
-            mesh, device = self.mesh, self.root_device
-            self._parallel_model = parallelize(
-                module, resolved, mesh, device, self._record, self.options, self.activity
-            )
+            rest = self.mesh, self.root_device, self._record, self.options, self.activity
+            self._parallel_model = parallelize(module, resolved, *rest)
         make_averages(trainer, self.parallel_model, self.flush_offload)
         self._precision.connect(self.parallel_model.gradients)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -423,9 +421,11 @@ class MeshStrategy(ParallelStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         model, plugin = self.parallel_model, self.precision_plugin
-        # Manual optimization calls this inside the step, hence there is no value of it yet.
-        step, self._step = self._step or Step(), None
-        with closing(step):
+        if model.steps.manual.notes(closure_loss):
+            return closure_loss.detach()
+        # Manual optimization calls this inside the step.
+        step, self._step = self._step or model.steps.manual.step or Step(), None
+        with closing(step), model.gradients.of_one_backward():
             self.pre_backward(closure_loss)
             loss = plugin.pre_backward(closure_loss, model.module)
             model.steps.before_backward()
@@ -436,7 +436,7 @@ class MeshStrategy(ParallelStrategy):
             # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
             with model.steps.backward(step):
                 plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
-        model.gradients.after_backward()
+            model.gradients.after_backward()
         if not model.proof.is_over:
             model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
@@ -568,13 +568,7 @@ class MeshStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         self._loading.before_training()
 
-    @override
-    def on_train_end(self) -> None:
-        self.flush_offload()
-
-    @override
-    def on_validation_start(self) -> None:
-        self.flush_offload()
+    on_train_end = on_validation_start = flush_offload
 
     def _end_evaluation(self) -> None:
         self.parallel_model.sharding.release()

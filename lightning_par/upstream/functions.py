@@ -29,6 +29,7 @@ def diverted(function: Callable[..., Any], to: Callable[..., Any]) -> Iterator[N
     name = f"{_TARGET}_{inner.__name__}"
     code = _call_target.__code__.replace(co_names=(name,))
     kept = inner.__code__, inner.__defaults__, inner.__kwdefaults__
+    before = {key: value for key, value in inner.__globals__.items() if key == name}
     inner.__globals__[name] = to
     inner.__code__, inner.__defaults__, inner.__kwdefaults__ = code, None, None
     try:
@@ -36,3 +37,4 @@ def diverted(function: Callable[..., Any], to: Callable[..., Any]) -> Iterator[N
     finally:
         inner.__code__, inner.__defaults__, inner.__kwdefaults__ = kept
         del inner.__globals__[name]
+        inner.__globals__.update(before)  # of an outer one, if there is one

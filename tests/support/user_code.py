@@ -31,6 +31,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_par import Hybrid3DStrategy
+from lightning_par.dtensor import local_part
 from lightning_par.errors import LightningParError
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
@@ -47,9 +48,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero0": {**_ONES, "zero_stage": 0},
     "zero1": {**_ONES, "zero_stage": 1},
     "zero3": {**_ONES, "zero_stage": 3},
+    "zero1tp2": {**_ONES, "tensor_parallel_size": 2, "zero_stage": 1},
+    "zero1ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 1},
     "cp2": {**_ONES, "context_parallel_size": 2},
 }
 """Name of a layout -> options of the strategy. The zero layouts have two replicas."""
+_SHARDS = ("tp2", "zero1", "zero3", "zero1tp2")
 _STEPS, _BATCH_SIZE = 4, 8
 
 
@@ -112,7 +116,7 @@ class Cases:
 
     def check(self, case: str, layout: str, refusal: str | None) -> None:
         """Assert that a case on a layout equals one process, or is refused on every rank."""
-        world = 4 if layout == "tp2pp2" else 2
+        world = 4 if layout in ("tp2pp2", "zero1tp2") else 2
         results = run_ranks(_train_rank, world, self._file, case, layout, timeout=180)
         refusals = [result.get("refused") for result in results]
         if refusal is not None:
@@ -134,14 +138,21 @@ class Cases:
             torch.testing.assert_close(
                 weight, wanted["weights"][name], rtol=0, atol=tolerance, msg=note
             )
+        if layout in _SHARDS:
+            assert all(result["held"] < wanted["held"] for result in results), "nothing is sharded"
 
 
 class _Losses(Callback):
     def __init__(self) -> None:
         self.found: list[float] = []
+        self.held = 0
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.found.append(float(trainer.callback_metrics["loss"]))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note how many entries of parameters this rank holds."""
+        self.held = sum(local_part(p).numel() for p in pl_module.parameters())
 
 
 def _train_rank(rank: int, world: int, file: str, name: str, layout: str) -> dict[str, Any]:
@@ -162,7 +173,10 @@ def _train(case: Case, layout: str | None, rank: int, world: int) -> dict[str, A
     seed_everything(0, verbose=False)
     module, samples, *rest = case.make()
     replicas = 2 if (layout or "").startswith("zero") else 1
-    sampler = DistributedSampler(samples, replicas, rank, shuffle=False) if replicas > 1 else None
+    sampler = None
+    if replicas > 1:
+        replica = rank * replicas // world
+        sampler = DistributedSampler(samples, replicas, replica, shuffle=False)
     loader = DataLoader(
         samples, _BATCH_SIZE // replicas, sampler=sampler, collate_fn=rest[0] if rest else None
     )
@@ -175,9 +189,8 @@ def _train(case: Case, layout: str | None, rank: int, world: int) -> dict[str, A
             devices=world,
             strategy=strategy,
             callbacks=callbacks,
-            max_steps=_STEPS,
             num_sanity_val_steps=0,
-            **{"precision": "64-true", **options},
+            **{"precision": "64-true", "max_steps": _STEPS, **options},
         )
         trainer.fit(module, loader)
         weights = getattr(trainer.strategy, "gather_state_dict", module.state_dict)()
@@ -186,4 +199,4 @@ def _train(case: Case, layout: str | None, rank: int, world: int) -> dict[str, A
             raise
         return {"refused": "\n".join([str(error), *getattr(error, "__notes__", [])])}
     kept = {k: v.detach().clone() for k, v in weights.items() if isinstance(v, torch.Tensor)}
-    return {"losses": losses.found, "weights": kept}
+    return {"losses": losses.found, "weights": kept, "held": losses.held}

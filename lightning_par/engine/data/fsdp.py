@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
+from lightning_par.engine.data.gather_on_use import GatherOnUse
 from lightning_par.engine.data.zero_weight_loss import ZeroWeightBackward
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.pipeline.stage import StageStub
@@ -63,13 +64,19 @@ class Sharding:
             then every method does nothing.
         zero_stage: 0 to 3.
         experts: Modules with experts that are sharded over the replicas.
+        in_steps: Whether the user's training steps run their backwards themselves.
 
     Attributes:
         zero_weight: Hooks for losses with weight 0.
     """
 
     def __init__(
-        self, root: nn.Module | None, zero_stage: int, experts: Sequence[nn.Module] = ()
+        self,
+        root: nn.Module | None,
+        zero_stage: int,
+        experts: Sequence[nn.Module] = (),
+        *,
+        in_steps: bool = False,
     ) -> None:
         self._root, self._stage = root, zero_stage
         modules = () if root is None else root.modules()
@@ -77,6 +84,10 @@ class Sharding:
         self._synchronize, self._holds = True, False
         plain = [] if root is None else [root]
         self.zero_weight = ZeroWeightBackward(self._units or plain, experts)
+        self._in_steps, self._on_use = in_steps, None
+        if in_steps and isinstance(root, FSDPModule):
+            found = self.zero_weight.find
+            self._on_use = GatherOnUse(root, self._units, found, reshards=zero_stage == 3)
 
     @property
     def synchronizes(self) -> bool:
@@ -85,8 +96,12 @@ class Sharding:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communicating them."""
-        self._synchronize = False
+        """Accumulate gradients without communicating them.
+
+        A step that runs its own backwards may use, or drop, gradients after any of them, so that
+        there each is reduced at once.
+        """
+        self._synchronize = self._in_steps
         try:
             yield
         finally:
@@ -106,6 +121,39 @@ class Sharding:
             with torch.inference_mode(False), torch.no_grad():
                 return self._root(step)
         return self._root(step)
+
+    def call_with_backwards(self, step: Callable[[], Any]) -> Any:
+        """Run a step that runs its backwards itself; see Note [Several backwards] in
+        `gather_on_use.py`.
+        """
+        if self._on_use is None:
+            return self.call(step)
+        self._on_use.begin()
+        try:
+            return step()
+        finally:
+            self._on_use.end()
+
+    @contextmanager
+    def backward_in_step(self) -> Iterator[None]:
+        """Surrounds a backward inside of such a step; afterwards its gradients are reduced.
+
+        **Communicates**: gradients, and what belongs to no block, over the data axes.
+        """
+        if self._on_use is not None:
+            self._on_use.before_backward()
+        yield
+        if self._on_use is not None:
+            self._on_use.after_backward()
+
+    def shard_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the shard of a parameter that is gathered inside of such a step."""
+        return parameter if self._on_use is None else self._on_use.shard_of(parameter)
+
+    def after_update(self) -> None:
+        """Forget gathered parameters that an optimizer has changed inside of such a step."""
+        if self._on_use is not None and self._on_use.is_on:
+            self._on_use.reshard()
 
     def before_backward(self, *, is_last: bool = True, is_whole: bool = True) -> None:
         """Set up FSDP for the backward that follows.
@@ -170,6 +218,7 @@ def shard_model(
     reduce_dtype: torch.dtype | None = None,
     offload: OffloadPolicy = _ON_DEVICE,
     reduces: bool = True,
+    in_steps: bool = False,
 ) -> Sharding:
     """Materialize and shard the model unit by unit: every block, then the rest.
 
@@ -185,6 +234,7 @@ def shard_model(
         offload: Where shards are kept, except those of sharded experts.
         reduces: Whether FSDP reduces gradients over the replicas. Otherwise parameters stay
             unsharded, and the caller reduces them.
+        in_steps: Whether the user's training steps run their backwards themselves.
     """
     whole: set[nn.Parameter] = set()
     units = [n for n in resolved.block_names if not isinstance(model.get_submodule(n), StageStub)]
@@ -207,18 +257,20 @@ def shard_model(
             fully_shard(block, reshard_after_forward=zero_stage == 3, **fully)
     materialize(model, "")
     if not shards:
-        return Sharding(_StepRoot(model) if mesh.sizes.data > 1 else None, zero_stage)
+        plain = _StepRoot(model) if mesh.sizes.data > 1 else None
+        return Sharding(plain, zero_stage, in_steps=in_steps)
     root = _StepRoot(model)
     # The root holds what is used before and after the blocks: gathered once for the whole step.
     fully_shard(root, reshard_after_forward=False, **fully)
-    if mesh.device_type == "cpu":
+    if mesh.device_type == "cpu" and not in_steps:  # which use blocks in any order
         every = [(0, len(resolved.block_names))]
         runs = [resolved.block_names[lo:hi] for lo, hi in bounds or every]
         held = [[model.get_submodule(n) for n in r] for r in runs if set(r) & set(units)]
         _gather_ahead(root, held)
     assert isinstance(root, FSDPModule)
     initialize(root)  # now, so that all that changes the modules has happened after set-up
-    return Sharding(root, zero_stage, () if experts is None else list(experts.modules.values()))
+    held_experts = () if experts is None else list(experts.modules.values())
+    return Sharding(root, zero_stage, held_experts, in_steps=in_steps)
 
 
 def _gather_ahead(root: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:

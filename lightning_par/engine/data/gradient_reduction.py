@@ -39,14 +39,22 @@ class SharedGradients:
     group: dist.ProcessGroup
 
     @torch.no_grad()
-    def reduce(self) -> None:
+    def reduce(self, *, keeps_none: bool = False) -> None:
         """Sum the gradients over the group; a missing one counts as 0.
 
-        **Communicates**: one all-reduce of all these gradients for each dtype.
+        Args:
+            keeps_none: Whether a gradient that no rank has stays None, so that the optimizer leaves
+                its parameter alone; several optimizers use a part of the parameters each.
+
+        **Communicates**: one all-reduce of all these gradients for each dtype; with `keeps_none`
+        also one of a number for each parameter.
         """
-        for parameter in self.parameters:
+        used = [p for p in self.parameters if p.requires_grad]
+        if keeps_none:
+            used = _used_anywhere(used, self.group)
+        for parameter in used:
             # All ranks have to send the same bytes, also for a parameter that a rank did not use.
-            if parameter.grad is None and parameter.requires_grad:
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for grad in local_gradients(self.parameters):
@@ -79,14 +87,7 @@ class ReplicatedGradients:
         **Communicates**: one all-reduce of a number for each parameter, then the gradients in
         messages of about 32 MiB.
         """
-        wanted = [p for p in self.parameters if p.requires_grad]
-        if not wanted:
-            return
-        # Which gradients exist may differ by rank, so that all ranks agree before the buckets.
-        device = local_part(wanted[0]).device
-        held = torch.tensor([float(p.grad is not None) for p in wanted], device=device)
-        dist.all_reduce(held, group=self.group)
-        used = [p for p, count in zip(wanted, held.tolist(), strict=True) if count]
+        used = _used_anywhere([p for p in self.parameters if p.requires_grad], self.group)
         for parameter in used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -94,6 +95,23 @@ class ReplicatedGradients:
             grads = local_gradients(bucket)
             for grad, total in zip(grads, sum_together(grads, self.group), strict=True):
                 torch.div(total, self.group.size(), out=grad)
+
+
+def _used_anywhere(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
+) -> list[nn.Parameter]:
+    """Return the parameters that have a gradient on any rank of a group.
+
+    Which gradients exist may differ by rank, so that all ranks agree before they are sent.
+
+    **Communicates**: one all-reduce of a number for each parameter; none if there are none.
+    """
+    if not parameters:
+        return []
+    device = local_part(parameters[0]).device
+    held = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
+    dist.all_reduce(held, group=group)
+    return [p for p, count in zip(parameters, held.tolist(), strict=True) if count]
 
 
 def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

@@ -65,6 +65,11 @@ class ZeroWeightBackward:
         finally:
             self._on = False
 
+    def find(self, unit: nn.Module) -> None:
+        """Find the whole parameters of a unit whose forward does not run."""
+        if self._handles:
+            self._find(unit, None)
+
     def _find(self, unit: nn.Module, inputs: Any) -> None:
         # Parameters of experts also get gradients of other replicas' tokens, so that they are left
         # alone; the outputs of their modules are hooked instead.

@@ -81,12 +81,6 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             "schedule has to run the backward. Set automatic_optimization=True, or use "
             "pipeline_parallel_size=1."
         )
-    elif sizes.world_size > 1 and not module.automatic_optimization:
-        problems.append(
-            f"{type(module).__name__} uses manual optimization, which is not supported on {sizes}: "
-            "gradients of several backwards would be reduced twice. Set "
-            "automatic_optimization=True, or train on 1 device."
-        )
     if sizes.world_size > 1 and trainer.precision not in _PRECISIONS:
         problems.append(
             f"precision={trainer.precision!r} is not supported on {sizes}: use "
@@ -179,10 +173,22 @@ def check_module(
     )
     _check_batch(module, plan, options, sizes)
     check_experts(module, resolved, sizes)
+    _check_compression(module, options, sizes)
+    return resolved
+
+
+def _check_compression(module: nn.Module, options: MeshOptions, sizes: ParallelSizes) -> None:
     offload = options.offload_options
     place = "device" if offload is None else offload.accumulate_on
     check_compression(options.gradient_compression, sizes, accumulates_on=place)
-    return resolved
+    is_manual = isinstance(module, pl.LightningModule) and not module.automatic_optimization
+    if options.gradient_compression is not None and is_manual:
+        raise ConfigurationError(
+            f"gradient_compression is not supported with manual optimization, which "
+            f"{type(module).__name__} uses: what compression leaves out of a gradient is added to "
+            "that of the next step, which is not known. Set automatic_optimization=True, or use "
+            "gradient_compression=None."
+        )
 
 
 def _check_context(

@@ -47,6 +47,7 @@ from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import About
 from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.gradient_path import GradientPath
+from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.parameter_reads import describe_parameters, ParameterReads
 from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
@@ -54,7 +55,7 @@ from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 __all__ = ["parallelize"]
 
 
-def parallelize(
+def parallelize(  # house: the order, in one place
     module: pl.LightningModule,
     resolved: ResolvedPlan,
     mesh: ParallelMesh,
@@ -100,7 +101,8 @@ def parallelize(
         device=device,
         seed=seed,
         activity=activity,
-        reads=_watch_reads(module, resolved, mesh, known, parts, device, options),
+        reads=_watch_reads(module, resolved, mesh, known, parts, device, sharding, options),
+        manual=ManualSteps(module, gradients.norms),
     )
     forms.become_parallel()
     return ParallelModel(
@@ -120,12 +122,13 @@ def parallelize(
 
 
 def _watch_reads(
-    module: nn.Module,
+    module: pl.LightningModule,
     resolved: ResolvedPlan,
     mesh: ParallelMesh,
     known: Mapping[str, About],
     parts: "_Parts",
     device: torch.device,
+    sharding: Sharding,
     options: MeshOptions,
 ) -> ParameterReads:
     return ParameterReads(
@@ -136,6 +139,7 @@ def _watch_reads(
         parts.stages,
         _partial_parameters(module, parts.tensor),
         device,
+        sharding,
         is_compiled=options.compile_blocks is not False,
     )
 
@@ -176,7 +180,7 @@ def _apply(
 
 
 def _materialize(
-    module: nn.Module,
+    module: pl.LightningModule,
     resolved: ResolvedPlan,
     mesh: ParallelMesh,
     parts: _Parts,
@@ -205,6 +209,7 @@ def _materialize(
         reduce_dtype=options.reduce_dtype,
         offload=_parameter_policy(options, device),
         reduces=options.gradient_compression is None,
+        in_steps=not module.automatic_optimization,
     )
 
 

@@ -77,6 +77,7 @@ def prepare_optimizers(
     for optimizer in found:
         if optimizer.param_groups:
             _prepare(optimizer, model, device)
+            model.steps.watch(optimizer)
 
 
 def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -> None:

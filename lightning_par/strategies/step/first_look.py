@@ -155,7 +155,7 @@ class FirstLook:
         **Communicates**: see `BatchWeigher.is_unsettled`.
         """
         sizes = self._mesh.sizes
-        if sizes.context > 1 or sizes.world_size == 1 or not self._module.automatic_optimization:
+        if sizes.context > 1 or sizes.world_size == 1:
             return False
         if not self._looks:
             return True
@@ -227,7 +227,10 @@ class FirstLook:
         degree = self._mesh.sizes.tensor
         if degree == 1:
             return
-        losses = torch.tensor(seen.losses, dtype=torch.float64, device=self._module.device)
+        found = [loss for losses in seen.losses for loss in losses]
+        if not found:  # the step had no backward
+            return
+        losses = torch.tensor(found, dtype=torch.float64, device=self._module.device)
         ends = torch.cat([losses, -losses])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._mesh.group("tp"))
         most, least = ends[: len(losses)], -ends[len(losses) :]
@@ -329,9 +332,17 @@ def _choose_parts(
 def _errors(
     rules: Sequence[LossRule], seen: Seen, parts: Sequence[tuple[Any, int]]
 ) -> dict[str, float]:
-    whole, *losses = seen.losses
+    """Return the error of every rule, the largest of all losses of a step; nothing if the parts
+    have other numbers of them, or none.
+    """
+    if len({len(losses) for losses in seen.losses}) > 1 or not seen.losses[0]:
+        return {}
+    weights = {rule.name: [float(rule.weigh(*part)) for part in parts] for rule in rules}
+    columns = list(zip(*seen.losses, strict=True))
     return {
-        rule.name: rule_error(rule, whole, losses, [float(rule.weigh(*part)) for part in parts])
+        rule.name: max(
+            rule_error(rule, whole, losses, weights[rule.name]) for whole, *losses in columns
+        )
         for rule in rules
     }
 

@@ -9,6 +9,7 @@ it decides, the same on every rank, whether the step is refused, and by how much
 
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -39,6 +40,7 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.gradient_norms import GradientNorms
+from lightning_par.strategies.step.pipelined_step import put_gradients, take_gradients
 from lightning_par.upstream.lightning import CLIP_GRADIENTS, plain_after_closure
 
 __all__ = ["GradientAction", "GradientPath", "Phase", "mesh_precision"]
@@ -176,7 +178,8 @@ class GradientPath:
         for copies in self.shared:
             verb = "sum" if isinstance(copies, SharedGradients) else "average"
             name = f"{verb} copies over {_axes(copies.group, self._sizes)}"
-            yield action(name, Phase.BACKWARD, partial(_reduce, copies))
+            reduce = partial(_reduce, copies, keeps_none=not self._module.automatic_optimization)
+            yield action(name, Phase.BACKWARD, reduce)
         if self._host is not None:
             yield action("send to the host", Phase.BACKWARD, self._send)
         if self._scaler is not None:
@@ -215,6 +218,23 @@ class GradientPath:
                 loss = torch.where(has_valid_labels.to(loss.device), loss, 0)
             self._loss = loss if self._loss is None else self._loss + loss
 
+    @contextmanager
+    def of_one_backward(self) -> Iterator[None]:
+        """Surrounds a backward and what follows it.
+
+        In manual optimization an optimizer steps after any number of backwards, each of which gives
+        final gradients. So the sums of earlier ones are set aside, not to be reduced once more.
+        """
+        if self._module.automatic_optimization:
+            yield
+            return
+        parameters = [p for copies in self.shared for p in copies.parameters]
+        held = take_gradients(parameters)
+        try:
+            yield
+        finally:
+            put_gradients(parameters, held, torch.ones(()))
+
     def after_backward(self) -> None:
         """Run the actions that follow a step's last backward; none while batches accumulate.
 
@@ -238,8 +258,7 @@ class GradientPath:
         **Communicates**: one all-reduce of one number over all ranks, which clipping then spares.
         """
         passage, self._loss = _Passage(parameters=parameters, loss=self._loss), None
-        if self._module.automatic_optimization:
-            self._walk(Phase.STEP, passage)
+        self._walk(Phase.STEP, passage)
         own = is_overridden("configure_gradient_clipping", self._module, pl.LightningModule)
         # A module that clips in its own way may change gradients first.
         self._norm = None if own else passage.norm
@@ -378,8 +397,13 @@ def mesh_precision(kind: type[Precision]) -> type[_MeshPrecision]:
     return type(kind.__name__, (_MeshPrecision, kind), names)
 
 
-def _reduce(copies: SharedGradients | ReplicatedGradients, _: _Passage) -> None:
-    copies.reduce()
+def _reduce(
+    copies: SharedGradients | ReplicatedGradients, _: _Passage, *, keeps_none: bool
+) -> None:
+    if isinstance(copies, SharedGradients):
+        copies.reduce(keeps_none=keeps_none)
+    else:
+        copies.reduce()
 
 
 def _axes(group: dist.ProcessGroup, sizes: ParallelSizes) -> str:

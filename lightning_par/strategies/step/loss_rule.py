@@ -52,11 +52,11 @@ class Seen:
     """What running the step on some batches gave.
 
     Attributes:
-        losses: Its losses.
+        losses: Its losses, for each batch one of every backward.
         logs: The numbers that it logged, for each batch.
     """
 
-    losses: list[float]
+    losses: list[tuple[float, ...]]
     logs: list[dict[str, float]]
 
 

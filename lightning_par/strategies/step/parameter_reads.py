@@ -5,18 +5,25 @@ A step that reads one, through `parameters()` or as an attribute, means the whol
 every forward a sharded parameter answers with a whole tensor, whose gradient is counted once. What
 another pipeline stage holds answers with an `AbsentParameter`, which tells its shape, dtype and
 device and refuses to take part in a computation.
+
+Note [Lists in manual optimization]: there the step does what is otherwise done between two of them:
+it clips and reads gradients, freezes networks, clamps weights, or averages them into another
+network. It goes over `parameters()` for that. So such a list gives this rank's shards themselves,
+as hooks between backward and optimizer see them; a parameter read as an attribute is whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_par.dtensor import local_part, shard_of, whole
+from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.stage import Stage, StageStub
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import NonFiniteError, PlanError
@@ -59,17 +66,19 @@ class ParameterReads:
         partial: Parameters whose gradients are summed over ``tp``, each rank having a part.
         is_compiled: Whether blocks are compiled; what they hold is then not watched.
         device: Device of this rank.
+        sharding: Knows the shards of gathered parameters.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: pl.LightningModule,
         blocks: Sequence[str],
         mesh: ParallelMesh,
         known: Mapping[str, About],
         stages: Sequence[Stage],
         partial: Iterable[nn.Parameter],
         device: torch.device,
+        sharding: Sharding,
         *,
         is_compiled: bool,
     ) -> None:
@@ -77,6 +86,7 @@ class ParameterReads:
         self._blocks = tuple(blocks)
         self._partial = {id(parameter) for parameter in partial}
         self._depth, self._in_step = 0, False
+        self._sharding = sharding
         self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
         self._handed: dict[int, tuple[nn.Parameter, Tensor, int]] = {}
         self._steps, self._compares = 0, True
@@ -104,8 +114,12 @@ class ParameterReads:
             yield
         finally:
             self._in_step = False
-            if self._handed:
-                self._keep_writes()
+            self.settle()
+
+    def settle(self) -> None:
+        """Keep what the step wrote to whole tensors, and hand out new ones from now on."""
+        if self._handed:
+            self._keep_writes()
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -152,6 +166,12 @@ class ParameterReads:
                 found = whole(parameter.detach()).detach()
         self._handed[id(parameter)] = (parameter, found, count_of_changes(found))  # type: ignore[assignment]
         return found
+
+    def listed(self, parameter: Any) -> Any:
+        """Return what a list of parameters gives; see Note [Lists in manual optimization]."""
+        if self._module.automatic_optimization or parameter is None:
+            return self.read(parameter)
+        return self._sharding.shard_of(parameter)
 
     def absent(self, about: About) -> Tensor:
         """Return what stands for a parameter of another stage."""
@@ -238,8 +258,8 @@ class ParameterReads:
 
     def _outside(self, inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._handed and self.active:
-                self._keep_writes()  # which the forward has to see
+            if self.active:
+                self.settle()  # what the forward has to see
             self._depth += 1
             try:
                 return inner(*args, **kwargs)
@@ -285,7 +305,7 @@ class _Watched(dict[str, Any]):
         """Return names and parameters, those of other stages too."""
         if not self._reads.active:
             return super().items()
-        held = {name: self._reads.read(p) for name, p in super().items()}
+        held = {name: self._reads.listed(p) for name, p in super().items()}
         absent = {n: self._reads.absent(about) for n, about in self._absent.items()}
         return {**held, **absent}.items()
 

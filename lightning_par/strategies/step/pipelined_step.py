@@ -200,7 +200,7 @@ class PipelinedSteps:
             )
         found = None
         if run.results:
-            losses = [float(loss_of(run.results[i])) for i in sorted(run.results)]
+            losses = [(float(loss_of(run.results[i])),) for i in sorted(run.results)]
             found = losses, [numbers_of(made) for made in calls]
         losses, logs = self.from_last_stage(found)
         return Seen(losses=losses, logs=logs)

@@ -127,7 +127,7 @@ class WholeDraws(TorchFunctionMode):
 
     @contextmanager
     def replay(self, rows: Rows) -> Iterator[None]:
-        """Surrounds a backward, in which blocks may be recomputed."""
+        """Surrounds a backward, in which blocks may be recomputed; it may be in the step."""
         self._rows, self._replays = rows, True
         try:
             with backward_inside(self):

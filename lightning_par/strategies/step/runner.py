@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.batch import batch_entry, BatchDims, sequence_entries
@@ -31,6 +32,7 @@ from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeigh
 from lightning_par.strategies.step.first_look import FirstLook, untouched
 from lightning_par.strategies.step.logs import adjust_logs, LogCall, numbers_of, record_logs
 from lightning_par.strategies.step.loss_rule import declared_rule, Seen
+from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.mixing import mixing_told
 from lightning_par.strategies.step.parameter_reads import ParameterReads
@@ -91,8 +93,10 @@ class StepRunner:
         seed: Seed of all steps, the same on every rank.
         activity: Where every step is written down.
         reads: Answers parameters that the user's step reads.
+        manual: Steps that run their own backwards, if they do.
 
     Attributes:
+        manual: As given.
         pipeline: Runs steps through the pipeline; None without one.
         seed: Seed of all steps; checkpoints keep it.
         evaluations: Number of evaluation steps so far, which seeds the next; checkpoints keep it.
@@ -115,18 +119,18 @@ class StepRunner:
         seed: int,
         activity: Activity,
         reads: ParameterReads,
+        manual: ManualSteps,
     ) -> None:
         sizes = mesh.sizes
         self.module, self.sequence, self._reads = module, sequence, reads
-        self.seed, self.evaluations = seed, 0
+        self.seed, self.evaluations, self.manual = seed, 0, manual
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
-        self._in_step = self._is_checked = False
+        self._in_step, self._is_checked, self._broadcast = False, False, BatchBroadcast(mesh)
         _synchronize(module, mesh)
         # Each is asked for in every step or micro-batch: properties of the mesh compute them anew.
         self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device
         self._num_microbatches, self._pads = options.num_microbatches, sizes.context > 1
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
-        self._broadcast = BatchBroadcast(mesh)
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
         self._random = StepRandom(mesh, device, lambda: self.seed)
@@ -242,15 +246,16 @@ class StepRunner:
             is_zero_weight = weights is not None and bool(weights.zero)
             if is_zero_weight:
                 opened.enter_context(self._sharding.zero_weight.prepared())
-            with adjust_logs(self.module, weights):
-                output = self._whole("training_step", context, args, key, dims)
             weigher = self._weigher
-            return output, Step(
+            step = Step(
                 loss_scale=None if weights is None else weights.own,
                 has_valid_labels=weigher.has_valid_labels(args[0]) if weights is None else None,
                 is_zero_weight=is_zero_weight,
-                opened=opened.pop_all(),
             )
+            with adjust_logs(self.module, weights), self.manual.running(step):
+                output = self._whole("training_step", context, args, key, dims)
+            step.opened = opened.pop_all()
+            return output, step
 
     def evaluation(self, name: str, context: StepContext, args: Sequence[Any]) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on the batch of this replica.
@@ -276,24 +281,33 @@ class StepRunner:
 
     def before_backward(self) -> None:
         """Get ready for the backward of a whole step; a pipeline does so for every micro-batch."""
-        if self.pipeline is None:
+        if self.pipeline is None and not self.manual.is_used:
             self._sharding.before_backward()
 
     @contextmanager
     def backward(self, step: Step) -> Iterator[None]:
         """Surrounds the backward of a step, and closes it."""
         self._activity.begin("backward")
+        self._reads.settle()
         try:
             # Under a pipeline the backward has run.
             with (
+                self.manual.in_backward(),
                 self._random.replay() if self.pipeline is None else nullcontext(),
                 self._sharding.zero_weight.zero_gradients()
                 if step.is_zero_weight
                 else nullcontext(),
+                self._sharding.backward_in_step() if self.manual.is_used else nullcontext(),
             ):
                 yield
         finally:
             step.close()
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Let a step that runs its own optimizers see what they have changed."""
+        if self.manual.is_used:
+            optimizer.register_step_pre_hook(lambda *_: self._reads.settle())
+            optimizer.register_step_post_hook(lambda *_: self._sharding.after_update())
 
     def _open(self, name: str, args: Sequence[Any], opened: ExitStack) -> Sequence[Any]:
         """Return the arguments of a step with this rank's tokens of the batch."""
@@ -345,11 +359,21 @@ class StepRunner:
             calls: list[LogCall] = []
             step = partial(self._run, self.module.training_step, (batch, *rest))
             logging = record_logs(self.module, calls)
-            with torch.no_grad(), context(), logging, self._user_step(_LOOK, index):
-                output = self._sharding.call(step)
-            losses.append(float("nan") if output is None else float(loss_of(output)))
+            with context(), logging, self._user_step(_LOOK, index):
+                losses.append(self._losses_of(step))
             logs.append(numbers_of(calls))
         return Seen(losses=losses, logs=logs)
+
+    def _losses_of(self, step: Callable[[], Any]) -> tuple[float, ...]:
+        """Run a step without a trace; return the losses of its backwards."""
+        if not self.manual.is_used:
+            with torch.no_grad():
+                output = self._sharding.call(step)
+            return (float("nan") if output is None else float(loss_of(output)),)
+        # Each batch from the same weights, which a step may change by hand.
+        with untouched(self.module), self.manual.looked_at() as losses:
+            self._sharding.call_with_backwards(step)
+        return tuple(losses)
 
     def _whole(
         self,
@@ -364,14 +388,16 @@ class StepRunner:
         trains = name == "training_step"
         tokens = self._tokens_of(args[0]) if trains else None
         random = self._random.step(samples, tokens=tokens, trains=trains)
+        backwards = trains and self.manual.is_used
+        call = self._sharding.call_with_backwards if backwards else self._sharding.call
         with context(), random, self._user_step(key, 0):
-            output = self._sharding.call(partial(self._run, step, args))
+            output = call(partial(self._run, step, args))
             if self.sequence is not None:
                 self.sequence.check(name)
         return output
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
-        with self._reads.in_step(), mixing_told(self.module):
+        with self._reads.in_step(), mixing_told(self.module), self.manual.in_step():
             return step(*args)
 
     @contextmanager

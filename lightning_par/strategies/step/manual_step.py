@@ -1,0 +1,143 @@
+"""Steps that run their own backwards and optimizers (manual optimization)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.step.gradient_norms import GradientNorms
+from lightning_par.strategies.step.pipelined_step import take_gradients
+
+__all__ = ["ManualSteps"]
+
+_ABSENT = object()
+
+
+class ManualSteps:
+    """What surrounds a step that runs its own backwards, and what they have to know.
+
+    Args:
+        module: The user's LightningModule.
+        norms: Gives the norms that the step asks for.
+
+    Attributes:
+        is_used: Whether the module has such steps.
+        step: The `Step` at work, whose weight its backwards take; None outside of it.
+    """
+
+    def __init__(self, module: pl.LightningModule, norms: GradientNorms) -> None:
+        self.is_used = not module.automatic_optimization
+        self.step: Any = None
+        self._module, self._norms = module, norms
+        self._in_backward = False
+        self._losses: list[float] | None = None  # while a step is looked at
+
+    @contextmanager
+    def running(self, step: Any) -> Iterator[None]:
+        """Surrounds a training step."""
+        self.step = step if self.is_used else None
+        try:
+            yield
+        finally:
+            self.step = None
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Surrounds the user's step: norms are over all ranks, and every backward is announced.
+
+        Raises:
+            ConfigurationError: It calls ``loss.backward()``.
+        """
+        is_at_work = self.step is not None or self._losses is not None
+        if not is_at_work or dist.get_world_size() == 1:
+            yield
+            return
+        hooks = self._norms.in_hooks("training_step", self._module.trainer.optimizers)
+        with ExitStack() as stack:
+            stack.enter_context(hooks)
+            stack.callback(_replace_in(Tensor, "backward", self._refusing(Tensor.backward)))
+            yield
+
+    def _refusing(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if not self._in_backward:
+                raise ConfigurationError(
+                    "training_step calls loss.backward(), whose gradients are those of one rank "
+                    "only. Call self.manual_backward(loss) in its place."
+                )
+            original(tensor, *args, **kwargs)
+
+        return backward
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Surrounds a backward that the strategy knows of."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    def notes(self, loss: Tensor) -> bool:
+        """Note the loss of a backward, and return True, if the step is only looked at."""
+        if self._losses is None:
+            return False
+        self._losses.append(float(loss.detach()))
+        return True
+
+    @contextmanager
+    def looked_at(self) -> Iterator[list[float]]:
+        """Surrounds a step that leaves no trace in optimizers and gradients; gives its losses.
+
+        Backwards and updates are left out, closures run. There is a graph, as a penalty needs one.
+        """
+        module, trainer = self._module, self._module.trainer
+        found: Any = module.optimizers()
+        wrapped = found if isinstance(found, list) else [found]
+        parameters = list(module.parameters())
+        kept = take_gradients(parameters)
+        losses = self._losses = []
+        with ExitStack() as stack:
+            for optimizer in (*trainer.optimizers, *wrapped):
+                stack.callback(_replace(optimizer, "step", _only_closure))
+            for optimizer in trainer.optimizers:
+                for group in optimizer.param_groups:
+                    stack.callback(group.update, {k: v for k, v in group.items() if k != "params"})
+            for config in trainer.lr_scheduler_configs:
+                stack.callback(_replace(config.scheduler, "step", lambda *_, **__: None))
+            try:
+                yield losses
+            finally:
+                self._losses = None
+                for parameter, gradient in zip(parameters, kept, strict=True):
+                    parameter.grad = gradient
+
+
+def _only_closure(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+    return None if closure is None else closure()
+
+
+def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Give an object an attribute of its own; return what undoes it."""
+    held = vars(owner)
+    before = held.get(name, _ABSENT)
+    held[name] = value
+
+    def undo() -> None:
+        if before is _ABSENT:
+            del held[name]
+        else:
+            held[name] = before
+
+    return undo
+
+
+def _replace_in(kind: type, name: str, value: Any) -> Callable[[], None]:
+    """Give a class another method; return what undoes it."""
+    before = getattr(kind, name)
+    setattr(kind, name, value)
+    return lambda: setattr(kind, name, before)
