@@ -47,11 +47,12 @@ from lightning_par.strategies.setup.parallelize import parallelize
 from lightning_par.strategies.setup.precision import AdoptedPrecision
 from lightning_par.strategies.setup.preflight import check_run
 from lightning_par.strategies.setup.stage_optimizers import (
+    move_states,
     optimizers_of_a_stage,
     prepare_optimizers,
 )
 from lightning_par.strategies.step.runner import Step
-from lightning_par.upstream.lightning import move_optimizer_states, set_launcher
+from lightning_par.upstream.lightning import set_launcher
 
 __all__ = ["MeshStrategy"]
 
@@ -344,7 +345,7 @@ class MeshStrategy(ParallelStrategy):
             prepare_optimizers(self.optimizers, self.parallel_model, self.root_device)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            move_optimizer_states(self.optimizers, self.root_device)
+            move_states(self.optimizers, self.root_device)
 
     def _on_mesh(self, module: pl.LightningModule | None) -> bool:
         """Whether a module is in its parallel form already, as in the middle of a run."""

@@ -13,21 +13,17 @@
                               messages and its clean-up
 `plain_after_closure`         what every precision plugin does between closure and step, for one
                               that adds to it
-`move_optimizer_states`       move the states of optimizers to a device, but not their steps
 `reduce_tensor`               all-reduce with the names and the barrier of Lightning's strategies
 `set_threads`                 divide the cores among the processes of a node, unless the
                               environment says otherwise
 ============================  ===============================================================
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_par.upstream.presence import names_of
@@ -38,7 +34,6 @@ with names_of("lightning"):
         _set_num_threads_if_needed,
         _sync_ddp_if_available,
     )
-    from lightning.fabric.utilities.optimizer import _optimizers_to_device
     from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -56,15 +51,12 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TunerExit",
     "after_closure",
-    "average_of",
-    "averaging_options",
     "compute_dtype",
     "forget_trainer",
     "init_process_group",
     "is_accumulating",
     "is_logging_step",
     "launch_scripts",
-    "move_optimizer_states",
     "plain_after_closure",
     "reduce_tensor",
     "set_launcher",
@@ -78,7 +70,6 @@ SubprocessScriptLauncher = _SubprocessScriptLauncher
 TunerExit = _TunerExitException
 compute_dtype = _plugin_to_compute_dtype
 init_process_group = _init_dist_connection
-move_optimizer_states = _optimizers_to_device
 reduce_tensor = _sync_ddp_if_available
 set_threads = _set_num_threads_if_needed
 
@@ -164,15 +155,3 @@ def set_launcher(strategy: Strategy, launcher: Any) -> None:
 def launch_scripts(launcher: SubprocessScriptLauncher) -> None:
     """Start the script of this process once for every other device of the node."""
     launcher._call_children_scripts()
-
-
-def average_of(callback: StochasticWeightAveraging | WeightAveraging) -> nn.Module | None:
-    """Return the module that holds the average of a callback; None before its first fit."""
-    with names_of("lightning"):
-        return callback._average_model
-
-
-def averaging_options(callback: WeightAveraging) -> Mapping[str, Any]:
-    """Return the options that the callback gives torch's `AveragedModel`."""
-    with names_of("lightning"):
-        return callback._kwargs

@@ -22,7 +22,7 @@ from lightning_par.upstream.presence import SEEN
 
 PACKAGE = Path(lightning_par.__file__).parent
 UPSTREAM = PACKAGE / "upstream"
-MOST = 62
+MOST = 60
 OPTIONAL = {"_is_expert_parallel"}
 """Set where a module has it; one without it has no kernel that asks."""
 UNCOUNTED = ("torch.utils._pytree.", "torch.utils._python_dispatch.TorchDispatchMode")

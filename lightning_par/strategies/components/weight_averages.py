@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -23,7 +23,6 @@ from lightning_par.dtensor import local_part
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
-from lightning_par.upstream.lightning import average_of
 
 __all__ = [
     "LocalWeights",
@@ -147,18 +146,24 @@ def make_averages(trainer: pl.Trainer, model: ParallelModel, flush: Callable[[],
             continue
         _settle(model, flush)
         parts = WeightParts(model.module, partial(_settle, model, flush))
-        earlier = average_of(callback)
+        earlier = _average_of(callback)
         callback.setup(trainer, parts, trainer.state.fn)  # type: ignore[arg-type]
-        average = average_of(callback)
-        if average is earlier and isinstance(average, AveragedModel):  # an evaluation after a fit
+        average = _average_of(callback)
+        if average is None:
+            continue
+        if average is earlier:  # an evaluation after a fit
             state = average.module.state_dict()
             if isinstance(state, LocalWeights):
                 parts.load_state_dict(state)
             else:
                 model.states.load_weights(parts, state, strict=True)
             average.module = parts
-        if isinstance(average, AveragedModel):
-            average.__class__ = _LocalAverage
+        average.__class__ = _LocalAverage
+
+
+def _average_of(callback: Callback) -> AveragedModel | None:
+    held = vars(callback).values()
+    return next((value for value in held if isinstance(value, AveragedModel)), None)
 
 
 def _settle(model: ParallelModel, flush: Callable[[], None]) -> None:

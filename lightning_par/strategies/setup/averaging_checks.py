@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
-from lightning_par.upstream.lightning import averaging_options
 
 __all__ = ["averaging_callbacks", "averaging_problems"]
 
@@ -38,7 +37,9 @@ def averaging_problems(
     for callback in averaging_callbacks(trainer):
         name = type(callback).__name__
         if isinstance(callback, WeightAveraging):
-            function = averaging_options(callback).get("multi_avg_fn")
+            # The options of torch's AveragedModel are kept as they were given.
+            given = [held for held in vars(callback).values() if isinstance(held, dict)]
+            function = next((d["multi_avg_fn"] for d in given if "multi_avg_fn" in d), None)
             if function is not None and not _is_entrywise(function):
                 problems.append(
                     f"{name}(multi_avg_fn=...): the average of an entry depends on other entries, "

@@ -1,12 +1,13 @@
 """Optimizers when they are made: without parameters on a stage, or in need of whole tensors."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -19,7 +20,7 @@ from lightning_par.strategies.optimizers.reach import (
 from lightning_par.strategies.optimizers.whole_step import WholeStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 
-__all__ = ["optimizers_of_a_stage", "prepare_optimizers"]
+__all__ = ["move_states", "optimizers_of_a_stage", "prepare_optimizers"]
 
 _logger = logging.getLogger(__name__)
 _MIB = 2**20
@@ -49,6 +50,23 @@ def optimizers_of_a_stage(stages: int) -> Iterator[None]:
         yield
     finally:
         Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def move_states(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Move the states of optimizers to a device, but not their steps, which torch wants where they
+    are.
+
+    Args:
+        optimizers: Changed in place.
+        device: Where the parameters are.
+    """
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if not isinstance(state, MutableMapping):
+                optimizer.state[parameter] = move_data_to_device(state, device)
+                continue
+            moved = {k: move_data_to_device(v, device) for k, v in state.items() if k != "step"}
+            state.update(moved)
 
 
 def prepare_optimizers(
