@@ -146,7 +146,6 @@ def test_a_step_alone_is_that_of_a_trainer() -> None:
     got = run_alone(skeleton, given, user, CPU)
     assert got.error is None
     assert not got.draws
-    assert not got.reads
     wanted = quiet_trainer(max_steps=1)
     wanted.fit(module, DataLoader([batch], batch_size=None))
     for name, parameter in module.named_parameters():

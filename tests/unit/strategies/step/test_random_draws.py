@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.random_draws import Rows, Tokens, WholeDraws
@@ -98,14 +99,20 @@ def test_a_rank_draws_the_rows_of_its_tokens() -> None:
         assert torch.equal(found, whole[2:5, start : start + 4])
 
 
-def test_a_replay_draws_the_same_rows() -> None:
-    mode, x = prepared(F.dropout, torch.ones(B, T)), torch.ones(2, T)
-    torch.manual_seed(0)
+def test_a_block_that_is_recomputed_draws_the_same_rows() -> None:
+    mode, x = prepared(F.dropout, torch.ones(B, T)), torch.ones(2, T, requires_grad=True)
+    drawn = []
+
+    def block(x: Tensor) -> Tensor:
+        drawn.append(F.dropout(x).detach())
+        return (x * drawn[-1]).sin()
+
     with mode.forward(Rows(4, 2, B)):
-        found = F.dropout(x)
-    torch.manual_seed(0)
+        out = checkpoint(block, x, use_reentrant=False).sum()
     with mode.replay(Rows(4, 2, B)):
-        assert torch.equal(F.dropout(x), found)
+        out.backward()
+    assert len(drawn) == 2
+    assert torch.equal(*drawn)
 
 
 def test_dropout_alone_is_no_draw_and_evaluation_none_at_all() -> None:
