@@ -38,6 +38,10 @@ _GRACE = 2.0
 """Seconds in which a rank may end by itself once another one failed."""
 _KILL = 3.0
 """Seconds after which ranks that do not end are killed."""
+_LEAVE = 30.0
+"""Seconds, at least, in which a rank that handles an exception may save and clean up; the timeout
+of collectives where that is longer.
+"""
 _NAMED = 3
 _COMMUNICATION = re.compile(r"gloo/|NCCL|ProcessGroup")
 _logger = logging.getLogger(__name__)
@@ -142,7 +146,7 @@ class RankWatch:
             mine = next(s for s in states if s.rank == self._file.rank)
             if mine.status is not RankStatus.RUNNING:
                 # It is on its way; what Lightning and callbacks do there may take a while.
-                if now - mine.when > self._timeout.total_seconds():
+                if now - mine.when > max(_LEAVE, self._timeout.total_seconds()):
                     os._exit(1)
                 continue
             failed = (RankStatus.FAILED, RankStatus.CUT_OFF)
