@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
+from tests.support.gloo_device import share_gloo_device
 from tests.support.ranks.api import close_ranks
+
+share_gloo_device()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
+from tests.support.gloo_device import share_gloo_device
+
 __all__ = ["main"]
 
 GROUP_TIMEOUT = timedelta(seconds=300)
@@ -58,6 +60,7 @@ def main(descriptor):
         importlib.import_module(name)
     reuse_meshes()
     reuse_groups()
+    share_gloo_device()
     gc.collect()
     gc.freeze()
     children = set()
