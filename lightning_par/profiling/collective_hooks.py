@@ -12,9 +12,10 @@ would if a kernel object were called. The functional operators have one composit
 backends: redispatching under the key of another backend reaches that kernel, does not come back to
 the wrapper, and releases the GIL.
 
-Hooks are process-wide. They may be nested; the one entered last is left first. Communication that
-C++ code starts by itself, as DDP's reducer does, is not seen. Copies between device and host are
-reported where an offloaded optimizer makes them.
+Hooks are process-wide. Several may be entered, and left in any order: they share one set of
+wrappers, which goes with the last of them. Communication that C++ code starts by itself, as DDP's
+reducer does, is not seen. Copies between device and host are reported where an offloaded optimizer
+makes them.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import get_kernel, Library
+from torch.library import Library
 
 from lightning_par.engine.offload.copy_stream import CopyStream
 from lightning_par.upstream.dispatch import lazy_keys, remove_kernels
@@ -148,10 +149,6 @@ class CollectiveHook(ABC):
     a copy between device and host (`_on_copy`), and when to hook (`_enter`, `_exit`).
     """
 
-    def __init__(self) -> None:
-        self._library: Library | None = None
-        self._replaced: list[tuple[type, str, Any]] = []
-
     @abstractmethod
     def _mark(self) -> Any:
         """Return a time mark of now, as `Clock.mark` does."""
@@ -185,6 +182,33 @@ class CollectiveHook(ABC):
         """
 
     def _enter(self) -> None:
+        _WRAPPERS.add(self)
+
+    def _exit(self) -> None:
+        _WRAPPERS.remove(self)
+
+
+class _Wrappers:
+    """The wrappers of all calls, which report to every hook that is entered."""
+
+    def __init__(self) -> None:
+        self._hooks: tuple[CollectiveHook, ...] = ()
+        self._library: Library | None = None
+        self._replaced: list[tuple[type, str, Any]] = []
+
+    def add(self, hook: CollectiveHook) -> None:
+        """Report calls to `hook` from now on, too."""
+        if not self._hooks:
+            self._install()
+        self._hooks = (*self._hooks, hook)
+
+    def remove(self, hook: CollectiveHook) -> None:
+        """Report nothing to `hook` any more."""
+        self._hooks = tuple(other for other in self._hooks if other is not hook)
+        if not self._hooks:
+            self._remove()
+
+    def _install(self) -> None:
         for name, signature in _METHODS.items():
             if name in vars(dist.ProcessGroup):
                 self._patch(dist.ProcessGroup, name, partial(self._wrap_method, signature))
@@ -198,7 +222,7 @@ class CollectiveHook(ABC):
                     self._implement(name, key, partial(self._wrap_operator, signature))
             self._implement("wait_tensor", key, self._wrap_wait_operator)
 
-    def _exit(self) -> None:
+    def _remove(self) -> None:
         for owner, name, original in reversed(self._replaced):
             setattr(owner, name, original)
         self._replaced = []
@@ -214,43 +238,47 @@ class CollectiveHook(ABC):
         setattr(owner, name, wrap(getattr(owner, name)))
 
     def _implement(self, name: str, key: str, wrap: Callable[[Any], Any]) -> None:
-        """Register a wrapper of an operator's current kernel for one dispatch key."""
+        """Register a wrapper of an operator's kernel for one dispatch key."""
         assert self._library is not None
         operator = getattr(functional_operators, name).default
 
         def composite(_: Any, *args: Any, **options: Any) -> Any:
             return operator.redispatch(_OTHER_BACKEND, *args, **options)
 
-        original: Any = composite
-        # Only another CollectiveHook registers kernels under these keys: chain to it.
-        if operator.has_kernel_for_dispatch_key(key):
-            original = get_kernel(operator, key).call_boxed
-        self._library.impl(name, wrap(original), key, with_keyset=True)
+        self._library.impl(name, wrap(composite), key, with_keyset=True)
+
+    def _marks(self) -> list[tuple[CollectiveHook, Any]]:
+        return [(hook, hook._mark()) for hook in self._hooks]
 
     def _wrap_method(self, signature: _Signature, original: Any) -> Callable[..., Any]:
         def method(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-            began = self._mark()
+            marks = self._marks()
             work = original(group, *args, **options)
             # torch's own callers pass keywords in the order of the parameters.
-            self._on_call(signature.bind(group, (*args, *options.values())), work, began)
+            call = signature.bind(group, (*args, *options.values()))
+            for hook, began in marks:
+                hook._on_call(call, work, began)
             return work
 
         return method
 
     def _wrap_operator(self, signature: _Signature, original: Any) -> Callable[..., Any]:
         def kernel(keys: Any, *args: Any, **options: Any) -> Any:
-            began = self._mark()
+            marks = self._marks()
             result = original(keys, *args, **options)
-            self._on_call(signature.bind(_as_group(args[-1]), args), result, began)
+            call = signature.bind(_as_group(args[-1]), args)
+            for hook, began in marks:
+                hook._on_call(call, result, began)
             return result
 
         return kernel
 
     def _wrap_wait_method(self, original: Any) -> Callable[..., Any]:
         def wait(work: dist.Work, *args: Any, **options: Any) -> Any:
-            began = self._mark()
+            marks = self._marks()
             result = original(work, *args, **options)
-            self._on_wait(work, began)
+            for hook, began in marks:
+                hook._on_wait(work, began)
             return result
 
         return wait
@@ -258,18 +286,23 @@ class CollectiveHook(ABC):
     def _wrap_copy(self, name: str, original: Any) -> Callable[..., Any]:
         def copy(stream: CopyStream, source: Tensor, target: Tensor) -> None:
             original(stream, source, target)
-            self._on_copy(name, source)
+            for hook in self._hooks:
+                hook._on_copy(name, source)
 
         return copy
 
     def _wrap_wait_operator(self, original: Any) -> Callable[..., Any]:
         def kernel(keys: Any, tensor: Tensor) -> Any:
-            began = self._mark()
+            marks = self._marks()
             result = original(keys, tensor)
-            self._on_wait(tensor, began)
+            for hook, began in marks:
+                hook._on_wait(tensor, began)
             return result
 
         return kernel
+
+
+_WRAPPERS = _Wrappers()
 
 
 def _as_group(given: Any) -> dist.ProcessGroup:

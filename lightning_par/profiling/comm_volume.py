@@ -170,7 +170,6 @@ class CommVolume(CollectiveHook):
         axes: Mapping[str, dist.ProcessGroup] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        super().__init__()
         self._axes: dict[str, str] = {}
         self._groups = dict(axes or {})
         for axis, group in (axes or {}).items():

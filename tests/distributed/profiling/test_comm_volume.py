@@ -238,6 +238,13 @@ def test_nested_ledgers_both_count_and_what_was_there_comes_back(rank, world):
                 all_reduce(x, "sum", group).sum()
     all_reduce(x, "sum", group).sum()
     assert (outer.total().calls, inner.total().calls) == (4, 2)
+    first, second = CommVolume(), CommVolume()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    all_reduce(x, "sum", group).sum()
+    second.__exit__()
+    assert (first.total().calls, second.total().calls) == (0, 1), "left in the order of entering"
     assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == methods
 
 
