@@ -15,6 +15,8 @@ __all__ = [
     "draws_on_meta",
     "fork_all_rng",
     "fork_torch_rng",
+    "is_own_draw",
+    "own_draws",
     "real_draws",
     "restore_random_states",
     "seed_all_generators",
@@ -24,6 +26,7 @@ __all__ = [
 
 
 _REAL_DRAWS: ContextVar[bool] = ContextVar("real_draws", default=False)
+_OWN_DRAWS: ContextVar[bool] = ContextVar("own_draws", default=False)
 
 
 @contextmanager
@@ -36,6 +39,21 @@ def real_draws() -> Iterator[None]:
         yield
     finally:
         _REAL_DRAWS.reset(token)
+
+
+@contextmanager
+def own_draws() -> Iterator[None]:
+    """Inside, random numbers are drawn for a purpose of this package, not by the user's step."""
+    token = _OWN_DRAWS.set(True)
+    try:
+        yield
+    finally:
+        _OWN_DRAWS.reset(token)
+
+
+def is_own_draw() -> bool:
+    """Whether the caller is inside of `own_draws`."""
+    return _OWN_DRAWS.get()
 
 
 def draws_on_meta() -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.rng import fork_torch_rng, seed_generators
+from lightning_par.engine.rng import fork_torch_rng, own_draws, seed_generators
 from lightning_par.engine.tensor.huggingface_layers import enter_region, leave_region
 from lightning_par.engine.tensor.parameters import tensor_placements
 from lightning_par.engine.tensor.sequence_parallel import Region, Regions
@@ -130,7 +130,8 @@ def _separate_random_numbers(block: nn.Module, tp_rank: int) -> None:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not block.training:
                 return inner(*args, **kwargs)
-            seed = int(torch.randint(2**62, ())) + tp_rank
+            with own_draws():
+                seed = int(torch.randint(2**62, ())) + tp_rank
             device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
             with fork_torch_rng(device):
                 seed_generators(seed, device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_par.engine.rng import real_draws
+from lightning_par.engine.rng import is_own_draw, real_draws
 from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.autograd import backward_inside
 
@@ -86,13 +86,14 @@ class WholeDraws(TorchFunctionMode):
 
     Attributes:
         drew: Whether anything but dropout drew.
+        is_opaque: Whether a kernel drew that cannot be told which numbers to take.
         tokens: Tokens that this rank sees; None: all.
         refusal: Why the draws cannot be shared.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.drew = False
+        self.drew = self.is_opaque = False
         self.tokens: Tokens | None = None
         self.refusal = ""
         self._device, self._rows = device, Rows(0, 1, 1)
@@ -149,7 +150,7 @@ class WholeDraws(TorchFunctionMode):
     ) -> Any:
         """Call `func`, for the whole batch if it draws."""
         handler = _HANDLERS.get(func)
-        if handler is None:
+        if handler is None or is_own_draw():
             return func(*args, **(kwargs or {}))
         return handler(self, func, args, kwargs or {})
 
@@ -381,6 +382,13 @@ def _dropout(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str,
     return tensor * mode.own(mask, cut)
 
 
+def _attention(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call attention, whose dropout draws inside its kernel, for the given samples only."""
+    if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0)) > 0:
+        mode.is_opaque = True
+    return func(*args, **kwargs)
+
+
 def _inseparable(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     mode.note_generator(kwargs)
     tensor = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
@@ -407,6 +415,7 @@ def _handlers() -> dict[Any, Callable[..., Any]]:
         ),
         _pointwise: (torch.bernoulli, Tensor.bernoulli, torch.multinomial, Tensor.multinomial),
         _dropout: (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
+        _attention: (F.scaled_dot_product_attention,),
         _inseparable: (torch.poisson, torch.binomial),
     }
     return {func: handler for handler, funcs in named.items() for func in funcs}

@@ -198,7 +198,7 @@ class StepRandom:
         states = [state for _, state in self._looked]
         pairs = [(a, b) for ended, a in self._looked for other, b in self._looked if ended == other]
         flags = [
-            any(_differ(a, b, "torch", "cuda") for a, b in pairs),
+            self._draws.is_opaque or any(_differ(a, b, "torch", "cuda") for a, b in pairs),
             any(_differ(a, b, "python", "numpy") for a, b in pairs),
             self._draws.drew or any(_differ(begin, s, "python", "numpy") for s in states),
             any(_differ(begin, s, "torch", "cuda") for s in states),
