@@ -139,8 +139,15 @@ def apply_context_parallel(model: nn.Module, resolved: ResolvedPlan, axis: Seque
         resolved: The resolved plan.
         axis: This rank's shard of the sequences.
     """
-    blocks = [model.get_submodule(name) for name in resolved.block_names]
-    intercept_attention([block for block in blocks if not isinstance(block, StageStub)], axis)
+    named = ((name, model.get_submodule(name)) for name in resolved.block_names)
+    blocks = {name: block for name, block in named if not isinstance(block, StageStub)}
+    added = {
+        f"{name}.{inner}".rpartition(".")[0]
+        for name, block in blocks.items()
+        for inner, _ in block.named_modules()
+        if any(match_pattern(p, f"{name}.{inner}") for p in resolved.plan.replica_sums)
+    }
+    intercept_attention(blocks.values(), axis, map(model.get_submodule, sorted(added)))
     for name, keyword in _positions_of(model, resolved.plan.positions or {}).items():
         _give_positions(model.get_submodule(name), keyword, axis)
 

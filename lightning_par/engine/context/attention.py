@@ -108,7 +108,7 @@ class _Interception(TorchFunctionMode):
     def __init__(self, axis: SequenceShard) -> None:
         super().__init__()
         self._axis = axis
-        self.is_active = False
+        self.is_active = self.is_sum = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -124,7 +124,7 @@ class _Interception(TorchFunctionMode):
                 f"{self._axis.group.size()} ranks, since it computes attention out of sight. Call "
                 "F.scaled_dot_product_attention or lightning_par.attention in the block."
             )
-        if self._axis.looks:
+        if self._axis.looks and not self.is_sum:
             check_mixing(func, args, options, self._axis.layout.local)
         return func(*args, **options)
 
@@ -183,6 +183,19 @@ class _Interception(TorchFunctionMode):
         return self._axis.attend(*tensors, **options)
 
 
+def _summing(mode: _Interception, inner: Forward) -> Forward:
+    """Let a module sum over the tokens of this rank: it has its sums added up over the ranks."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        mode.is_sum = True
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            mode.is_sum = False
+
+    return forward
+
+
 def _inside(mode: _Interception, inner: Forward) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if mode.is_active:
@@ -204,14 +217,19 @@ def _wrapped_modules(block: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def intercept_attention(blocks: Iterable[nn.Module], axis: SequenceShard) -> None:
+def intercept_attention(
+    blocks: Iterable[nn.Module], axis: SequenceShard, sums: Iterable[nn.Module] = ()
+) -> None:
     """Let the attention in these blocks see the tokens of all ranks; see Note [Interception].
 
     Args:
         blocks: Their forwards, and those of their modules, are wrapped.
         axis: This rank's shard of the sequences.
+        sums: Modules in them that may sum over tokens, as the plan adds their sums up.
     """
     mode = _Interception(axis)
+    for module in sums:
+        wrap_forward(module, partial(_summing, mode), "sums_over_tokens")
     for block in blocks:
         for module in _wrapped_modules(block):
             wrap_forward(module, partial(_inside, mode), "context_attention")
