@@ -80,6 +80,8 @@ class Judge:
         Raises:
             CannotProveError: That is not known.
         """
+        if not self._has_valid_labels:
+            raise CannotProveError("no label of its batch counts, for which one process gives NaN")
         feeds = all(g is not None for g in self.noted.gradients[-1:])
         given = self._given(self.start, gradients=self.noted.gradients if feeds else None)
         one = self._run(given)
@@ -150,6 +152,12 @@ class Judge:
             except CannotJoinError as reason:
                 joined.append(self._pad(parts, reason))
         return joined
+
+    @property
+    def _has_valid_labels(self) -> bool:
+        """Whether any label of the step counts."""
+        counts = [self.model.steps.has_valid_labels(batch) for batch in self._joined]
+        return any(counted is None or bool(counted) for counted in counts)
 
     def _pad(self, parts: Sequence[Any], reason: CannotJoinError) -> Any:
         """Return one batch of parts with unequal lengths, if padding changes no loss.

@@ -257,6 +257,10 @@ class StepRunner:
             step.opened = opened.pop_all()
             return output, step
 
+    def has_valid_labels(self, batch: Any) -> Tensor | None:
+        """Return whether any label of a batch counts; None if every sample counts."""
+        return self._weigher.has_valid_labels(batch)
+
     def evaluation(self, name: str, context: StepContext, args: Sequence[Any]) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on the batch of this replica.
 
