@@ -7,6 +7,7 @@ import torch
 
 from lightning_par.commands.parallel_cli import make_cli
 from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.memory_estimate import memory_check
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 
 __all__ = ["main"]
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
     # The model may be larger than this machine.
     with torch.device("meta"):
         module.configure_model()
-    check = strategy.memory_check(module)
+    check = memory_check(module, strategy)
     count = sum(p.numel() for p in module.parameters())
     print(f"{type(module).__name__}: {count:,} parameters on {strategy.sizes}")
     print("the fullest rank holds, besides activations:")

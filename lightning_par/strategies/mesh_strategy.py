@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn, Tensor
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -41,7 +41,6 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.before_setup import plain_before_setup
 from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
-from lightning_par.strategies.setup.memory_check import MemoryCheck
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.parallelize import parallelize
 from lightning_par.strategies.setup.precision import AdoptedPrecision
@@ -77,29 +76,26 @@ class MeshStrategy(ParallelStrategy):
         num_microbatches: Micro-batches per batch of a replica ("auto": 4 per pipeline rank, or the
             batch size if smaller).
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
-            or the path of one written by hand (see
-            `engine.pipeline.schedules.read_schedule`).
+            or a file written by hand (see `engine.pipeline.schedules.read_schedule`).
         virtual_pipeline_size: Stages per rank under ``"interleaved"`` ("auto": 2).
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
-        compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
-            ``{"mode": "max-autotune"}``.
+        compile_blocks: Compile every block with `torch.compile`; a dict gives its options.
         checkpoint_format: ``"file"``, which a plain `Trainer` reads, too, ``"folder"``, or "auto".
         save_distributed_checkpoint: Lightning's name: True is ``"folder"``, False ``"file"``.
         async_save: Train on while a checkpoint is written, from a copy in host memory.
         plan: Used instead of the model's `parallel_plan()`; FQNs as seen from the LightningModule.
         process_group_backend: Backend of torch.distributed; by default gloo, on CUDA gloo and NCCL.
         timeout: Time after which a collective of any group gives up.
-        on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
-            "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
+        on_nonfinite: If the loss or a gradient is NaN or infinite on any rank, "raise" on every
+            rank before the optimizer step, "skip" the step, or "ignore" it.
         verify: Compare the first optimizer step with the same on one process, and end the run if
             they differ: ``"first_step"`` always, ``"auto"`` where the model is small, False never.
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
-        gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
-            ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its
-            fields).
-        gather_after_run: Give every rank the whole, plain module again once a run has ended;
-            "auto": where one for each rank takes no more than a quarter of the host's free memory.
+        gradient_compression: Of what whole replicas (ZeRO stage 0) send: ``"fp16"``, ``"bf16"``,
+            ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its fields).
+        gather_after_run: Give every rank the whole, plain module again after a run; "auto": where
+            one for each rank takes no more than a quarter of the host's free memory.
 
     Attributes:
         options: What the user chose, and what callbacks added; see `change_options`.
@@ -227,17 +223,6 @@ class MeshStrategy(ParallelStrategy):
         """
         return self.parallel_model.steps.timeline()
 
-    def memory_check(self, model: nn.Module) -> MemoryCheck:
-        """Return what a run of a whole model, perhaps on meta, would hold on this mesh."""
-        return MemoryCheck(
-            module=model,
-            resolved=check_module(model, self.options, self.sizes),
-            options=self.options,
-            sizes=self.sizes,
-            precision=self.precision_plugin.precision,
-            ranks_per_host=self.processes.num_local,
-        )
-
     @property
     @override
     def root_device(self) -> torch.device:
@@ -277,9 +262,8 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         check_offload(self.options, self.sizes)
-        if self.options.offload_options is not None:
-            plugin = offload_precision(self.options.offload_options, self.precision_plugin)
-            self.precision_plugin = plugin
+        plugin = offload_precision(self.options.offload_options, self.precision_plugin)
+        self.precision_plugin = plugin
         assert self.lightning_module is not None
         self._saving.check(self.checkpoint_io, self.lightning_module.trainer.checkpoint_callbacks)
         super().setup_environment()
@@ -546,6 +530,8 @@ class MeshStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         model = self._parallel_model if self._on_mesh(module) else None
+        if model is None:  # before the setup: what it converts would round the weights
+            self.precision_plugin.convert_module(module)
         self._loading.load_weights(model, module, checkpoint, strict=strict)
 
     @override
@@ -568,11 +554,23 @@ class MeshStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         self._loading.before_training()
+        self.processes.begin_loop()
 
-    on_train_end = on_validation_start = flush_offload
+    @override
+    def on_validation_start(self) -> None:
+        self.flush_offload()
+        self.processes.begin_loop()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    @override
+    def on_train_end(self) -> None:
+        self.flush_offload()
+        self.processes.end_loop()
 
     def _end_evaluation(self) -> None:
         self.parallel_model.sharding.release()
+        self.processes.end_loop()
 
     on_validation_end = on_test_end = on_predict_end = _end_evaluation
 

@@ -51,10 +51,16 @@ def check_offload(options: MeshOptions, sizes: ParallelSizes) -> None:
         )
 
 
-def offload_precision(options: OffloadOptions, plugin: Precision) -> Precision:
-    """Return the precision plugin: the part that stays on the device keeps float32 masters, too."""
-    is_half = options.offload_fraction < 1 and type(plugin) is HalfPrecision
-    return MasterWeightPrecision() if is_half else plugin
+def offload_precision(options: OffloadOptions | None, plugin: Precision) -> Precision:
+    """Return the precision plugin: where a part of the optimizer stays on the device, that part
+    keeps float32 masters, too.
+
+    Args:
+        options: None: nothing is offloaded.
+        plugin: What the Trainer was given.
+    """
+    is_divided = options is not None and options.offload_fraction < 1
+    return MasterWeightPrecision() if is_divided and type(plugin) is HalfPrecision else plugin
 
 
 class HostOffload:

@@ -21,6 +21,7 @@ from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.processes.deferred_signals import DeferredSignals
 from lightning_par.strategies.processes.interruption import Interruption
 from lightning_par.strategies.processes.launcher import PreflightLauncher
 from lightning_par.strategies.processes.rendezvous import (
@@ -29,7 +30,7 @@ from lightning_par.strategies.processes.rendezvous import (
     use_loopback,
 )
 from lightning_par.strategies.processes.watchdog import open_status_file, RankWatch
-from lightning_par.upstream.lightning import init_process_group, reduce_tensor
+from lightning_par.upstream.lightning import init_process_group, reduce_tensor, trainer_of
 
 __all__ = ["MeshProcesses"]
 
@@ -64,12 +65,14 @@ class MeshProcesses:
         self._filter: Any = None
         self.activity = Activity()
         self.interruption = Interruption(options.timeout)
+        self._signals = DeferredSignals()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
         left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
-        own = {"_owns_group": False, "interruption": Interruption(self._options.timeout)}
-        return {**vars(self), **left, **own}
+        interruption = Interruption(self._options.timeout)
+        own = {"interruption": interruption, "_signals": DeferredSignals()}
+        return {**vars(self), **left, **own, "_owns_group": False}
 
     def attach(
         self,
@@ -234,12 +237,23 @@ class MeshProcesses:
                 store = loopback_store(environment.main_port, self.rank, self.world_size, patience)
         init_process_group(environment, self.backend, timeout=timeout, store=store)
 
+    def begin_loop(self) -> None:
+        """Answer signals between two batches from now on; see `DeferredSignals`."""
+        trainer = trainer_of(self.interruption.module)
+        if trainer is not None:
+            self._signals.begin(trainer)
+
+    def end_loop(self) -> None:
+        """Answer those that came during the last batch, unless this loop runs inside training."""
+        self._signals.end()
+
     def _observe_children(self, observes: bool) -> None:
         if self._launcher is not None:
             self._launcher.observes = observes
 
     def close(self) -> None:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
+        self._signals.close()
         if self._names_interface:
             os.environ.pop(INTERFACE, None)
             self._names_interface = False

@@ -16,6 +16,7 @@ from lightning_par.engine.memory.estimate import MemoryEstimate, MemoryRow, misf
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.models import Mixtral, MixtralConfig
 from lightning_par.plan.resolved_plan import check_plan
+from lightning_par.strategies.memory_estimate import memory_check
 
 GIB = 2**30
 ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
@@ -53,7 +54,7 @@ def explain(made: Any, device: float | None, host: float | None) -> str | None:
     model = Large()
     layout = check_plan(model, model.parallel_plan(), made.sizes)
     sizes = [None if size is None else int(size * GIB) for size in (device, host)]
-    check = replace(made.memory_check(model), resolved=layout)
+    check = replace(memory_check(model, made), resolved=layout)
     return check.explain_misfit(device=sizes[0], host=sizes[1])
 
 
@@ -136,8 +137,8 @@ def test_sharding_of_a_model_without_blocks_is_warned_of() -> None:
     model, made = Large(), strategy(2, "hybrid3d", **ONES, zero_stage=3)
     bare = check_plan(model, lightning_par.ParallelPlan(), made.sizes)
     with pytest.warns(UserWarning, match="zero_stage=3: the plan of Large names no blocks, so"):
-        replace(made.memory_check(model), resolved=bare).check(made.root_device)
-    made.memory_check(model).check(made.root_device)
+        replace(memory_check(model, made), resolved=bare).check(made.root_device)
+    memory_check(model, made).check(made.root_device)
 
 
 def test_misfit_of_the_host_counts_every_rank() -> None:
