@@ -2,8 +2,9 @@
 
 Needs timm, torchvision, litgpt, x-transformers, diffusers and open_clip, or some of them. Every
 model trains three steps on two ranks, with tensor and with pipeline parallelism, without a plan;
-losses and weights are compared with those of one process. The proof of the first step is off, so
-that a wrong plan is seen as one.
+losses and weights are compared with those of one process. Dropout and DropPath are off, since a
+mesh draws other numbers for them; numbers are float64, as a diverging run in float32 magnifies its
+rounding. The proof of the first step is off, so that a wrong plan is seen as one.
 """
 
 import argparse
@@ -35,7 +36,7 @@ LAYOUTS = {
     "tp2": {**ONES, "tensor_parallel_size": 2},
     "pp2": {**ONES, "pipeline_parallel_size": 2, "num_microbatches": 2},
 }
-TOLERANCE = 2e-4
+TOLERANCE = 1e-5  # some models compute parts in float32
 STEPS, BATCH, CLASSES, VOCAB, LENGTH = 3, 4, 10, 64, 16
 LIMIT = 180
 Model = tuple[str, Callable[[], nn.Module], str]
@@ -52,7 +53,7 @@ def timm_models() -> Iterator[Model]:
         "beit_base_patch16_224": {**small, "num_heads": 4},
         "cait_xxs24_224": {**small, "num_heads": 4},
         "eva02_tiny_patch14_224": {**small, "num_heads": 4},
-        "mixer_s16_224": {"img_size": 32, "num_blocks": 4},
+        "mixer_s16_224": {"img_size": 32},
         "swin_tiny_patch4_window7_224": {
             "img_size": 32,
             "window_size": 4,
@@ -250,13 +251,17 @@ class Task(pl.LightningModule):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
+        for module in net.modules():
+            for name in ("p", "drop_prob", "dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         out = self.net(x)
         logits = getattr(out, "logits", out[0] if isinstance(out, tuple) else out)
-        loss = F.cross_entropy(logits.flatten(0, -2).float(), y.flatten())
+        loss = F.cross_entropy(logits.flatten(0, -2), y.flatten())
         self.log("loss", loss)
         return loss
 
@@ -298,6 +303,7 @@ def body(rank: int, world: int, port: int, library: str, index: int, layout: str
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     try:
         _, make, kind = list(LIBRARIES[library]())[index]
+        torch.set_default_dtype(torch.float64)
         torch.manual_seed(3)
         module, losses = Task(make()), Losses()
         strategy: Any = "auto"
@@ -315,7 +321,7 @@ def body(rank: int, world: int, port: int, library: str, index: int, layout: str
             callbacks=[losses],
         )
         trainer.fit(module, data(kind))
-        weights = {name: w.float().sum().item() for name, w in module.named_parameters()}
+        weights = {name: w.sum().item() for name, w in module.named_parameters()}
         out.put((rank, "trained", (losses.found, weights)))
     except LightningParError as error:
         out.put((rank, "refused", str(error)))
