@@ -180,6 +180,14 @@ class _Interception(TorchFunctionMode):
         if torch.is_autocast_enabled(device):  # as torch does for its own attention
             kind = torch.get_autocast_dtype(device)
             tensors = tuple(x.to(kind) for x in tensors)
+        query, value = tensors[0].shape[-1], tensors[2].shape[-1]
+        if query != value:
+            raise ConfigurationError(
+                f"attention with head sizes {query} and {value} of query and value cannot be "
+                f"divided over context_parallel_size={self._axis.group.size()} ranks, whose "
+                "kernels want them equal. Pad the values to the size of the queries, or use "
+                "context_parallel_size=1."
+            )
         return self._axis.attend(*tensors, **options)
 
 
