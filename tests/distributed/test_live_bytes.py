@@ -1,5 +1,7 @@
 """The instrument that counts live bytes sees the shards of this rank, and no whole tensor."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor, Shard
@@ -16,5 +18,7 @@ def test_live_bytes_are_those_of_the_shards(rank: int, world: int) -> None:
         made = shard + 1
         whole = made.full_tensor()
         del whole
+        while live.now > made.to_local().nbytes:  # gloo's thread may hold what it gathered a while
+            time.sleep(0.01)
         assert live.now == made.to_local().nbytes == 4 * 15
         assert live.peak >= 4 * 15 + 4 * 30
