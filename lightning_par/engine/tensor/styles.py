@@ -8,12 +8,13 @@ A function takes the module, its original forward, the `Region` with the ``tp`` 
 positional and keyword arguments of the call, and returns what the module returns.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, ExitStack
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_par.engine.collectives import (
@@ -35,7 +36,14 @@ from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import PlanError
 from lightning_par.plan.tensor_styles import TensorStyle
 
-__all__ = ["STYLE_FUNCTIONS", "Style", "apply_style", "local_parameters"]
+__all__ = [
+    "STYLE_FUNCTIONS",
+    "Style",
+    "apply_style",
+    "copy_first_gradients",
+    "local_parameter",
+    "local_parameters",
+]
 
 Style = Callable[[nn.Module, Forward, Region, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -201,11 +209,54 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
     saved = {name: value for name, value in items if isinstance(value, DTensor)}
     try:
         for name, parameter in saved.items():
-            _swap(module, name, parameter.to_local())
+            _swap(module, name, local_parameter(parameter, module))
         yield
     finally:
         for name, parameter in saved.items():
             _swap(module, name, parameter)
+
+
+def local_parameter(parameter: DTensor, reader: nn.Module | None = None) -> Tensor:
+    """Return the local shard of a parameter, to be computed with.
+
+    Note [Gradients of one tensor]: autograd may give two operands the same tensor as gradient, or
+    one of them a view of it, as a sum or a concatenation does with one sample. It knows from their
+    number of references that neither may keep it as ``grad``, to which later gradients are added in
+    place. `DTensor.to_local` hides this: its backward wraps each in a DTensor of its own. So a
+    gradient that is about to become ``grad`` is copied first. Layers of torch compute those of
+    their matrices afresh; these are not copied.
+
+    Args:
+        parameter: A parameter of a module.
+        reader: The module whose forward computes with it; None: not known.
+    """
+    local = parameter.to_local()
+    is_fresh = type(reader).__module__.startswith("torch.nn.") and parameter.ndim > 1
+    if not is_fresh and not torch.compiler.is_compiling():
+        _copy_first(local, parameter)
+    return local
+
+
+def copy_first_gradients(module: nn.Module) -> None:
+    """Copy the first gradients of parameters where compiled code does not let `local_parameter`.
+
+    Args:
+        module: Its parameters, which have their values, get hooks.
+    """
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            _copy_first(parameter, parameter)
+
+
+def _copy_first(computed: Tensor, parameter: Tensor) -> None:
+    held = weakref.ref(parameter)
+
+    def copied(grad: Tensor) -> Tensor | None:
+        kept = held()
+        return grad.clone() if kept is not None and kept.grad is None else None
+
+    if computed.requires_grad:
+        computed.register_hook(copied)
 
 
 def _swap(module: nn.Module, name: str, value: Any) -> None:

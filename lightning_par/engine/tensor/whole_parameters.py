@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.tensor.styles import local_parameter
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import PlanError
 from lightning_par.plan.resolved_plan import ResolvedPlan
@@ -55,7 +56,7 @@ def _reader(found: list[tuple[nn.Module, str]]) -> Any:
                     # With more axes it is a shard of a replica, which is gathered later.
                     if isinstance(whole, DTensor) and whole.device_mesh.ndim == 1:
                         swapped.append((owner, name, whole))
-                        owner._parameters[name] = cast(nn.Parameter, whole.to_local())
+                        owner._parameters[name] = cast(nn.Parameter, local_parameter(whole))
                 return inner(*args, **kwargs)
             finally:
                 for owner, name, whole in swapped:

@@ -35,6 +35,7 @@ from lightning_par.engine.pipeline.split_backward import WeightGradients
 from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.engine.pipeline.stage_links import connect, group_name, StageLink
 from lightning_par.engine.tensor.apply import apply_tensor_parallel, TensorParallel
+from lightning_par.engine.tensor.styles import copy_first_gradients
 from lightning_par.huggingface import divide_attention
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
@@ -86,6 +87,8 @@ def parallelize(  # house: the order, in one place
     states, known = StateMap.of_whole(module, mesh), describe_parameters(module)
     parts = _apply(module, resolved, mesh, options)
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
+    if options.compile_blocks is not False:
+        copy_first_gradients(module)
     links = _connect(mesh, parts.rank_of_stage, device)
     executor = PipelineExecutor(parts.stages, links, sharding, parts.weight_gradients, activity)
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)

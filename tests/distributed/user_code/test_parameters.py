@@ -1,6 +1,7 @@
 """Steps that read, or write, parameters of the model themselves."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_par import ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.user_code import Cases
 
@@ -108,6 +110,34 @@ def logits_from_the_embedding_by_hand() -> Any:
             return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2pp2", strategy={"sequence_parallel": False})
+def positions_and_marks_with_one_gradient() -> Any:
+    """Of one sample, autograd gives both parameters the same tensor, to which it adds later."""
+
+    class Embedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(64, 32)
+            self.positions = nn.Parameter(torch.randn(1, 6, 32))
+            self.marks = nn.Parameter(torch.randn(1, 6, 32))
+
+        def forward(self, x: Any) -> Any:
+            return self.tokens(x) + self.positions + self.marks
+
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.emb = Embedding()
+
+        def parallel_plan(self) -> ParallelPlan:
+            plan = super().parallel_plan()
+            tensor = {n: style for n, style in plan.tensor.items() if n != "net.emb"}
+            given = {"net.emb": "replicated", "net.emb.tokens": "vocab_embedding"}
+            return replace(plan, tensor={**tensor, **given})
+
+    return Module(), token_pairs(length=6)
 
 
 @CASES.add(equal="tp2 pp2")
