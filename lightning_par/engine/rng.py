@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,25 +30,24 @@ _OWN_DRAWS: ContextVar[bool] = ContextVar("own_draws", default=False)
 
 
 @contextmanager
-def real_draws() -> Iterator[None]:
+def _inside(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
+    try:
+        yield
+    finally:
+        flag.reset(token)
+
+
+def real_draws() -> AbstractContextManager[None]:
     """Inside, modules that only stand for their shapes (on meta) draw random numbers as the real
     ones do, so that what is drawn after them is the same.
     """
-    token = _REAL_DRAWS.set(True)
-    try:
-        yield
-    finally:
-        _REAL_DRAWS.reset(token)
+    return _inside(_REAL_DRAWS)
 
 
-@contextmanager
-def own_draws() -> Iterator[None]:
+def own_draws() -> AbstractContextManager[None]:
     """Inside, random numbers are drawn for a purpose of this package, not by the user's step."""
-    token = _OWN_DRAWS.set(True)
-    try:
-        yield
-    finally:
-        _OWN_DRAWS.reset(token)
+    return _inside(_OWN_DRAWS)
 
 
 def is_own_draw() -> bool:

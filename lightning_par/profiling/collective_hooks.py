@@ -206,7 +206,7 @@ class _Wrappers:
         """Report nothing to `hook` any more."""
         self._hooks = tuple(other for other in self._hooks if other is not hook)
         if not self._hooks:
-            self._remove()
+            self._uninstall()
 
     def _install(self) -> None:
         for name, signature in _METHODS.items():
@@ -222,7 +222,7 @@ class _Wrappers:
                     self._implement(name, key, partial(self._wrap_operator, signature))
             self._implement("wait_tensor", key, self._wrap_wait_operator)
 
-    def _remove(self) -> None:
+    def _uninstall(self) -> None:
         for owner, name, original in reversed(self._replaced):
             setattr(owner, name, original)
         self._replaced = []

@@ -76,26 +76,28 @@ class MeshStrategy(ParallelStrategy):
         num_microbatches: Micro-batches per batch of a replica ("auto": 4 per pipeline rank, or the
             batch size if smaller).
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
-            or a file written by hand (see `engine.pipeline.schedules.read_schedule`).
+            or the path of one written by hand (`engine.pipeline.schedules.read_schedule`).
         virtual_pipeline_size: Stages per rank under ``"interleaved"`` ("auto": 2).
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
-        compile_blocks: Compile every block with `torch.compile`; a dict gives its options.
+        compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
+            ``{"mode": "max-autotune"}``.
         checkpoint_format: ``"file"``, which a plain `Trainer` reads, too, ``"folder"``, or "auto".
         save_distributed_checkpoint: Lightning's name: True is ``"folder"``, False ``"file"``.
         async_save: Train on while a checkpoint is written, from a copy in host memory.
         plan: Used instead of the model's `parallel_plan()`; FQNs as seen from the LightningModule.
         process_group_backend: Backend of torch.distributed; by default gloo, on CUDA gloo and NCCL.
         timeout: Time after which a collective of any group gives up.
-        on_nonfinite: If the loss or a gradient is NaN or infinite on any rank, "raise" on every
-            rank before the optimizer step, "skip" the step, or "ignore" it.
+        on_nonfinite: What happens if the loss or a gradient is NaN or infinite on any rank:
+            "raise" on every rank before the optimizer step, "skip" the step, or "ignore" it.
         verify: Compare the first optimizer step with the same on one process, and end the run if
             they differ: ``"first_step"`` always, ``"auto"`` where the model is small, False never.
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
-        gradient_compression: Of what whole replicas (ZeRO stage 0) send: ``"fp16"``, ``"bf16"``,
-            ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its fields).
-        gather_after_run: Give every rank the whole, plain module again after a run; "auto": where
-            one for each rank takes no more than a quarter of the host's free memory.
+        gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
+            ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its
+            fields).
+        gather_after_run: Give every rank the whole, plain module again once a run has ended;
+            "auto": where one for each rank takes no more than a quarter of the host's free memory.
 
     Attributes:
         options: What the user chose, and what callbacks added; see `change_options`.

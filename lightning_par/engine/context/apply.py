@@ -15,7 +15,7 @@ from lightning_par.engine.context.attention import intercept_attention
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.context.ring_p2p import RingChannel
 from lightning_par.engine.context.sequence_shard import SequenceShard
-from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.pipeline.stage import matching_modules, StageStub
 from lightning_par.errors import nearest, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import match_pattern, ParallelPlan
@@ -139,15 +139,11 @@ def apply_context_parallel(model: nn.Module, resolved: ResolvedPlan, axis: Seque
         resolved: The resolved plan.
         axis: This rank's shard of the sequences.
     """
-    named = ((name, model.get_submodule(name)) for name in resolved.block_names)
-    blocks = {name: block for name, block in named if not isinstance(block, StageStub)}
-    added = {
-        f"{name}.{inner}".rpartition(".")[0]
-        for name, block in blocks.items()
-        for inner, _ in block.named_modules()
-        if any(match_pattern(p, f"{name}.{inner}") for p in resolved.plan.replica_sums)
-    }
-    intercept_attention(blocks.values(), axis, map(model.get_submodule, sorted(added)))
+    found = map(model.get_submodule, resolved.block_names)
+    blocks = [block for block in found if not isinstance(block, StageStub)]
+    summed = matching_modules(model, resolved.plan.replica_sums)
+    added = sorted({name.rpartition(".")[0] for name in summed})
+    intercept_attention(blocks, axis, map(model.get_submodule, added))
     for name, keyword in _positions_of(model, resolved.plan.positions or {}).items():
         _give_positions(model.get_submodule(name), keyword, axis)
 

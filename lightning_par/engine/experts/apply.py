@@ -26,12 +26,11 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_par.engine.collectives import all_reduce
 from lightning_par.engine.experts.token_dispatch import dispatch_tokens
-from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.pipeline.stage import matching_modules
 from lightning_par.engine.tensor.styles import local_parameters
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import either, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
-from lightning_par.plan.parallel_plan import match_pattern
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 
@@ -121,14 +120,6 @@ def expert_shard_dim(shape: Sequence[int], taken: Collection[int], shards: int) 
     return free[-1] if free else 0
 
 
-def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if not isinstance(module, StageStub) and any(match_pattern(p, name) for p in patterns)
-    }
-
-
 def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes) -> None:
     """Raise if the experts of a model cannot be sharded over the ``ep`` axis.
 
@@ -143,7 +134,7 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
     if sizes.expert == 1:
         return
     asked = f"expert_parallel_size={sizes.expert}"
-    found = _matching(model, resolved.plan.experts)
+    found = matching_modules(model, resolved.plan.experts)
     if not found:
         raise PlanError(
             f"{asked}: the plan of {type(model).__name__} names no experts; return "
@@ -182,7 +173,7 @@ def apply_expert_parallel(
     """
     if mesh.expert_mesh is None:
         return None
-    modules = _matching(model, resolved.plan.experts)
+    modules = matching_modules(model, resolved.plan.experts)
     names = set()
     for fqn, module in modules.items():
         names |= {f"{fqn}.{key}" for key, _ in module.named_parameters()}
@@ -205,7 +196,7 @@ def apply_replica_sums(model: nn.Module, resolved: ResolvedPlan, group: dist.Pro
     """
     if group.size() == 1:
         return
-    for module in _matching(model, resolved.plan.replica_sums).values():
+    for module in matching_modules(model, resolved.plan.replica_sums).values():
         wrap_forward(module, partial(_summed, module, group), "replica_sum")
 
 

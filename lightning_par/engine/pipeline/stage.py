@@ -10,7 +10,7 @@ two blocks runs where its result is needed, the loss is computed on the last sta
 twice on one stage.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,18 @@ from typing import Any
 from torch import nn, Tensor
 
 from lightning_par.errors import PipelineError
+from lightning_par.plan.parallel_plan import match_pattern
 from lightning_par.upstream.pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["Message", "MicroBatchState", "Stage", "StageExit", "StageStub", "fill_hidden"]
+__all__ = [
+    "Message",
+    "MicroBatchState",
+    "Stage",
+    "StageExit",
+    "StageStub",
+    "fill_hidden",
+    "matching_modules",
+]
 
 Message = dict[str, Any]
 """Message between stages: ``"3"`` -> output tree of block 3, ``"3.name"`` -> attribute it
@@ -58,6 +67,21 @@ class MicroBatchState:
 
 class StageStub(nn.Module):
     """Base class of stubs, the modules in the place of what another stage holds; no parameters."""
+
+
+def matching_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+    """Return FQN -> module for those of this stage that match a pattern of a plan.
+
+    Args:
+        model: Stubs may stand for what other stages hold.
+        patterns: See `match_pattern`.
+    """
+    wanted = list(patterns)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if not isinstance(module, StageStub) and any(match_pattern(p, name) for p in wanted)
+    }
 
 
 class Stage:

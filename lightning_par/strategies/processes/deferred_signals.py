@@ -13,6 +13,7 @@ pay nothing for it.
 
 import atexit
 import inspect
+import json
 import logging
 import signal
 import threading
@@ -193,12 +194,13 @@ class _Agreement:
                 return []
             self._changed.wait_for(lambda: self._verdict is not None or self._closing.is_set())
             verdict, number = self._verdict or _OVER, self._number
-            if verdict != _OVER and place is not None and place < _place(verdict):
+            if verdict != _OVER and place is not None and place < tuple(json.loads(verdict)):
                 return []
-            self._number = self._verdict = None
+            self._verdict = None
             while number in self._asked:
                 self._asked.remove(number)  # in place: a handler may append meanwhile
             self._count += 1
+            self._number = None  # last: the thread, which takes no lock to see it, may go on
             self._changed.notify_all()
         if verdict == _OVER:
             _logger.warning("signal %d is not answered: the run has ended.", number)
@@ -220,16 +222,16 @@ class _Agreement:
                     self._agree()
 
     def _agree(self) -> None:
-        asked = list(self._asked)
-        if asked:
-            number = int(self._store.compare_set(self._key("signal"), "", str(asked[0])))
+        if self._asked:
+            asked = str(self._asked[0])
+            number = int(self._store.compare_set(self._key("signal"), "", asked))
         else:
             number = int(self._store.get(self._key("signal")))
         with self._changed:
             if self._closing.is_set():
                 return
             self._number, self._mine = number, self._join()
-        self._store.set(self._key("answer", self._rank), _text(self._mine))
+        self._store.set(self._key("answer", self._rank), json.dumps(self._mine))
         keys = [self._key("answer", rank) for rank in range(self._size)]
         looks = 0
         while not self._store.check(keys) and looks * _PERIOD < _PATIENCE:
@@ -238,7 +240,7 @@ class _Agreement:
                 return
         found = _OVER
         if self._store.check(keys):
-            found = _text(max(_place(self._store.get(key).decode()) for key in keys))
+            found = json.dumps(max(json.loads(self._store.get(key)) for key in keys))
         # The first to know or to give up decides for all.
         verdict = self._store.compare_set(self._key("verdict"), "", found)
         with self._changed:
@@ -281,12 +283,3 @@ def _next_place(trainer: pl.Trainer) -> Place:
     if not is_training:
         return ready, evaluated + 1
     return (ready, 1) if processed < ready else (ready + 1, 0)
-
-
-def _text(place: Place) -> str:
-    return f"{place[0]} {place[1]}"
-
-
-def _place(text: str) -> Place:
-    training, evaluation = map(int, text.split())
-    return training, evaluation

@@ -8,7 +8,6 @@ ranks no longer communicate and nothing is saved.
 
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -63,15 +62,12 @@ class Interruption:
         prefix = f"lightning_par/stopped/{self._count}"
         store = default_store()
         keys = [f"{prefix}/{rank}" for rank in range(dist.get_world_size())]
-        try:
+        verdict = "apart"
+        with suppress(RuntimeError):  # others do not come, or whoever served the store is gone
             store.set(keys[dist.get_rank()], "")
-            verdict = b"together" if self._all_come(store, keys) else b"apart"
-            return bool(store.compare_set(f"{prefix}/verdict", "", verdict) == b"together")
-        except RuntimeError:  # whoever served the store is gone
-            return False
-
-    def _all_come(self, store: Any, keys: list[str]) -> bool:
-        with suppress(RuntimeError):
             store.wait(keys, self._limit)
-            return True
+            verdict = "together"
+        with suppress(RuntimeError):
+            decided = store.compare_set(f"{prefix}/verdict", "", verdict)
+            return bool(decided == b"together")
         return False

@@ -121,8 +121,8 @@ _TAKEN = collections.Counter()
 def reuse_groups():
     """Makes `new_group` give a later job the groups of earlier ones; within a job all differ.
 
-    Every gloo group has threads that wake a hundred times a second, so that ranks which have run a
-    few hundred tests would do nothing else.
+    Making one takes longer than most tests, and its threads and sockets stay until the end of the
+    process.
     """
     import torch.distributed as dist
     from torch.distributed import device_mesh, distributed_c10d
