@@ -408,10 +408,10 @@ class MeshStrategy(ParallelStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         model, plugin = self.parallel_model, self.precision_plugin
-        if model.steps.manual.notes(closure_loss):
+        manual = model.steps.manual  # whose steps call this
+        if manual.is_used and manual.notes(closure_loss):
             return closure_loss.detach()
-        # Manual optimization calls this inside the step.
-        step, self._step = self._step or model.steps.manual.step or Step(), None
+        step, self._step = self._step or manual.step or Step(), None
         with closing(step), model.gradients.of_one_backward():
             self.pre_backward(closure_loss)
             loss = plugin.pre_backward(closure_loss, model.module)

@@ -6,8 +6,7 @@ a module inside, as in ``F.linear(x, self.dense.weight)``, or of one elsewhere.
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, cast
 
@@ -74,38 +73,33 @@ _SIGNS = re.compile(
 )
 
 
-@contextmanager
-def explain_shards(model: nn.Module) -> Iterator[None]:
-    """Say which module failed, and which style to give, where a shard met what wants it whole.
+def explain_shards(model: nn.Module, error: RuntimeError) -> PlanError | None:
+    """Return which module failed, and which style to give, where a shard met what wants it whole.
 
     Args:
         model: The user's module.
+        error: What its step raised.
 
-    Raises:
-        PlanError: Instead of torch's own error, if some parameter is sharded.
+    Returns:
+        None if no parameter is sharded, or if torch says something else.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if not _SIGNS.search(str(error)) or not any(
-            isinstance(p, DTensor) for p in model.parameters()
-        ):
-            raise
-        name, module = failing_module(model, error.__traceback__)
-        where = f"{name} ({type(module).__name__})" if name else "the step"
-        if not _is_sharded(model):
-            raise PlanError(
-                f"{where} met weights that are shards of the replicas: {error} They are gathered "
-                "when their block is called, as in block(x), and neither by block.forward(x) nor "
-                "by code outside of it. Call the block, or use zero_stage=0."
-            ) from error
-        raise PlanError(
-            f"{where} cannot compute with the shards of its weights or of its input: {error} If "
-            "the model runs on one process, its tensor styles do not fit. A layer whose parts are "
-            "read by other code, or whose output is cut into heads of its own number, needs "
-            "ParallelPlan(tensor={...: 'replicated'}) or 'colwise_gather_output'; what counts "
-            "heads goes into ParallelPlan(divided=...). Or use tensor_parallel_size=1."
-        ) from error
+    if not _SIGNS.search(str(error)) or not any(isinstance(p, DTensor) for p in model.parameters()):
+        return None
+    name, module = failing_module(model, error.__traceback__)
+    where = f"{name} ({type(module).__name__})" if name else "the step"
+    if not _is_sharded(model):
+        return PlanError(
+            f"{where} met weights that are shards of the replicas: {error} They are gathered "
+            "when their block is called, as in block(x), and neither by block.forward(x) nor "
+            "by code outside of it. Call the block, or use zero_stage=0."
+        )
+    return PlanError(
+        f"{where} cannot compute with the shards of its weights or of its input: {error} If "
+        "the model runs on one process, its tensor styles do not fit. A layer whose parts are "
+        "read by other code, or whose output is cut into heads of its own number, needs "
+        "ParallelPlan(tensor={...: 'replicated'}) or 'colwise_gather_output'; what counts "
+        "heads goes into ParallelPlan(divided=...). Or use tensor_parallel_size=1."
+    )
 
 
 def failing_module(model: nn.Module, trace: TracebackType | None) -> tuple[str, nn.Module]:

@@ -144,6 +144,7 @@ class FirstLook:
     ) -> None:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
         self._looks = 0
+        self._is_never = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
 
     def is_due(self, batch: Any, microbatches: int) -> bool:
         """Tell whether the step has to be looked at before it runs; the same on every rank.
@@ -154,8 +155,7 @@ class FirstLook:
 
         **Communicates**: see `BatchWeigher.is_unsettled`.
         """
-        sizes = self._mesh.sizes
-        if sizes.context > 1 or sizes.world_size == 1:
+        if self._is_never:
             return False
         if not self._looks:
             return True

@@ -25,7 +25,7 @@ from lightning_par.engine.data.gradient_reduction import is_counted_here
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.step.across_parameters import AcrossParameters
-from lightning_par.strategies.step.mixing import mixing_told
+from lightning_par.strategies.step.mixing import explain_mixing
 from lightning_par.upstream.functions import diverted
 
 __all__ = ["GradientNorms"]
@@ -60,6 +60,8 @@ class GradientNorms:
     ) -> None:
         self._module, self._mesh, self._canonical = module, mesh, dict(canonical)
         self._elsewhere, self._device = elsewhere, device
+        # Asked for in every step: properties of the sizes compute them anew.
+        self._is_alone, self._stages = mesh.sizes.world_size == 1, mesh.sizes.pipeline
         self._names = list(dict.fromkeys(self._canonical.values()))
         self._quiet: set[str] = set()  # hooks that asked for nothing in their first run
         self._groups: list[set[int]] = []
@@ -91,14 +93,13 @@ class GradientNorms:
 
         **Communicates**: under a pipeline a number over the ``pp`` axis the first time.
         """
-        if self._mesh.sizes.world_size == 1:
+        if self._is_alone:
             yield
             return
-        pipelined = self._mesh.sizes.pipeline > 1
+        pipelined = self._stages > 1
         self._calls = 0
         self._groups = [{id(p) for p in g["params"]} for o in optimizers for g in o.param_groups]
         with ExitStack() as stack:
-            stack.enter_context(mixing_told(self._module))
             stack.enter_context(_whole_numbers())
             if pipelined and name not in self._quiet:
                 self._watch = AcrossParameters(name, self._module, _CURE)
@@ -107,7 +108,13 @@ class GradientNorms:
             total, of_module = self._unwatched(self._total), self._unwatched(self._of)
             stack.enter_context(diverted(torch.nn.utils.get_total_norm, total))
             stack.enter_context(diverted(grad_norm, of_module))
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                told = explain_mixing(self._module, error)
+                if told is None:
+                    raise
+                raise told from error
         if pipelined and name not in self._quiet:
             kinds = self._exchange(_END)
             if any(kind != _END for kind in kinds):
@@ -165,7 +172,7 @@ class GradientNorms:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         owners = {id(p.grad): id(p) for p in self._module.parameters() if p.grad is not None}
         kind = self._kind(grads, owners)
-        if self._mesh.sizes.pipeline > 1:
+        if self._stages > 1:
             if kind == _PART and len(grads) == 1:  # of one parameter: no other stage has a part
                 norm = whole(torch.linalg.vector_norm(grads[0], norm_type))
                 return norm.to(grads[0].dtype)
@@ -229,7 +236,7 @@ class GradientNorms:
 
     def _refuse(self, what: str) -> None:
         raise ConfigurationError(
-            f"pipeline_parallel_size={self._mesh.sizes.pipeline}: in a hook between backward and "
+            f"pipeline_parallel_size={self._stages}: in a hook between backward and "
             f"optimizer step {what}, which may be parts of one norm or norms of their own. {_CURE}"
         )
 

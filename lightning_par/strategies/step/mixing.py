@@ -2,8 +2,6 @@
 
 import re
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -14,28 +12,20 @@ from lightning_par.engine.tensor.whole_parameters import failing_module
 from lightning_par.errors import PlanError
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 
-__all__ = ["mixing_told"]
+__all__ = ["explain_mixing"]
 
 _MIXED = re.compile(r"(aten\.\w+)\S* got mixed torch\.Tensor and DTensor")
 
 
-@contextmanager
-def mixing_told(module: nn.Module) -> Iterator[None]:
-    """Surrounds code of the user; raises with the module's name if it mixes the two.
+def explain_mixing(module: nn.Module, error: RuntimeError) -> PlanError | None:
+    """Return which module mixes the two, and what to do; None if torch says something else.
 
     Args:
         module: The user's LightningModule.
-
-    Raises:
-        PlanError: An operation got a plain tensor and a weight held as a DTensor.
+        error: What code of the user raised.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        found = _MIXED.search(str(error))
-        if found is None:
-            raise
-        raise PlanError(_explain(module, found[1], error.__traceback__)) from error
+    found = _MIXED.search(str(error))
+    return None if found is None else PlanError(_explain(module, found[1], error.__traceback__))
 
 
 def _explain(module: nn.Module, operation: str, trace: TracebackType | None) -> str:

@@ -34,7 +34,7 @@ from lightning_par.strategies.step.logs import adjust_logs, LogCall, numbers_of,
 from lightning_par.strategies.step.loss_rule import declared_rule, Seen
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
-from lightning_par.strategies.step.mixing import mixing_told
+from lightning_par.strategies.step.mixing import explain_mixing
 from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
@@ -296,7 +296,7 @@ class StepRunner:
         try:
             # Under a pipeline the backward has run.
             with (
-                self.manual.in_backward(),
+                self.manual.in_backward() if self.manual.is_used else nullcontext(),
                 self._random.replay() if self.pipeline is None else nullcontext(),
                 self._sharding.zero_weight.zero_gradients()
                 if step.is_zero_weight
@@ -401,13 +401,13 @@ class StepRunner:
         return output
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
-        with self._reads.in_step(), mixing_told(self.module), self.manual.in_step():
+        with self._reads.in_step(), self.manual.in_step():
             return step(*args)
 
     @contextmanager
     def _microbatch_step(self, key: Any, microbatch: int) -> Iterator[None]:
         step = self._user_step(key, microbatch)
-        with step, self._reads.in_step(), mixing_told(self.module):
+        with step, self._reads.in_step():
             yield
 
     @contextmanager
@@ -415,8 +415,13 @@ class StepRunner:
         """Surrounds the user's step."""
         self._in_step = True
         try:
-            with explain_shards(self.module), self._random.user_step(key, microbatch):
+            with self._random.user_step(key, microbatch):
                 yield
+        except RuntimeError as error:
+            told = explain_mixing(self.module, error) or explain_shards(self.module, error)
+            if told is None:
+                raise
+            raise told from error
         finally:
             self._in_step = False
 
