@@ -28,10 +28,11 @@ class TalkativeModule(ToyModule):
     Args:
         scheduler: "step", "epoch" or "plateau".
         optimizer: "adamw" or "sgd".
+        blocks: Of the model.
     """
 
-    def __init__(self, scheduler: str = "epoch", optimizer: str = "adamw") -> None:
-        super().__init__(optimizer=optimizer)
+    def __init__(self, scheduler: str = "epoch", optimizer: str = "adamw", blocks: int = 4) -> None:
+        super().__init__(optimizer=optimizer, blocks=blocks)
         self.save_hyperparameters()
         self.scheduler = scheduler
         self.accuracy = MulticlassAccuracy(VOCAB, average="micro")

@@ -97,8 +97,17 @@ def best_and_last(rank: int, world: int, folder: Path, layout: str, options: Run
     return found
 
 
-@pytest.mark.parametrize(("background", "form"), [(False, "folder"), (True, "file")])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "background", "form"),
+    [
+        ("tp2", False, "folder"),
+        ("pp2", True, "file"),
+        ("dp2", False, "folder"),
+        ("dp2", True, "file"),
+        pytest.param("tp2", True, "file", marks=pytest.mark.exhaustive),
+        pytest.param("pp2", False, "folder", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_best_last_and_every_few_steps(
     layout: str, background: bool, form: str, tmp_path: Path
 ) -> None:
@@ -303,8 +312,18 @@ class Loaded(Callback):
 
 
 @ranks(2, fresh=True)
-@pytest.mark.parametrize("form", ["file", "index", "folder"])
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize(
+    ("layout", "form"),
+    [
+        ("tp2", "index"),
+        ("pp2", "file"),
+        ("tp2", "folder"),
+        *(
+            pytest.param(layout, form, marks=pytest.mark.exhaustive)
+            for layout, form in (("pp2", "index"), ("tp2", "file"), ("pp2", "folder"))
+        ),
+    ],
+)
 def test_fit_from_weights_in_safetensors(
     rank: int, world: int, layout: str, form: str, tmp_path: Path
 ) -> None:

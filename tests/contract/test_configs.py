@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_par.cli import main
 from tests.support.cli_scripts import run_command
 from tests.support.ranks.api import run_ranks
 
@@ -71,9 +72,19 @@ def test_command_line_starts_the_processes_of_a_config(tmp_path: Path):
     assert_ran(done.stdout + done.stderr, tmp_path)
 
 
-def test_sizes_that_do_not_fit_end_with_one_error_and_status_1(tmp_path: Path):
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_sizes_that_do_not_fit_end_with_one_error_and_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Before a process is started, hence in this one."""
+    monkeypatch.chdir(tmp_path)
     config = ROOT / "configs" / "gpt_tensor_parallel_2.yaml"
-    done = command_line(tmp_path, "fit", f"--config={config}", "--trainer.devices=3", *SHORT)
-    assert done.returncode == 1
-    assert "lightning-par: error: " in done.stderr
-    assert "Traceback" not in done.stderr
+    words = ["fit", f"--config={config}", "--trainer.devices=3", *SHORT]
+    monkeypatch.setattr(sys, "argv", ["lightning-par", *words])
+    monkeypatch.setattr("subprocess.Popen", lambda *a, **k: pytest.fail("a process was started"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "lightning-par: error: " in said
+    assert "Traceback" not in said

@@ -139,7 +139,13 @@ def check(folder: Path, ended: list[tuple[int, str]], sizes: str, world: int) ->
     return dict(found[0])
 
 
-@pytest.mark.parametrize("way", WAYS)
+# Below, two nodes start two devices each, as one node starts them.
+HELD = ("plain script", "two nodes")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[pytest.mark.exhaustive] if w in HELD else []) for w in WAYS]
+)
 def test_every_launcher_gives_the_loss_of_one_device(
     way: str, tmp_path: Path, one_device: dict[str, float]
 ) -> None:
@@ -157,7 +163,8 @@ def test_two_nodes_with_two_devices_each_put_tensor_parallelism_inside_a_node(
         assert found[name] == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+# A process that another one has started ends them all when it is killed, too: see below.
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_script_that_raises_on_one_rank_ends_everywhere(failing: int, tmp_path: Path) -> None:
     """The user sees the rank's own message, and no process waits for it."""
     ((code, text),) = run(tmp_path, plainly(tmp_path, failing=failing))

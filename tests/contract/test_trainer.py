@@ -121,7 +121,7 @@ def monitored(trainer: Options, folder: Path, replicas: int) -> Run:
         logger=logger,
         callbacks=[diary, rates, stopping, best, Timer(duration="00:01:00:00")],
     )
-    module = TalkativeModule("plateau", "adamw")
+    module = TalkativeModule("plateau", "adamw", blocks=2)
     made.fit(module, data(10, 4, replicas), data(8, 4, replicas, ordered=True))
     made.strategy.barrier()
     return {
@@ -185,7 +185,7 @@ def resumed(
         enable_checkpointing=True,
         callbacks=[saver, diary],
     )
-    module = TalkativeModule("step", "adamw")
+    module = TalkativeModule("step", "adamw", blocks=2)
     made.fit(module, data(10, 4, replicas), data(8, 4, replicas, ordered=True), ckpt_path=ckpt)
     made.strategy.barrier()
     state = getattr(made.strategy, "gather_state_dict", module.state_dict)()
@@ -249,7 +249,7 @@ class KeepPredictions(BasePredictionWriter):
 def all_loops(trainer: Options, folder: Path, replicas: int) -> Run:
     writer = KeepPredictions()
     made = quiet_trainer(**trainer(), max_epochs=1, callbacks=[writer])
-    module = TalkativeModule()
+    module = TalkativeModule(blocks=2)
     train, held = data(10, 4, replicas), data(8, 4, replicas, ordered=True)
     before = made.validate(module, held, verbose=False)
     fresh = made.predict(module, held)
@@ -293,7 +293,7 @@ def test_every_loop_in_any_order_is_that_of_one_device(layout: str, tmp_path: Pa
 def alone(trainer: Options, folder: Path, replicas: int, *, loop: str) -> Run:
     made = quiet_trainer(**trainer())
     run = getattr(made, loop)
-    found = run(TalkativeModule(), data(6, 3, replicas, ordered=True))
+    found = run(TalkativeModule(blocks=2), data(6, 3, replicas, ordered=True))
     return {"found": found}
 
 
@@ -331,7 +331,7 @@ def limited(trainer: Options, folder: Path, replicas: int) -> Run:
     for name, options in LIMITS.items():
         diary = Diary()
         made = quiet_trainer(**trainer(), **options, callbacks=[diary])
-        module = TalkativeModule()
+        module = TalkativeModule(blocks=2)
         made.fit(module, data(18, 4, replicas), data(8, 4, replicas, ordered=True))
         metrics = numbers(made.callback_metrics)
         found[name] = {"step": made.global_step, "calls": diary.calls, "metrics": metrics}

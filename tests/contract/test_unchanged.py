@@ -143,7 +143,13 @@ REPLICAS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", REPLICAS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n.endswith("dp2") else [pytest.mark.exhaustive])
+        for n in REPLICAS  # two replicas are two of what stands alone
+    ],
+)
 def test_ranks_of_a_replica_see_the_same_random_batch(name: str, workers: int) -> None:
     """And different replicas, steps and micro-batches see different ones."""
     options, replicas = REPLICAS[name]

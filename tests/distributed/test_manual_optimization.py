@@ -21,7 +21,10 @@ EVERY_BATCH = {"max_steps": 8}
 
 
 @CASES.add(
-    equal="tp2 zero0 zero1 zero3 zero1tp2", refused={"pp2": NO_PIPELINE}, trainer=EVERY_BATCH
+    equal="zero0 zero3 zero1tp2",
+    large="tp2 zero1",
+    refused={"pp2": NO_PIPELINE},
+    trainer=EVERY_BATCH,
 )
 def adversarial_networks() -> Any:
     return Gan(), vectors()
@@ -135,7 +138,7 @@ class Texts(ToyModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6)
 
 
-@CASES.add(equal="tp2 cp2 zero0 zero1 zero3 zero1tp2", tolerance=1e-7)
+@CASES.add(equal="tp2 cp2 zero0 zero1 zero3", large="zero1tp2", tolerance=1e-7)
 def accumulation_by_hand() -> Any:
     return Texts(), ToyData(32)
 

@@ -77,7 +77,7 @@ class Buffered(ToyModule):
     """Two buffers that every step changes, of which one is not saved."""
 
     def __init__(self) -> None:
-        super().__init__(optimizer="sgd")
+        super().__init__(optimizer="sgd", blocks=2)
         self.register_buffer("seen", torch.zeros(2))
         self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
 
@@ -199,7 +199,14 @@ def averages_in(path: Path) -> Run:
     return own
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# What fails on one axis alone fails on both; ZeRO 1 holds the parts that ZeRO 3 holds.
+ALONE = {"pp2", "tp2", "dp2 zero1"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=[pytest.mark.exhaustive] if n in ALONE else []) for n in LAYOUTS],
+)
 def test_averages_and_their_checkpoints_equal_one_process(
     layout: str, plain: Run, folder: Path
 ) -> None:
@@ -214,7 +221,7 @@ def test_averages_and_their_checkpoints_equal_one_process(
 
 
 @pytest.mark.parametrize(
-    ("layout", "source"), [("tp2 pp2", "plain"), ("plain", "tp2 pp2"), ("dp2 zero3", "pp2")]
+    ("layout", "source"), [("tp2 pp2", "plain"), ("plain", "tp2 pp2"), ("dp2 zero3", "tp2 pp2")]
 )
 def test_averages_go_on_in_another_layout(
     layout: str, source: str, resumed: Run, folder: Path

@@ -156,6 +156,7 @@ def go_on(
     seed: int = 7,
     workers: int = 0,
     dropout: float = 0.0,
+    layers: int = SIZES["num_layers"],
     **options: Any,
 ) -> Run:
     """Train until `steps`, from a checkpoint or from the start, and save on the way."""
@@ -164,7 +165,8 @@ def go_on(
     replicas = LAYOUTS.get(layout, {}).get("data_parallel_size", 1)
     limits = {"trainer": {"max_steps": steps, "limit_val_batches": 0}}
     trainer = make_trainer(layout, world, [witness], **limits, **options)
-    module = GPTModule(overrides={**SIZES, "dropout": dropout}, max_steps=100, warmup_steps=5)
+    overrides = {**SIZES, "dropout": dropout, "num_layers": layers}
+    module = GPTModule(overrides=overrides, max_steps=100, warmup_steps=5)
     data = make_data(folder, replicas, workers)
     trainer.fit(module, datamodule=data, ckpt_path=source)
     return {

@@ -65,6 +65,7 @@ class Case:
         make: Returns the module, its samples (a list, or a data loader's dataset), and, if it needs
             one, the `collate_fn`.
         cells: Layout -> pattern of the refusal, or None where the run equals one process.
+        large: Those of them that `make test` leaves out.
         strategy: More options of the strategy.
         trainer: More options of the Trainer, or a function that returns them.
         tolerance: Allowed difference of weights, absolute; logged losses, which Lightning may keep
@@ -73,6 +74,7 @@ class Case:
 
     make: Callable[[], tuple[Any, ...]]
     cells: Mapping[str, str | None]
+    large: frozenset[str] = frozenset()
     strategy: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
     tolerance: float = 1e-8
@@ -86,7 +88,12 @@ class Cases:
         self.cases: dict[str, Case] = {}
 
     def add(
-        self, *, equal: str = "", refused: Mapping[str, str] | None = None, **options: Any
+        self,
+        *,
+        equal: str = "",
+        refused: Mapping[str, str] | None = None,
+        large: str = "",
+        **options: Any,
     ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
         """Add a case, which has the name of the decorated function.
 
@@ -94,14 +101,16 @@ class Cases:
             equal: Layouts on which the run equals one process, separated by blanks.
             refused: Layout -> pattern that the text of the refusal holds; several layouts may be
                 separated by blanks.
+            large: More layouts on which it equals one process, which `make test-all` runs.
             options: Other fields of `Case`.
         """
-        cells: dict[str, str | None] = dict.fromkeys(equal.split())
+        cells: dict[str, str | None] = dict.fromkeys([*equal.split(), *large.split()])
         for layouts, pattern in (refused or {}).items():
             cells |= dict.fromkeys(layouts.split(), pattern)
 
         def decorate(make: Callable[[], Any]) -> Callable[[], Any]:
-            self.cases[make.__name__] = Case(make=make, cells=cells, **options)
+            chosen = frozenset(large.split())
+            self.cases[make.__name__] = Case(make=make, cells=cells, large=chosen, **options)
             return make
 
         return decorate
@@ -109,7 +118,13 @@ class Cases:
     def cells(self) -> list[Any]:
         """Return the parameters of the test: case, layout, pattern of its refusal."""
         return [
-            pytest.param(name, layout, refusal, id=f"{name}-{layout}")
+            pytest.param(
+                name,
+                layout,
+                refusal,
+                id=f"{name}-{layout}",
+                marks=[pytest.mark.exhaustive] if layout in case.large else [],
+            )
             for name, case in self.cases.items()
             for layout, refusal in case.cells.items()
         ]

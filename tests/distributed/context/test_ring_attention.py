@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -56,6 +57,7 @@ def test_four_ranks_equal_one_process(rank: int, world: int) -> None:
     check_parity(world)
 
 
+@pytest.mark.exhaustive
 @ranks(8)
 def test_eight_ranks_equal_one_process(rank: int, world: int) -> None:
     check_parity(world)
@@ -116,6 +118,7 @@ def test_bytes_of_four_ranks_equal_the_formulas(rank: int, world: int) -> None:
     check_bytes(world)
 
 
+@pytest.mark.exhaustive
 @ranks(8)
 def test_bytes_of_eight_ranks_equal_the_formulas(rank: int, world: int) -> None:
     check_bytes(world)

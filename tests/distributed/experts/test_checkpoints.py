@@ -47,7 +47,7 @@ def one_process(source: Path | None, target: Path) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("name", STRATEGY)
+@pytest.mark.parametrize("name", [pytest.param("ep2", marks=pytest.mark.exhaustive), "ep2 dp2"])
 def test_training_goes_on_in_another_layout(name: str, tmp_path: Path) -> None:
     options = STRATEGY[name]
     world = options["data_parallel_size"]

@@ -1,5 +1,6 @@
 """BERT with padding and random masking computes on every layout what one process computes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -81,7 +82,12 @@ WITHOUT_ORDER = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT_ORDER)
+def some(layouts: Iterable[str], *large: str) -> list[Any]:
+    """Parameters of a test; `make test` leaves out those that others here have with more axes."""
+    return [pytest.param(n, marks=[pytest.mark.exhaustive] if n in large else []) for n in layouts]
+
+
+@pytest.mark.parametrize("name", some(WITHOUT_ORDER, "cp2", "tp2 pp2"))
 def test_bert_that_only_fills_in_equals_one_process(name: str) -> None:
     options = WITHOUT_ORDER[name]
     trainer = {"gradient_clip_val": 0.5}
@@ -94,7 +100,7 @@ def test_bert_that_only_fills_in_equals_one_process(name: str) -> None:
         assert result["shapes"][first] == (12 // shards, 12)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some(LAYOUTS, "tp2", "dp2"))
 def test_bert_equals_one_process(name: str) -> None:
     options = LAYOUTS[name]
     results = assert_model_parity(

@@ -69,6 +69,19 @@ CASES: dict[str, Case] = {
     "pp2, groups": ("hybrid3d", {**PP2, **IGNORE}, 2, 1, {"module": GROUPS}),
 }
 
+ELSEWHERE = {
+    "stage 1 on 1 rank",
+    "stage 3 on 1 rank, clipped",
+    "stage 1 on 2 ranks, clipped",
+    "stage 2 on 2 ranks, by value",
+    "stage 1 on 2 ranks, accumulating",
+    "accumulating on 1 rank",
+    "tp2, clipped",
+    "tp2, by value",
+    "pp2, groups",
+}
+"""What test_matrix.py and test_axes.py run, too, but for a value or two; for `make test-all`."""
+
 
 def with_defaults(run: dict[str, Any]) -> dict[str, Any]:
     return {"batch_size": 4, "size": 12, "ignored": True, **run}
@@ -88,7 +101,10 @@ def assert_as_one_process(results: list[Result], run: dict[str, Any], replicas: 
         torch.testing.assert_close(weight, whole["weights"][name], **close)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.exhaustive] if n in ELSEWHERE else []) for n in CASES],
+)
 def test_offloaded_equals_one_process(name: str) -> None:
     """float64 all the way: sums in another order differ by about 1e-15 a step."""
     strategy, options, world, replicas, run = CASES[name]

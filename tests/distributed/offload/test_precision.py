@@ -15,7 +15,7 @@ from tests.support.offload_runs import KINDS, run_offloaded
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
 
-RUN: dict[str, Any] = {"batch_size": 4, "size": 20, "ignored": True}
+RUN: dict[str, Any] = {"batch_size": 4, "size": 20, "ignored": True, "module": {"blocks": 2}}
 ONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 
 
@@ -101,8 +101,14 @@ SCALED: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCALED)
-@pytest.mark.parametrize("delayed", [False, 0])
+@pytest.mark.parametrize(
+    ("delayed", "name"),
+    [
+        *((False, name) for name in SCALED),
+        *((0, name) for name in ("2 ranks", "pp2")),  # test_delayed.py has every axis
+        *(pytest.param(0, n, marks=pytest.mark.exhaustive) for n in ("1 rank", "tp2", "cp2")),
+    ],
+)
 def test_overflow_leaves_the_step_out_on_every_rank(name: str, delayed: Any) -> None:
     strategy, world, options = SCALED[name]
     replicas = world if strategy == "zero_offload" else 1

@@ -30,7 +30,7 @@ def grads(module: nn.Module) -> list[Any]:
     return [p.grad for p in module.parameters() if p.grad is not None]
 
 
-@CASES.add(equal="tp2 pp2 tp2pp2 zero3")
+@CASES.add(equal="tp2pp2 zero3", large="tp2 pp2")
 def clipped_by_torch() -> Any:
     return hooked(lambda m: clip(m.parameters(), 0.05), "configure_gradient_clipping")
 
@@ -98,7 +98,7 @@ def scaled_to_a_norm_of_one() -> Any:
     return hooked(act)
 
 
-@CASES.add(equal="tp2 pp2 tp2pp2 zero3")
+@CASES.add(equal="tp2 pp2 zero3", large="tp2pp2")
 def norm_logged_by_lightning() -> Any:
     class Module(PlainModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -47,7 +47,7 @@ def norm_of_all_weights_in_one() -> Any:
     return penalized(lambda m: torch.cat([p.flatten() for p in m.parameters()]).norm())
 
 
-@CASES.add(equal="tp2 pp2 tp2pp2 zero3")
+@CASES.add(equal="tp2 pp2 zero3", large="tp2pp2")
 def penalty_of_the_head() -> Any:
     return penalized(lambda m: m.net.head.weight.pow(2).mean() + m.net.norm.weight.abs().sum())
 
