@@ -114,7 +114,7 @@ def test_layout_equals_one_process(name: str) -> None:
     """Unequal blocks, tied head, uneven labels, odd last batch; clipped SGD shows its errors."""
     mesh, clip = LAYOUTS[name], {"gradient_clip_val": 0.05}
     sizes = {"batch_size": max(4, 2 * mesh.dp), "size": max(10, 5 * mesh.dp)}
-    assert_parallel(mesh, mesh.run(**sizes, ignored=True, module=SGD, trainer=clip))
+    assert_parallel(mesh, mesh.run(**sizes, ignored=True, module=SGD, trainer=clip, proves=True))
 
 
 def test_four_tensor_ranks_equal_one_process() -> None:

@@ -1,6 +1,7 @@
 """The law of every strategy: the same loss, gradients and weights as one process."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 
+from lightning_par.strategies.mesh_strategy import MeshStrategy
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.ranks.api import run_ranks
 
@@ -46,8 +48,17 @@ class Recorder(Callback):
         self.states = _local_shapes(_momenta(pl_module, trainer.optimizers[0]))
 
 
-def quiet_trainer(**options: Any) -> pl.Trainer:
-    """A Trainer that trains and does nothing else."""
+def quiet_trainer(*, proves: bool = False, **options: Any) -> pl.Trainer:
+    """A Trainer that trains and does nothing else.
+
+    Args:
+        proves: Whether a strategy that is left to choose proves its first step, which takes longer
+            than the step of a small model.
+        options: Of the Trainer.
+    """
+    strategy = options.get("strategy")
+    if isinstance(strategy, MeshStrategy) and strategy.options.verify == "auto" and not proves:
+        strategy.options = replace(strategy.options, verify=False)
     quiet = {
         "accelerator": "cpu",
         "logger": False,
@@ -69,6 +80,7 @@ def train(
     module: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    proves: bool = False,
 ) -> Result:
     """Run one epoch, by default 3 batches in float64, and say what came out."""
     options = {"precision": "64-true", "max_epochs": 1, **(trainer or {})}
@@ -77,7 +89,11 @@ def train(
     recorder = Recorder()
     user = ToyModule(**(module or {}))
     made = quiet_trainer(
-        devices=devices, strategy=strategy, callbacks=[recorder, *callbacks], **options
+        devices=devices,
+        strategy=strategy,
+        callbacks=[recorder, *callbacks],
+        proves=proves,
+        **options,
     )
     samples = ToyData(size, ignored)
     # Lightning shuffles the training data of replicas so; one process has to see the same order.

@@ -205,6 +205,7 @@ def _train(case: Case, layout: str | None, rank: int, world: int) -> dict[str, A
             strategy=strategy,
             callbacks=callbacks,
             num_sanity_val_steps=0,
+            proves=True,
             **{"precision": "64-true", "max_steps": _STEPS, **options},
         )
         trainer.fit(module, loader)

@@ -388,6 +388,7 @@ def _train_rank(
     trace, result = _Trace(), {"refused": None}
     strategy = Hybrid3DStrategy(**LAYOUTS[layout], verify=verify)
     trainer = quiet_trainer(
+        proves=True,
         devices=world,
         strategy=strategy,
         callbacks=[*callbacks, trace],
