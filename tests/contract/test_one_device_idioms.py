@@ -2,6 +2,7 @@
 numbers, hooks, warnings and errors, and nothing is left behind.
 """
 
+import collections
 import copy
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from tests.contract.one_device import (
     Stream,
     Tiny,
     trained,
+    Vectors,
 )
 
 pytestmark = pytest.mark.contract
@@ -385,8 +387,30 @@ class Measuring(Tiny):
 @idiom
 def metrics(run: Run) -> Any:
     module = Measuring()
-    trainer = run.fit(module, max_epochs=2)
+    trainer = run.fit(module, max_epochs=2, callbacks=[Copying()])
     return [outcome(trainer, module), trainer.logged_metrics, trainer.progress_bar_metrics]
+
+
+class Copying(Callback):
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        copy.deepcopy(pl_module)
+
+
+class Silent(Tiny):
+    """Logs nothing, as nobody listens after a run."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+@idiom
+def a_step_after_the_run(run: Run) -> Any:
+    module = Silent()
+    trainer = run.fit(module)
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    kwargs = {"batch": Vectors().rows[:2], "batch_idx": 0}
+    loop.run(trainer.optimizers[0], 0, collections.OrderedDict(kwargs))
+    return outcome(trainer, module)
 
 
 @idiom

@@ -21,7 +21,7 @@ EVERY_BATCH = {"max_steps": 8}
 
 
 @CASES.add(
-    equal="zero0 zero3 zero1tp2",
+    equal="zero0 zero2 zero3 zero1tp2",
     large="tp2 zero1",
     refused={"pp2": NO_PIPELINE},
     trainer=EVERY_BATCH,
@@ -106,6 +106,32 @@ def penalty_of_gradients() -> Any:
             first.step()
             self.untoggle_optimizer(first)
             self.log("loss", loss, sync_dist=True)
+
+    return Module(), vectors()
+
+
+@CASES.add(equal="tp2 zero1 zero3", trainer=EVERY_BATCH)
+def weight_read_as_an_attribute() -> Any:
+    class Module(Gan):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(3))
+
+        def training_step(self, real: Tensor, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            loss = (self.critic(real) * self.scale.exp().sum()).square().mean()
+            first.zero_grad()
+            second.zero_grad()
+            self.manual_backward(loss)
+            second.step()
+            again = (self.critic(real) - self.scale.sum()).square().mean()
+            self.manual_backward(again)
+            first.step()
+            self.log("loss", loss + again, sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            first = torch.optim.SGD([self.scale], lr=1e-3)
+            return first, torch.optim.SGD(self.critic.parameters(), lr=1e-3)
 
     return Module(), vectors()
 

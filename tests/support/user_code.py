@@ -47,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "zero0": {**_ONES, "zero_stage": 0},
     "zero1": {**_ONES, "zero_stage": 1},
+    "zero2": {**_ONES, "zero_stage": 2},
     "zero3": {**_ONES, "zero_stage": 3},
     "zero1tp2": {**_ONES, "tensor_parallel_size": 2, "zero_stage": 1},
     "zero1ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 1},

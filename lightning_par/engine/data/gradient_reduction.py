@@ -187,7 +187,8 @@ def total_norm(
     held = [(p, p.grad) for p in parameters if p.grad is not None]
     grads = [local_part(grad) for _, grad in held]
     poison = None if loss is None else loss * 0  # NaN if the loss is not finite
-    if dist.get_world_size() == 1 and not offloaded_norms:
+    # Without a process group: on one device, in a step that is called after the run.
+    if not (dist.is_initialized() and dist.get_world_size() > 1) and not offloaded_norms:
         norm = torch.nn.utils.get_total_norm(grads)
         return norm if poison is None else norm + poison.to(norm)
     double = any(g.dtype is torch.float64 for g in grads)

@@ -34,6 +34,8 @@ def bind_metrics(
         rank_of_stage: The pipeline rank that holds each stage; the last one updates the metrics.
         in_step: Tells whether the user's step is running.
     """
+    if mesh.sizes.world_size == 1:
+        return  # they are right as they are; one that holds a group could not be copied
     for metric in module.modules():
         if not isinstance(metric, Metric):
             continue

@@ -94,32 +94,45 @@ def header_length(file: Path) -> int:
     return 8 + int.from_bytes(file.read_bytes()[:8], "little")
 
 
+class Sources:
+    """A checkpoint of every layout, and what it holds, made when it is first asked for."""
+
+    def __init__(self, folder: Path, form: str) -> None:
+        self.folder, self.form = folder, form
+        self.start = folder / "start.ckpt"
+        options = {"save_at": START, "save_to": self.start}  # as torch initializes
+        (self.wanted,) = run_layout(PLAIN, folder, steps=START + 2 * STEPS, **options)
+        self._made: dict[str, dict[str, Any]] = {}
+
+    def path(self, layout: str) -> Path:
+        return self.folder / f"{layout}.ckpt"
+
+    def state(self, layout: str) -> dict[str, Any]:
+        """What is in the checkpoint at `path`."""
+        if layout not in self._made:
+            stop = START + STEPS
+            options = {"save_to": self.path(layout), "checkpoint_format": self.form}
+            results = run_layout(
+                layout, self.folder, steps=stop, save_at=stop, source=self.start, **options
+            )
+            assert self.path(layout).is_dir() == (self.form == "folder")
+            self._made[layout] = results[0]["saved"]
+        return self._made[layout]
+
+
 @pytest.fixture(scope="module", params=["folder", "file"])
-def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A checkpoint of every layout, what it holds, and the uninterrupted run."""
-    form = {"checkpoint_format": request.param}
-    folder = tmp_path_factory.mktemp("sources")
-    start = {"save_at": START, "save_to": folder / "start.ckpt"}  # as torch initializes
-    (wanted,) = run_layout(PLAIN, folder, steps=START + 2 * STEPS, **start)
-    sources = {}
-    for layout in LAYOUTS:
-        path, stop = folder / f"{layout}.ckpt", START + STEPS
-        options = {"source": start["save_to"], "save_at": stop, "save_to": path, **form}
-        results = run_layout(layout, folder, steps=stop, **options)
-        sources[layout] = (path, results[0]["saved"])
-    return {"sources": sources, "wanted": wanted, "folder": folder}
+def sources(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return Sources(tmp_path_factory.mktemp("sources"), request.param)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("source", LAYOUTS)
-def test_every_layout_goes_on_from_every_layout(
-    saved: dict[str, Any], source: str, layout: str
-) -> None:
-    path, state = saved["sources"][source]
-    results = run_layout(layout, saved["folder"], steps=START + 2 * STEPS, source=path)
+def test_every_layout_goes_on_from_every_layout(sources: Sources, source: str, layout: str) -> None:
+    state, path = sources.state(source), sources.path(source)
+    results = run_layout(layout, sources.folder, steps=START + 2 * STEPS, source=path)
     assert differences(results[0]["loaded"], state, f"{source} to {layout}") == []
-    assert_same_training(results, saved["wanted"], START + STEPS)
+    assert_same_training(results, sources.wanted, START + STEPS)
     if world_of(layout) > 1:
         whole = {name: tuple(w.shape) for name, w in state["weights"].items()}
         assert any(shape != whole[name] for name, shape in results[0]["shapes"].items()) or (

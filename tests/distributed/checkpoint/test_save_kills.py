@@ -1,5 +1,6 @@
 """A process that is killed while it saves leaves the last complete checkpoint."""
 
+import itertools
 import os
 import random
 import signal
@@ -87,14 +88,14 @@ def test_killed_at_every_operation_the_old_or_the_new_one_is_whole(
 
 
 def die_while_saving(
-    rank: int, world: int, layout: str, folder: Path, seed: int, form: str
+    rank: int, world: int, layout: str, folder: Path, seed: int, form: str, name: str
 ) -> None:
-    """Save at step 1, and die on one rank somewhere in the save of step 2, to the same name."""
+    """Save at step 1, and die on one rank somewhere in the save of step 2, to some name."""
     import lightning_par.checkpoint.save_coordinator as saver
 
-    path = folder / "a.ckpt"
-    options = {"save_to": path, "checkpoint_format": form}
-    go_on(rank, world, layout, folder, steps=1, save_at=1, **options)
+    path = folder / "last.ckpt"
+    options = {"checkpoint_format": form}
+    go_on(rank, world, layout, folder, steps=1, save_at=1, save_to=path, **options)
     generator = random.Random(seed)
     victim = generator.randrange(world)
     number = generator.randrange(1, 12 if victim == 0 else 5)  # rank 0 has more to do
@@ -108,7 +109,8 @@ def die_while_saving(
 
         setattr(saver, write, deadly)
     try:
-        go_on(rank, world, layout, folder, steps=2, save_at=2, source=path, **options)
+        end = {"save_at": 2, "save_to": folder / name, **options}
+        go_on(rank, world, layout, folder, steps=2, source=path, **end)
     except BaseException as error:
         (folder / f"said-{rank}").write_text(str(error))
         raise
@@ -117,40 +119,40 @@ def die_while_saving(
     raise RuntimeError("the save was over before the kill")
 
 
-def check_kill(layout: str, folder: Path, seed: int, form: str) -> None:
+def check_kill(layout: str, folder: Path, seed: int, form: str, name: str) -> None:
     wanted = run_layout(layout, folder, steps=1, save_at=1)[0]["saved"]
-    world = world_of(layout)
+    world, rest = world_of(layout), (layout, folder, seed, form, name)
     with pytest.raises(RankError) as caught:
-        run_ranks(die_while_saving, world, layout, folder, seed, form, fresh=True, timeout=90)
+        run_ranks(die_while_saving, world, *rest, fresh=True, timeout=90)
     assert caught.value.kind == "died", caught.value
     (said,) = [file.read_text() for file in folder.glob("said-*")]
     assert "was not saved, because a rank did not take part" in said
-    path = folder / "a.ckpt"
-    assert find_problems(path) == []
-    resumed = run_layout(layout, folder, steps=3, source=path)
-    if resumed[0]["loaded"]["step"] == 1:
-        assert differences(resumed[0]["loaded"], wanted) == []
-    else:  # it died when the new one was in place
-        assert resumed[0]["loaded"]["step"] == 2
-    assert torch.isfinite(torch.tensor(resumed[0]["losses"])).all()
+    found = list(folder.glob("[!.]*.ckpt"))
+    assert folder / "last.ckpt" in found
+    for path in found:
+        assert find_problems(path) == []
+        resumed = run_layout(layout, folder, steps=3, source=path)
+        step = resumed[0]["loaded"]["step"]
+        if step == 1:
+            assert differences(resumed[0]["loaded"], wanted) == []
+        assert step == 1 or path.name == name  # it died when the new one was in place
+        assert torch.isfinite(torch.tensor(resumed[0]["losses"])).all()
 
 
 SEEDS = 50
-
-
-DEFAULT = {("folder", 0), ("file", 1)}
+NAMES = {"while saving": "next.ckpt", "while overwriting": "last.ckpt"}
+DEFAULT = {("folder", "while overwriting", 0), ("file", "while overwriting", 1)}
 
 
 @pytest.mark.parametrize(
-    ("form", "seed"),
+    ("form", "when", "seed"),
     [
-        pytest.param(form, seed, marks=[] if (form, seed) in DEFAULT else [pytest.mark.exhaustive])
-        for form in ("folder", "file")
-        for seed in range(SEEDS)
+        pytest.param(*cell, marks=[] if cell in DEFAULT else [pytest.mark.exhaustive])
+        for cell in itertools.product(("folder", "file"), NAMES, range(SEEDS))
     ],
 )
 def test_killed_rank_leaves_the_last_complete_checkpoint(
-    form: str, seed: int, tmp_path: Path
+    form: str, when: str, seed: int, tmp_path: Path
 ) -> None:
     names = [name for name in LAYOUTS if world_of(name) == 2]
-    check_kill(names[seed % len(names)], tmp_path, seed, form)
+    check_kill(names[seed % len(names)], tmp_path, seed, form, NAMES[when])

@@ -1,5 +1,6 @@
 """A checkpoint that is one file: what plain torch reads, and what is found when it is damaged."""
 
+import itertools
 import random
 import zipfile
 from pathlib import Path
@@ -43,25 +44,49 @@ def test_reader_gives_what_a_folder_gives(file: Path) -> None:
     assert reader.manifest.world_size == 2
 
 
-def test_every_flipped_byte_of_tensors_manifest_and_states_is_found(file: Path) -> None:
-    data = file.read_bytes()
-    reader = CheckpointReader(file)
+def kept_places(path: Path, data: bytes) -> list[range]:
+    """Where tensors, states, the pickle and the manifest are."""
+    reader = CheckpointReader(path)
     sizes = {r: reader.manifest.files[r].length for r in reader.manifest.places if r[:5] != "data/"}
     for _, entry, chunk in reader.index.chunks():
         sizes[chunk.file] = entry.numel * entry.dtype.itemsize
-    spans = [(reader.manifest.places[record], size) for record, size in sizes.items()]
-    with zipfile.ZipFile(file) as archive:
+    with zipfile.ZipFile(path) as archive:
         (info,) = [i for i in archive.infolist() if i.filename.endswith("manifest.json")]
-    spans.append((data.index(b'{"checksum"'), info.file_size))
-    places = [at for low, size in spans for at in range(low, low + size)]
+    starts = {**reader.manifest.places, "manifest": data.index(b'{"checksum"')}
+    sizes["manifest"] = info.file_size
+    return [range(starts[name], starts[name] + size) for name, size in sizes.items() if size]
+
+
+def flip(file: Path, data: bytes, at: int) -> None:
+    file.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+
+
+def test_every_flipped_byte_of_tensors_manifest_and_states_is_found(file: Path) -> None:
+    data = file.read_bytes()
+    spans = kept_places(file, data)
+    places = list(itertools.chain.from_iterable(spans))
     assert len(places) > 3000
-    generator = random.Random(1)
-    chosen = [*generator.sample(places, 300), *(low for low, size in spans if size)]
-    for at in chosen:
-        file.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+    for at in [*random.Random(1).sample(places, 300), *(span[0] for span in spans)]:
+        flip(file, data, at)
         assert find_problems(file) != [], at
     file.write_bytes(data)
     assert find_problems(file) == []
+
+
+@pytest.mark.exhaustive
+def test_no_flipped_byte_of_the_whole_file_changes_what_is_read(file: Path) -> None:
+    """Between the records, and in the directory of the archive, some change nothing."""
+    data = file.read_bytes()
+    kept = set(itertools.chain.from_iterable(kept_places(file, data)))
+    found = 0
+    for at in range(len(data)):
+        flip(file, data, at)
+        if find_problems(file):
+            found += 1
+        else:
+            assert at not in kept
+            assert holds(file, 3), at
+    assert len(kept) <= found < len(data)
 
 
 def test_truncated_file_is_none(file: Path) -> None:
