@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from statistics import mean, median
 
-from _fit import fit, leave_out, START
+from _fit import fit, leave_out
 from _published import A100, H100, h100_tables, Measured, MEGATRON_2021, read, vtrain
 
 from lightning_par.planner.layouts import LayoutSpace
@@ -44,7 +44,7 @@ def main() -> None:
 
 @cache
 def _by_model() -> Found:
-    return leave_out(vtrain(), lambda row: row.problem, START["a100"])
+    return leave_out(vtrain(), lambda row: row.problem, "a100")
 
 
 def _errors(pairs: Iterable[tuple[float, float]]) -> str:
@@ -67,14 +67,14 @@ def _vtrain() -> None:
     print("leaving one model out:\n")
     _print_errors(_by_model(), lambda row: row.problem)
     print("\nleaving one number of devices out:\n")
-    sizes = leave_out(vtrain(), lambda row: row.table, START["a100"])
+    sizes = leave_out(vtrain(), lambda row: row.table, "a100")
     _print_errors(sizes, lambda row: row.table)
-    print(f"\nall rows: {fit(vtrain(), START['a100'])}")
+    print(f"\nall rows: {fit(vtrain(), 'a100')}")
 
 
 def _h100() -> None:
-    _print_errors(leave_out(h100_tables(), lambda row: row.table, START["h100"]), lambda r: r.table)
-    print(f"\nall rows: {fit(h100_tables(), START['h100'])}")
+    _print_errors(leave_out(h100_tables(), lambda row: row.table, "h100"), lambda r: r.table)
+    print(f"\nall rows: {fit(h100_tables(), 'h100')}")
 
 
 def _regret() -> None:
@@ -145,7 +145,7 @@ def _memory() -> None:
 
 def _tables() -> None:
     """Megatron-LM's tables, by constants fitted on vTrain's runs alone."""
-    constants = fit(vtrain(), START["a100"])
+    constants = fit(vtrain(), "a100")
     for name, rows in (
         ("megatron_sc21_table1", _table1()),
         ("megatron_sc21_table2_zero3", _zero3()),

@@ -107,7 +107,8 @@ def read_run(options: argparse.Namespace, more: list[str]) -> PlannedRun:
     strategy = run.trainer.strategy
     assert isinstance(strategy, MeshStrategy)
     data = getattr(run.datamodule, "hparams", {})
-    callbacks = [c for c in run.trainer.callbacks if isinstance(c, ActivationCheckpointing)]
+    trainer: Any = run.trainer
+    callbacks = [c for c in trainer.callbacks if isinstance(c, ActivationCheckpointing)]
     shape = _shape(run, options.length or data.get("length"))
     return PlannedRun(
         planner=Planner(shape=shape, device=device, code=_code(str(run.trainer.precision))),

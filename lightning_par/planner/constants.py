@@ -30,13 +30,13 @@ class Constants:
         network_start: To start a collective or a message between nodes.
     """
 
-    product: float = 0.63
-    product_fp8: float = 0.58
-    memory: float = 0.74
-    link: float = 0.95
-    network: float = 0.96
-    network_joint: float = 0.65
-    network_part: float = 0.96
+    product: float = 0.61
+    product_fp8: float = 0.61
+    memory: float = 0.69
+    link: float = 0.82
+    network: float = 0.97
+    network_joint: float = 0.68
+    network_part: float = 0.86
     network_wait: float = 0.04
     host: float = 10e-6
     kernel: float = 3e-6

@@ -26,6 +26,8 @@ class LayoutSpace:
         zero_stages: What replicas may shard.
         largest_micro_batch: Samples of a micro-batch, at most.
         shortest_context: Tokens of a sequence that a rank must keep under context parallelism.
+        most_gathering_nodes: Nodes over which ZeRO stage 3 may shard: no measurement of more was at
+            hand that the model could be held against.
         offload: Whether the optimizer is on the host.
         fixed: Name of a size of `ParallelSizes`, or "data" -> its only value.
 
@@ -41,6 +43,7 @@ class LayoutSpace:
     zero_stages: tuple[int, ...] = (1, 2, 3)
     largest_micro_batch: int = 16
     shortest_context: int = 2048
+    most_gathering_nodes: int = 32
     offload: bool = False
     fixed: tuple[tuple[str, int], ...] = ()
 
@@ -106,7 +109,8 @@ class LayoutSpace:
             yield min(self.zero_stages), 1
             return
         for zero in self.zero_stages:
-            yield zero, data if zero == 0 else 1
+            if zero < 3 or data * inner <= self.most_gathering_nodes * self.node:
+                yield zero, data if zero == 0 else 1
             # Shards inside a node, copies between nodes.
             shard = self.node // inner if self.node % inner == 0 else 1
             if zero >= 2 and 1 < shard < data and data % shard == 0:

@@ -118,7 +118,7 @@ class Planner:
         """Bytes that a layout may take on a device."""
         return self.margin * self.device.memory
 
-    def search(self, space: LayoutSpace, *, beam: int = 24, keep: int = 5) -> SearchResult:
+    def search(self, space: LayoutSpace, *, beam: int = 16, keep: int = 5) -> SearchResult:
         """Return the layouts with the shortest steps.
 
         All layouts are ordered by a pipeline in closed form; the first of them are simulated, with
@@ -233,8 +233,9 @@ class Planner:
     ) -> dict[tuple[str, Any], Layout]:
         """Return, for every respect and value, the best layout that differs in it alone."""
         nearest: dict[tuple[str, Any], Layout] = {}
+        ours = _respects(chosen)
         for one in every:
-            changed = _difference(chosen, one)
+            changed = _difference(ours, _respects(one))
             if changed is None:
                 continue
             kept = nearest.get(changed)
@@ -300,11 +301,10 @@ def _respects(one: Layout) -> dict[str, Any]:
     }
 
 
-def _difference(chosen: Layout, other: Layout) -> tuple[str, Any] | None:
+def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any] | None:
     """Return the one respect in which two layouts differ, with the other's value; a degree may be
     twice or half.
     """
-    ours, theirs = _respects(chosen), _respects(other)
     names = [name for name in ours if ours[name] != theirs[name]]
     if len(names) != 1:
         return None

@@ -64,6 +64,15 @@ def test_every_layout_divides() -> None:
     assert any(one.sizes.data_replicate > 1 for one in found)
 
 
+def test_zero_3_shards_over_no_more_nodes_than_were_measured() -> None:
+    space = LayoutSpace(devices=64, samples=64, most_gathering_nodes=4)
+    gathering = {one.sizes for one in space.layouts(MEDIUM) if one.zero_stage == 3}
+    assert gathering
+    shards = {sizes.data_shard * sizes.context * sizes.tensor for sizes in gathering}
+    assert max(shards) == 32
+    assert any(sizes.data_replicate == 8 for sizes in gathering)
+
+
 def test_the_best_is_the_fastest_of_all_that_fit() -> None:
     space = LayoutSpace(devices=16, samples=64, schedules=("1f1b", "interleaved"))
     result = PLANNER.search(space)
