@@ -70,7 +70,7 @@ def test_a_block_costs_its_flops_at_the_peak_and_no_less() -> None:
     flops = 2 * tokens * (SHAPE.attention_weights + SHAPE.expert_weights)
     made = block()
     assert made.forward.compute > flops / H100.flops
-    assert made.forward.compute < 2 * flops / H100.flops
+    assert made.forward.compute < 2.5 * flops / H100.flops
     assert 1.8 < made.backward.compute / made.forward.compute < 2.6
     assert 0.3 < made.weight_compute / made.backward.compute < 0.6
 
