@@ -11,7 +11,7 @@ __all__ = ["FITTED", "Constants", "fitted_constants"]
 class Constants:
     """Shares of the datasheet's peaks that are reached, and fixed times, in seconds.
 
-    The last five are no subject of a fit: they matter for small models only, where they have to be
+    The last four are no subject of a fit: they matter for small models only, where they have to be
     measured.
 
     Attributes:
@@ -50,11 +50,11 @@ FITTED: Mapping[str, Constants] = MappingProxyType(
         "a100": Constants(
             product=0.80,
             memory=0.63,
-            link=0.71,
-            network=0.55,
+            link=0.75,
+            network=0.52,
             network_joint=0.46,
-            network_part=0.18,
-            network_wait=0.12,
+            network_part=0.17,
+            network_wait=0.11,
             host=20e-6,
         ),
         "h100": Constants(),
