@@ -13,10 +13,12 @@ __all__ = ["COMMANDS", "find_command"]
 COMMANDS: dict[str, str] = {
     "backends": "list the attention kernels, and why one cannot be used here",
     "export": "write a checkpoint folder as files for programs that do not know this package",
+    "forecast": "predict time and memory of a configured run on a machine that need not be here",
     "inspect": "say what a checkpoint folder holds, and verify it",
     "memory": "say what a run holds on every device and host, and whether that fits",
     "plan": "say what every rank would hold of a model, before anything runs",
     "schedule": "print and draw a pipeline schedule before anything runs it",
+    "search": "find the layout with the shortest predicted step on such a machine",
     "verify": "compare a few steps of the configured layout with one process, number by number",
 }
 """Name of a command, which is also that of its module -> what it does, in one line."""

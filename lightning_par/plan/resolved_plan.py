@@ -15,11 +15,11 @@ from typing import TypeVar
 from torch import nn
 
 from lightning_par.errors import either, nearest, PlanError, raise_problems
+from lightning_par.plan.block_partition import partition_blocks
 from lightning_par.plan.parallel_plan import match_pattern, ParallelPlan
 from lightning_par.plan.stage_partition import (
     classify_units,
     edge_weights,
-    partition_blocks,
     Place,
     role_problems,
 )

@@ -1,14 +1,13 @@
 """Which pipeline stage holds which part of a model: embedding, blocks and head."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Literal
 
 from torch import nn
 
 from lightning_par.plan.parallel_plan import ParallelPlan
 
-__all__ = ["Place", "classify_units", "edge_weights", "partition_blocks", "role_problems"]
+__all__ = ["Place", "classify_units", "edge_weights", "role_problems"]
 
 Place = Literal["first", "last", "every"]
 _ROLES: Mapping[str, Place] = {"first": "first", "last": "last", "replicated": "every"}
@@ -112,35 +111,3 @@ def _place(
 
 def _declared(plan: ParallelPlan, fqn: str) -> Place | None:
     return next((p for role, p in _ROLES.items() if fqn in getattr(plan, role)), None)
-
-
-def partition_blocks(weights: Sequence[int], edges: tuple[int, int], parts: int) -> list[int]:
-    """Split blocks into contiguous parts with the smallest maximum; ties prefer even counts.
-
-    Args:
-        weights: Cost of every block, such as its number of parameters.
-        edges: Additional cost of the first and of the last part (embedding and head).
-        parts: 1 .. number of blocks; 1 if there are none.
-
-    Returns:
-        Number of blocks of every part.
-    """
-    total = [0, *accumulate(weights)]
-    count = len(weights)
-
-    def cost(lo: int, hi: int, part: int) -> tuple[int, int]:
-        extra = (edges[0] if part == 0 else 0) + (edges[1] if part == parts - 1 else 0)
-        return total[hi] - total[lo] + extra, (hi - lo) ** 2
-
-    best = {hi: (*cost(0, hi, 0), [hi]) for hi in range(count + 1)}
-    for part in range(1, parts):
-        grown: dict[int, tuple[int, int, list[int]]] = {}
-        for hi in range(part + 1, count + 1):
-            options = []
-            for lo in range(part, hi):
-                load, square = cost(lo, hi, part)
-                worst, squares, counts = best[lo]
-                options.append((max(worst, load), squares + square, [*counts, hi - lo]))
-            grown[hi] = min(options)
-        best = grown
-    return best[count][2]

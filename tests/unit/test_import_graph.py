@@ -21,13 +21,14 @@ MOST_ENTRIES = 20
 ORDER = """
     version  errors
     upstream
-    plan.tensor_styles  option_fields  dtensor  sizes
+    plan.tensor_styles  plan.block_partition  dtensor  sizes
     plan.parallel_plan  mesh  checkpoint
     plan.stage_partition
     plan.resolved_plan
     plan
     engine
-    engine.annotations  engine.clock  engine.activity  engine.rng  engine.collectives
+    engine.option_fields  engine.annotations  engine.clock  engine.activity  engine.rng
+    engine.collectives
     engine.master_weights  engine.wrapping  engine.tensor_tree
     engine.activations  engine.batch  engine.pipeline  engine.init.construction_tape
     engine.init.deferred_init
@@ -36,7 +37,7 @@ ORDER = """
     engine.init  engine.data
     engine.offload
     engine.memory  engine.grad_scaler
-    profiling  huggingface
+    profiling  huggingface  planner
     plan.lookup  plan.inference
     strategies  models
     callbacks  verification  demo

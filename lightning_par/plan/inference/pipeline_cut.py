@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import nn, Tensor
 
+from lightning_par.plan.block_partition import partition_blocks
 from lightning_par.plan.inference.tracing import Call, Operation, Trace, Value
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.stage_partition import (
     classify_units,
     edge_weights,
-    partition_blocks,
     Place,
 )
 

@@ -1,0 +1,252 @@
+"""Puts the planner's predictions beside published measurements, each by constants fitted on others.
+
+    python benchmarks/published_predictions.py [--only vtrain h100 regret memory tables search]
+
+Constants for a group of rows are fitted on the other groups. Beside it: every step at the others'
+median MFU, and at the MFU of the most similar of the others.
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from statistics import mean, median
+
+from _fit import fit, leave_out
+from _published import A100, H100, h100_tables, Measured, MEGATRON_2021, read, vtrain
+
+from lightning_par.planner.layouts import LayoutSpace
+from lightning_par.planner.memory import predict_memory
+from lightning_par.planner.search import Planner
+from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
+from lightning_par.sizes import ParallelSizes
+
+Found = list[tuple[Measured, float, float, float]]
+
+
+def main() -> None:
+    """Print the sections that are asked for."""
+    sections: dict[str, Callable[[], None]] = {
+        "vtrain": _vtrain,
+        "h100": _h100,
+        "regret": _regret,
+        "memory": _memory,
+        "tables": _tables,
+        "search": _search,
+    }
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
+    for name in parser.parse_args().only:
+        print(f"\n## {name}\n")
+        sections[name]()
+
+
+@cache
+def _by_model() -> Found:
+    return leave_out(vtrain(), lambda row: row.problem, "a100")
+
+
+def _errors(pairs: Iterable[tuple[float, float]]) -> str:
+    found = sorted(abs(predicted / seconds - 1) for predicted, seconds in pairs)
+    return f"{mean(found):6.1%} {median(found):6.1%}"
+
+
+def _print_errors(found: Found, key: Callable[[Measured], str]) -> None:
+    groups: dict[str, Found] = defaultdict(list)
+    for item in found:
+        groups[key(item[0])].append(item)
+    print("| rows | | planner: mean, median | constant MFU | most similar run |")
+    print("|---|---|---|---|---|")
+    for name, items in (*sorted(groups.items()), ("all", found)):
+        cells = (_errors((item[i], item[0].seconds) for item in items) for i in (1, 2, 3))
+        print(f"| {name} | {len(items)} | {' | '.join(cells)} |", flush=True)
+
+
+def _vtrain() -> None:
+    print("leaving one model out:\n")
+    _print_errors(_by_model(), lambda row: row.problem)
+    print("\nleaving one number of devices out:\n")
+    sizes = leave_out(vtrain(), lambda row: row.table, "a100")
+    _print_errors(sizes, lambda row: row.table)
+    print(f"\nall rows: {fit(vtrain(), 'a100')}")
+
+
+def _h100() -> None:
+    _print_errors(leave_out(h100_tables(), lambda row: row.table, "h100"), lambda r: r.table)
+    print(f"\nall rows: {fit(h100_tables(), 'h100')}")
+
+
+def _regret() -> None:
+    """How much slower the chosen layout is than the best one measured, of the same problem.
+
+    The rule beside it: tensor parallelism over a node, then as few stages as were tried, then the
+    smallest micro-batch.
+    """
+    print("| problem | layouts | the chosen | best of first three | rule |")
+    print("|---|---|---|---|---|")
+    problems: dict[str, Found] = defaultdict(list)
+    for item in _by_model():
+        problems[item[0].problem].append(item)
+    regrets = []
+    for name, items in problems.items():
+        best = min(item[0].seconds for item in items)
+        order = [item[0] for item in sorted(items, key=lambda item: item[1])]
+        ruled = min((item[0] for item in items), key=_rule)
+        chosen = (order[0].seconds, min(row.seconds for row in order[:3]), ruled.seconds)
+        regrets.append([seconds / best - 1 for seconds in chosen])
+        cells = " | ".join(f"{regret:.1%}" for regret in regrets[-1])
+        print(f"| {name} | {len(items)} | {cells} |")
+    cells = " | ".join(f"{mean(column):.1%}" for column in zip(*regrets, strict=True))
+    print(f"| mean | | {cells} |")
+
+
+def _rule(row: Measured) -> tuple[int, int, int]:
+    sizes = row.layout.sizes
+    return (abs(sizes.tensor - 8), sizes.pipeline, row.layout.micro_batch)
+
+
+def _memory() -> None:
+    """Qi et al., table 4: without recomputation, scores are written; interleaved stages of one
+    block, of which the first and the last are empty where blocks are missing.
+    """
+    names = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "zb-h2"}
+    errors: dict[str, list[float]] = defaultdict(list)
+    for row in read("zero_bubble_tables_3_4_5_9"):
+        p, layers = int(row["stages"]), int(row["layers"])
+        shape = TransformerShape(
+            layers=layers,
+            model_dim=int(row["hidden"]),
+            heads=int(row["heads"]),
+            length=int(row["seq"]),
+            vocab=50_304,
+            dropout=True,
+        )
+        for column, schedule in names.items():
+            virtual = (layers + 2) // p
+            edges = (0, *[1] * (p * virtual - 2), 0)
+            layout = Layout(
+                sizes=ParallelSizes(pipeline=p),
+                micro_batch=int(row["micro_batch"]),
+                microbatches=int(row["microbatches"]),
+                schedule=schedule,
+                virtual=virtual,
+                blocks=edges if schedule == "interleaved" else (),
+            )
+            peak = predict_memory(shape, layout, Implementation(fused_attention=False)).peak
+            errors[column].append(peak / 1e9 / float(row[f"mem_{column}"]) - 1)
+    print("| schedule | mean error | bias | largest |")
+    print("|---|---|---|---|")
+    errors["all"] = [error for found in errors.values() for error in found]
+    for column, found in errors.items():
+        sizes = [abs(e) for e in found]
+        print(f"| {column} | {mean(sizes):.1%} | {mean(found):+.1%} | {max(sizes):.1%} |")
+
+
+def _tables() -> None:
+    """Megatron-LM's tables, by constants fitted on vTrain's runs alone."""
+    constants = fit(vtrain(), "a100")
+    for name, rows in (
+        ("megatron_sc21_table1", _table1()),
+        ("megatron_sc21_table2_zero3", _zero3()),
+    ):
+        errors = [row.predict(constants) / row.seconds - 1 for row in rows]
+        shown = " ".join(f"{row.problem} {e:+.0%}," for row, e in zip(rows, errors, strict=True))
+        print(f"{name}: mean {mean(map(abs, errors)):.1%}: {shown.rstrip(',')}\n")
+
+
+def _gpt(layers: int, dim: int, heads: int) -> TransformerShape:
+    return TransformerShape(
+        layers=layers, model_dim=dim, heads=heads, length=2048, vocab=51_200, dropout=True
+    )
+
+
+def _table1() -> list[Measured]:
+    found = []
+    for row in read("megatron_sc21_table1"):
+        tensor, pipeline, devices = int(row["tp"]), int(row["pp"]), int(row["gpus"])
+        data, micro = devices // tensor // pipeline, int(row["micro_batch"])
+        batch, virtual = int(row["global_batch"]), int(row["vpp_chunks"])
+        shape = _gpt(int(row["layers"]), int(row["hidden"]), int(row["heads"]))
+        layout = Layout(
+            sizes=ParallelSizes(tensor=tensor, pipeline=pipeline, data_replicate=data),
+            micro_batch=micro,
+            microbatches=batch // data // micro,
+            zero_stage=0,
+            schedule="interleaved" if virtual > 1 else "1f1b",
+            virtual=virtual,
+            recompute="full",
+            sequence_parallel=False,
+        )
+        seconds = _with_recomputation(shape, batch) / (
+            float(row["tflops_per_gpu"]) * 1e12 * devices
+        )
+        found.append(_measured(row["model"], shape, layout, seconds))
+    return found
+
+
+def _zero3() -> list[Measured]:
+    """Of the table, ZeRO 3 alone: 96 blocks of 12,288, 105 of 20,480."""
+    found = []
+    for row in read("megatron_sc21_table2_zero3"):
+        if row["scheme"] != "ZeRO-3":
+            continue
+        small = float(row["params_b"]) < 200
+        shape = _gpt(96, 12_288, 96) if small else _gpt(105, 20_480, 128)
+        devices, batch, micro = (int(row[k]) for k in ("gpus", "global_batch", "micro_batch"))
+        layout = Layout(
+            sizes=ParallelSizes(data_shard=devices),
+            micro_batch=micro,
+            microbatches=max(1, batch // devices // micro),
+            zero_stage=3,
+            recompute="full",
+        )
+        rate = float(row["tflops_per_gpu"]) * 1e12 * devices
+        seconds = _with_recomputation(shape, batch) / rate
+        found.append(_measured(f"{row['params_b']}B on {devices}", shape, layout, seconds))
+    return found
+
+
+def _with_recomputation(shape: TransformerShape, batch: int) -> float:
+    """Return the FLOPs that Megatron-LM's TFLOP/s count: 2104.04473, equation 3."""
+    scores = 1 + shape.length / (6 * shape.model_dim)
+    head = shape.vocab / (16 * shape.layers * shape.model_dim)
+    return 96 * batch * shape.length * shape.layers * shape.model_dim**2 * (scores + head)
+
+
+def _measured(name: str, shape: TransformerShape, layout: Layout, seconds: float) -> Measured:
+    return Measured(
+        table="Megatron-LM",
+        problem=name,
+        shape=shape,
+        layout=layout,
+        device=A100,
+        code=MEGATRON_2021,
+        seconds=seconds,
+    )
+
+
+def _search() -> None:
+    small = TransformerShape(layers=96, model_dim=12_288, heads=96, length=2048, vocab=50_257)
+    large = TransformerShape(layers=105, model_dim=20_480, heads=128, length=2048, vocab=51_200)
+    cases: Sequence[tuple[str, TransformerShape, int, int]] = (
+        ("175B", small, 1024, 1536),
+        ("175B", small, 3072, 3072),
+        ("530B", large, 3072, 3072),
+    )
+    print("| model | devices | layouts | CPU, s | chosen |")
+    print("|---|---|---|---|---|")
+    for name, shape, devices, samples in cases:
+        begin = time.process_time()
+        space = LayoutSpace(devices=devices, samples=samples)
+        found = Planner(shape=shape, device=H100).search(space)
+        spent = time.process_time() - begin
+        best = found.best[0]
+        print(
+            f"| {name} | {devices} | {found.considered} | {spent:.1f} | {best.layout}: "
+            f"{best.time.seconds:.3g} s, MFU {best.mfu:.1%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Time of a transformer's block, embedding, head and loss on one rank, for one micro-batch.
+
+Shapes: n tokens of a micro-batch on this rank, D, F, H, T, V, E as in `shapes`; t, c and e are the
+degrees of the tensor, context and expert axes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_par.planner.operations import Clock, ranks_inside
+from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
+
+__all__ = ["BlockCost", "StageTime", "Work"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds that a rank computes, and communicates by axis, and the kernels that it starts."""
+
+    compute: float = 0.0
+    communication: Mapping[str, float] = field(default_factory=dict)
+    kernels: float = 0.0
+
+    def seconds(self, host: float) -> float:
+        """Return the time with `host` seconds of the host for every kernel."""
+        return max(self.compute + sum(self.communication.values()), self.kernels * host)
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one micro-batch on one stage.
+
+    Attributes:
+        forward: Of the forward.
+        backward: Of the whole backward, recomputation included.
+        weight: Of it, what the weights' gradients take.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+
+
+class BlockCost:
+    """The work of a model's parts on one rank of a layout.
+
+    Args:
+        shape: The model.
+        layout: Of which sizes, micro-batch and recomputation matter here.
+        code: What the training code does.
+        clock: Times of operations.
+
+    Attributes:
+        forward, backward, recomputed: Work of a block. Their gradients of weights take
+            `weight_compute` seconds of `backward`.
+    """
+
+    def __init__(
+        self, shape: TransformerShape, layout: Layout, code: Implementation, clock: Clock
+    ) -> None:
+        self.shape, self.layout, self.code, self.clock = shape, layout, code, clock
+        sizes, node = layout.sizes, clock.device.node
+        self.tokens = layout.micro_batch * shape.length / sizes.context
+        self.tensor, self.context = sizes.tensor, sizes.context
+        self._tensor_inside = ranks_inside(self.tensor, 1, node)
+        self._context_inside = ranks_inside(self.context, self.tensor, node)
+        self._expert_inside = ranks_inside(sizes.expert, self.tensor, node)
+        self.weight_compute = self._weight_gradients()
+        self.forward = self._block(backward=False)
+        self.backward = self._block(backward=True)
+        self.recomputed = self._recomputed()
+        self._ends = self._edges()
+
+    # Matrix products ------------------------------------------------------------------------------
+
+    def _matrices(self) -> list[tuple[float, float, float, float]]:
+        """Return tokens, output and input features, and number of the products of a forward."""
+        m, t, n = self.shape, self.tensor, self.tokens
+        gates = 2 if m.gated else 1
+        heads, local = (m.heads + 2 * m.kv_heads) * m.head_dim / t, m.heads * m.head_dim / t
+        dense = [(n, heads, m.model_dim, 1.0), (n, m.model_dim, local, 1.0)]
+        mlp = [(gates * m.ff_dim / t, m.model_dim), (m.model_dim, m.ff_dim / t)]
+        if m.experts == 1:
+            return dense + [(n, out, into, 1.0) for out, into in mlp]
+        here = m.experts / self.layout.sizes.expert
+        # As many tokens arrive from other ranks as leave, if routing is even.
+        routed = [(n * m.experts_per_token / here, out, into, here) for out, into in mlp]
+        shared = [(n, out, into, float(m.shared_experts)) for out, into in mlp]
+        return dense + routed + (shared if m.shared_experts else [])
+
+    def _products(self, part: str) -> float:
+        product, fp8 = self.clock.product, self.code.fp8
+        if part == "forward":
+            return sum(product(n, out, into, b, fp8=fp8) for n, out, into, b in self._matrices())
+        if part == "input":
+            return sum(product(n, into, out, b, fp8=fp8) for n, out, into, b in self._matrices())
+        return sum(product(out, into, n, b, fp8=fp8) for n, out, into, b in self._matrices())
+
+    def _weight_gradients(self) -> float:
+        """Return the seconds of the weights' gradients, added to those of earlier micro-batches."""
+        m, t, e = self.shape, self.tensor, self.layout.sizes.expert
+        held = (m.attention_weights + (m.experts / e + m.shared_experts) * m.expert_weights) / t
+        added = 2 + 2 * self.code.gradient_bytes if self.layout.microbatches > 1 else 0
+        return self._products("weight") + self.clock.stream(added * held, 4)
+
+    # The rest of a block --------------------------------------------------------------------------
+
+    def _block(self, *, backward: bool) -> Work:
+        if backward:
+            compute = self._products("input") + self.weight_compute
+        else:
+            compute = self._products("forward")
+        compute += self._attention(backward=backward) + self._elementwise(backward=backward)
+        tensor = self._tensor_exchange()
+        if backward and self.code.async_tensor:
+            tensor = max(0.0, tensor - self.weight_compute)
+        parts = {
+            "tensor": tensor * (1 - self.code.fused_tensor),
+            "context": self._context_exchange(backward=backward),
+            "expert": self._expert_exchange(),
+        }
+        return Work(compute, parts, self.code.kernels[backward])
+
+    def _attention(self, *, backward: bool) -> float:
+        m, clock, t, c = self.shape, self.clock, self.tensor, self.context
+        heads, length = m.heads / t * self.layout.micro_batch, m.length / c
+        if self.code.fused_attention:
+            flops = 4 * heads * length * m.length * m.head_dim * (0.5 if m.causal else 1.0)
+            share = self.code.attention_rates[backward]
+            rate = clock.device.flops * clock.constants.product * share
+            return flops * (2.5 if backward else 1.0) / rate + 2 * clock.constants.kernel
+        scores = heads * length * m.length
+        products = clock.product(length, m.length, m.head_dim, heads)
+        products += clock.product(length, m.head_dim, m.length, heads)
+        # Softmax with scale and mask 4, dropout 5; backward 6 and 5.
+        if backward:
+            return 2 * products + clock.stream((6 + 5 * m.dropout) * scores, 2)
+        return products + clock.stream((4 + 5 * m.dropout) * scores, 2)
+
+    def _elementwise(self, *, backward: bool) -> float:
+        """Return the time of norms, residual sums, dropout, activation and changes of layout."""
+        m, n, t = self.shape, self.tokens, self.tensor
+        between = n / (t if self.layout.sequence_parallel else 1) * m.model_dim
+        used = m.experts_per_token + m.shared_experts
+        inner = (
+            n
+            / t
+            * m.ff_dim
+            * used
+            * ((10 if m.gated else 6) if backward else (6 if m.gated else 4))
+        )
+        heads = 8 * n / t * (m.heads + 2 * m.kv_heads) / 3 * m.head_dim
+        # Two norms 8, two sums with dropout 14; backward: 12, 10, and two sums of gradients 12.
+        norms = (34 if backward else 22) * between
+        # Tokens are sorted by expert, and back.
+        moved = (8 * n * m.model_dim * m.experts_per_token) if m.experts > 1 else 0
+        size = (norms + inner + heads + moved) * self.code.fused_elementwise
+        return self.clock.stream(size, 10 if backward else 8)
+
+    # Communication --------------------------------------------------------------------------------
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of the hidden states of a micro-batch, 16 bits."""
+        return 2 * self.tokens * self.shape.model_dim
+
+    def _tensor_exchange(self) -> float:
+        """Return the seconds of a forward's, or of a backward's, two sums over the tensor axis."""
+        group = (self.hidden_bytes, self.tensor, self._tensor_inside)
+        if not self.layout.sequence_parallel:
+            return 2 * self.clock.collective("all_reduce", *group)
+        gathered = self.clock.collective("all_gather", *group)
+        return 2 * (gathered + self.clock.collective("reduce_scatter", *group))
+
+    def _context_exchange(self, *, backward: bool) -> float:
+        """Return what a ring of keys and values takes beyond the attention that hides it."""
+        m, c = self.shape, self.context
+        if c == 1:
+            return 0.0
+        block = 4 * self.tokens * m.kv_heads * m.head_dim / self.tensor
+        between = self._context_inside < c
+        hop = self.clock.message(block, between_nodes=between) * (2 if backward else 1)
+        work = self._attention(backward=backward) / c
+        return (c - 1) * max(0.0, hop - work)
+
+    def _expert_exchange(self) -> float:
+        """Return the seconds of sending tokens to their experts and back."""
+        m, e = self.shape, self.layout.sizes.expert
+        size = self.hidden_bytes * m.experts_per_token / self.tensor
+        return 2 * self.clock.collective("all_to_all", size, e, self._expert_inside)
+
+    # Recomputation and the edges ------------------------------------------------------------------
+
+    def _recomputed(self) -> Work:
+        kind, forward = self.layout.recompute, self.forward
+        if kind == "full":
+            return forward
+        if kind == "none":
+            return Work()
+        if not self.code.fused_attention:
+            return Work(self._attention(backward=False), {}, 5)
+        share = self.code.selective_share
+        return Work(share * forward.compute, {}, share * forward.kernels)
+
+    def _edges(self) -> tuple[Work, Work, Work, Work, float]:
+        """Return embedding and head, forward and backward, and the head's weight gradient."""
+        m, n, clock = self.shape, self.tokens, self.clock
+        group = (self.tensor, self._tensor_inside)
+        local, hidden = m.vocab / self.tensor, n * m.model_dim
+        summed = {"tensor": clock.collective("all_reduce", self.hidden_bytes, *group)}
+        weight = clock.product(local, m.model_dim, n)
+        table = Work(clock.stream(8 * hidden, 4), summed, 6)
+        table_back = Work(clock.stream(10 * hidden, 3), {}, 6)
+        # The loss: float32 logits are written, and read for their maximum, sum and labels.
+        loss = clock.stream(16 * n * local, 6)
+        head = Work(clock.product(n, local, m.model_dim) + loss, {}, 16)
+        back = clock.product(n, m.model_dim, local) + weight + clock.stream(10 * n * local, 4)
+        return table, table_back, head, Work(back, summed, 16), weight
+
+    def stage(self, blocks: int, *, first: bool, last: bool) -> StageTime:
+        """Return the times of a stage with so many blocks, with embedding or head."""
+        host = self.clock.constants.host
+        forward = blocks * self.forward.seconds(host)
+        again = self.recomputed.seconds(host)
+        backward = blocks * (self.backward.seconds(host) + again)
+        weight = blocks * self.weight_compute
+        table, table_back, head, head_back, head_weight = self._ends
+        if first:
+            forward += table.seconds(host)
+            backward += table_back.seconds(host)
+        if last:
+            forward += head.seconds(host)
+            backward += head_back.seconds(host)
+            weight += head_weight
+        return StageTime(forward, backward, min(weight, backward))

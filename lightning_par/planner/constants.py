@@ -1,0 +1,75 @@
+"""The fitted constants of the cost model, apart from the physics of `DeviceProfile`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["FITTED", "Constants", "fitted_constants"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Shares of the datasheet's peaks that are reached, and fixed times, in seconds.
+
+    The last four are no subject of a fit: they matter for small models only, where they have to be
+    measured.
+
+    Attributes:
+        product: Share of peak FLOP/s in a large matrix product.
+        product_fp8: The same of 8-bit products, casts included.
+        memory: Share of the memory's bandwidth.
+        link: Share of the bandwidth inside a node, in a large collective.
+        network: Share of the bandwidth between nodes, of a group with one rank on each node.
+        network_joint: The same, of a group that holds whole nodes.
+        network_part: The same, of a group with several ranks, but not all, on each node.
+        network_wait: What every doubling of a group's nodes adds, of its time on the network.
+        host: Of the host per kernel; below it, the device waits for the host.
+        kernel: Of the device per kernel.
+        inner_half: Inner length of a product at which a tile reaches half of its speed.
+        link_start: To start a collective inside a node.
+        network_start: To start a collective or a message between nodes.
+    """
+
+    product: float = 0.61
+    product_fp8: float = 0.61
+    memory: float = 0.69
+    link: float = 0.82
+    network: float = 0.97
+    network_joint: float = 0.68
+    network_part: float = 0.86
+    network_wait: float = 0.04
+    host: float = 10e-6
+    kernel: float = 3e-6
+    inner_half: float = 64.0
+    link_start: float = 30e-6
+    network_start: float = 30e-6
+
+
+FITTED: Mapping[str, Constants] = MappingProxyType(
+    {
+        "a100": Constants(
+            product=0.80,
+            memory=0.63,
+            link=0.75,
+            network=0.52,
+            network_joint=0.46,
+            network_part=0.17,
+            network_wait=0.11,
+            host=20e-6,
+        ),
+        "h100": Constants(),
+    }
+)
+"""Family of devices -> what was fitted on published measurements of it.
+
+**Source**: ``benchmarks/published_predictions.py``. "a100": 109 runs of Megatron-DeepSpeed on 64 to
+512 A100s (vTrain), one cluster of 2022, whose network serves groups with a part of a node badly.
+"h100": 56 runs of torchtitan, NeMo and Megatron-Core on 4 to 6,144 H100s. Other devices take the
+latter: no measurement of them was at hand.
+"""
+
+
+def fitted_constants(device: str) -> Constants:
+    """Return the constants of a device's family, by the start of its name."""
+    family = next((name for name in FITTED if device.startswith(name)), "h100")
+    return FITTED[family]

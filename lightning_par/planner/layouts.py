@@ -1,0 +1,170 @@
+"""Every valid layout of a model over a number of devices."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from lightning_par.errors import MeshError, raise_problems
+from lightning_par.planner.shapes import Layout, Recompute, TransformerShape
+from lightning_par.sizes import ParallelSizes
+
+__all__ = ["LayoutSpace", "divisors"]
+
+_PIPELINED = ("1f1b", "interleaved", "zb-h1", "zbv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSpace:
+    """What a search may choose from.
+
+    Attributes:
+        devices: Of all nodes.
+        node: Devices of a node.
+        samples: Sequences of an optimizer step, of all replicas.
+        schedules: Of those that a pipeline may have.
+        recompute: What blocks may compute again.
+        zero_stages: What replicas may shard.
+        largest_micro_batch: Samples of a micro-batch, at most.
+        shortest_context: Tokens of a sequence that a rank must keep under context parallelism.
+        most_gathering_nodes: Nodes over which ZeRO stage 3 may shard: no measurement of more was at
+            hand that the model could be held against.
+        offload: Whether the optimizer is on the host.
+        fixed: Name of a size of `ParallelSizes`, or "data" -> its only value.
+
+    Raises:
+        MeshError: A number is less than 1, or a fixed size is unknown.
+    """
+
+    devices: int
+    samples: int
+    node: int = 8
+    schedules: tuple[str, ...] = _PIPELINED
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    zero_stages: tuple[int, ...] = (1, 2, 3)
+    largest_micro_batch: int = 16
+    shortest_context: int = 2048
+    most_gathering_nodes: int = 32
+    offload: bool = False
+    fixed: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = ("devices", "samples", "node", "largest_micro_batch")
+        problems = [
+            f"{name}={getattr(self, name)} must be 1 or more."
+            for name in counts
+            if getattr(self, name) < 1
+        ]
+        known = {*ParallelSizes.__dataclass_fields__, "data"}
+        problems += [
+            f"{n!r} is no axis: use {sorted(known)}." for n, _ in self.fixed if n not in known
+        ]
+        raise_problems(MeshError, problems)
+
+    def sizes(self, shape: TransformerShape) -> Iterator[tuple[ParallelSizes, int]]:
+        """Yield every mesh with a ZeRO stage that shards over it.
+
+        Args:
+            shape: Its heads, blocks, experts and tokens have to divide.
+        """
+        fixed = dict(self.fixed)
+        kept = {name: size for name, size in fixed.items() if name != "data"}
+        for tensor, pipeline, context, data in self._degrees(shape):
+            if fixed.get("data", data) != data:
+                continue
+            for zero, copies in self._replicas(data, tensor * context):
+                shard = data // copies
+                for expert in self._experts(shape, shard * context):
+                    found = ParallelSizes(
+                        pipeline=pipeline,
+                        data_replicate=copies,
+                        data_shard=shard,
+                        context=context,
+                        tensor=tensor,
+                        expert=expert,
+                    )
+                    if all(getattr(found, name) == size for name, size in kept.items()):
+                        yield found, zero
+
+    def _degrees(self, shape: TransformerShape) -> Iterator[tuple[int, int, int, int]]:
+        """Yield tensor, pipeline, context and data degrees."""
+        for tensor in divisors(self.node):
+            if self.devices % tensor or shape.heads % tensor or shape.kv_heads % tensor:
+                continue
+            for pipeline in divisors(self.devices // tensor):
+                if pipeline > shape.layers:
+                    break
+                left = self.devices // tensor // pipeline
+                for context in divisors(left):
+                    if context > 1 and (
+                        shape.length // context < self.shortest_context
+                        or shape.length % (2 * context)
+                    ):
+                        break
+                    if self.samples % (left // context) == 0:
+                        yield tensor, pipeline, context, left // context
+
+    def _replicas(self, data: int, inner: int) -> Iterator[tuple[int, int]]:
+        """Yield ZeRO stages, each with the number of whole copies."""
+        if data == 1:
+            yield min(self.zero_stages), 1
+            return
+        for zero in self.zero_stages:
+            if zero < 3 or data * inner <= self.most_gathering_nodes * self.node:
+                yield zero, data if zero == 0 else 1
+            # Shards inside a node, copies between nodes.
+            shard = self.node // inner if self.node % inner == 0 else 1
+            if zero >= 2 and 1 < shard < data and data % shard == 0:
+                yield zero, data // shard
+
+    def _experts(self, shape: TransformerShape, ranks: int) -> list[int]:
+        if shape.experts == 1:
+            return [1]
+        return [e for e in divisors(ranks) if shape.experts % e == 0]
+
+    def layouts(self, shape: TransformerShape) -> Iterator[Layout]:
+        """Yield every layout, those that recompute less first.
+
+        Args:
+            shape: The model.
+        """
+        for sizes, zero in self.sizes(shape):
+            of_replica = self.samples // sizes.data
+            micros = [x for x in divisors(of_replica) if x <= self.largest_micro_batch]
+            for micro, (schedule, virtual) in product(micros, self._schedules(shape, sizes)):
+                count = of_replica // micro
+                if schedule == "interleaved" and count % sizes.pipeline:
+                    continue
+                for recompute in self.recompute:
+                    yield Layout(
+                        sizes=sizes,
+                        micro_batch=micro,
+                        microbatches=count,
+                        zero_stage=zero,
+                        schedule=schedule,
+                        virtual=virtual,
+                        recompute=recompute,
+                        sequence_parallel=shape.length // sizes.context % sizes.tensor == 0,
+                        offload=self.offload,
+                    )
+
+    def _schedules(
+        self, shape: TransformerShape, sizes: ParallelSizes
+    ) -> Iterator[tuple[str, int]]:
+        p = sizes.pipeline
+        if p == 1:
+            yield "1f1b", 1
+            return
+        for name in self.schedules:
+            if name == "interleaved":
+                yield from ((name, v) for v in (2, 3, 4, 6) if shape.layers >= v * p)
+            elif name != "zbv" or shape.layers >= 2 * p:
+                yield name, 1
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors in ascending order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,210 @@
+"""Memory of a training step, by pipeline rank: states, activations in flight, logits, buffers.
+
+Ranks that differ in another axis than ``pp`` hold as much as each other. Shapes: n tokens of a
+micro-batch on a rank, D, F, H, T, V as in `shapes`; t is the tensor degree.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
+
+__all__ = ["MemoryPrediction", "block_activations", "in_flight", "peak_bytes", "predict_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPrediction:
+    """Bytes on the device of every pipeline rank, by kind.
+
+    Attributes:
+        ranks: For each pipeline rank: ``weights``, ``gradients``, ``states``, ``activations``,
+            ``moment`` (what only the block or the loss at work needs) and ``buffers``.
+        host: Bytes on the host of one device's optimizer, where it is offloaded.
+    """
+
+    ranks: tuple[Mapping[str, float], ...]
+    host: float = 0.0
+
+    @property
+    def peak_rank(self) -> int:
+        """The pipeline rank that needs most; the first of several."""
+        return max(range(len(self.ranks)), key=lambda r: (sum(self.ranks[r].values()), -r))
+
+    @property
+    def peak(self) -> float:
+        """Bytes of that rank."""
+        return sum(self.ranks[self.peak_rank].values())
+
+
+def block_activations(
+    shape: TransformerShape, layout: Layout, code: Implementation, *, whole: bool = False
+) -> float:
+    """Return the bytes that a block keeps of one micro-batch from its forward to its backward.
+
+    Args:
+        shape: The model.
+        layout: The layout.
+        code: What the training code does.
+        whole: Return what a block needs that recomputes nothing.
+
+    **Source**: Korthikanti et al. (2205.05198), equations 1 to 4, taken apart for grouped queries,
+    gated MLPs, experts and fused attention.
+    """
+    m, t = shape, layout.sizes.tensor
+    n = layout.micro_batch * m.length / layout.sizes.context
+    between = n * m.model_dim / (t if layout.sequence_parallel else 1)
+    recompute = "none" if whole else layout.recompute
+    if recompute == "full":
+        return 2 * between
+    used = m.experts_per_token + m.shared_experts
+    heads = 2 * (2 * m.heads + 2 * m.kv_heads) * m.head_dim
+    selective = recompute == "selective"
+    if selective and code.fused_attention:
+        # Kept: the input, and what products and attention give; the rest is computed again.
+        mlp = 2 * used * m.ff_dim * (2 if m.gated else 1)
+        return 6 * between + n / t * (heads + mlp)
+    # Inputs of norms and of the layers after them 8, two dropout masks 2.
+    mlp = used * m.ff_dim * (8 if m.gated else 4)
+    sorted_tokens = 4 * m.experts_per_token * n * m.model_dim if m.experts > 1 else 0.0
+    scores = (2 + 3 * m.dropout) * layout.micro_batch * m.heads / t * m.length**2
+    scores /= layout.sizes.context
+    written = not (code.fused_attention or selective)
+    return (
+        (8 + 2 * m.dropout) * between
+        + n / t * (heads + mlp)
+        + sorted_tokens
+        + (scores if written else 0.0)
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def in_flight(schedule: str, ranks: int, microbatches: int, virtual: int = 1) -> tuple[float, ...]:
+    """Return the most micro-batches that each rank holds at once, in parts of all its stages.
+
+    In closed form, equal to `Simulation.peak_per_rank` for at least 2 p micro-batches, and not less
+    for fewer.
+
+    Args:
+        schedule: A key of `SCHEDULES`.
+        ranks: p.
+        microbatches: m.
+        virtual: Stages of a rank under "interleaved".
+    """
+    p, m, v = ranks, microbatches, max(2, virtual)
+    if p == 1:
+        return (1.0,)
+    peaks: dict[str, list[float]] = {
+        "gpipe": [float(m)] * p,
+        "1f1b": [float(p - r) for r in range(p)],
+        "interleaved": [(2 * (p - 1 - r) + (v - 1) * p + 1) / v for r in range(p)],
+        "zb-h1": [float(p)] * p,
+        "zb-h2": [float(2 * p - 1)] * p,
+        "zbv": [float(p)] * p,
+    }
+    return tuple(min(float(m), peak) for peak in peaks[schedule])
+
+
+def predict_memory(
+    shape: TransformerShape, layout: Layout, code: Implementation | None = None
+) -> MemoryPrediction:
+    """Predict the bytes on the device of every pipeline rank.
+
+    The device's context and the allocator's gaps come on top, some 10 %.
+
+    Args:
+        shape: The model.
+        layout: The layout.
+        code: What the training code does; None: this package.
+    """
+    made = _RankMemory(shape, layout, code or Implementation())
+    ranks = tuple(made.rank(r) for r in range(layout.sizes.pipeline))
+    host = 0.0
+    if layout.offload:
+        # The states and a copy of the gradients.
+        most = max(r["weights"] for r in ranks) / made.code.weight_bytes
+        host = most * (made.code.state_bytes + made.code.reduce_bytes) / _shards(layout)
+    return MemoryPrediction(ranks=ranks, host=host)
+
+
+def peak_bytes(shape: TransformerShape, layout: Layout, code: Implementation) -> float:
+    """Return `MemoryPrediction.peak` from the few ranks that can have it.
+
+    Of ranks with as many blocks, the first holds most activations; the last one holds the logits.
+    """
+    made = _RankMemory(shape, layout, code)
+    firsts = {count: rank for rank, count in reversed(list(enumerate(made.counts)))}
+    ranks = {0, layout.sizes.pipeline - 1, *firsts.values()}
+    return max(sum(made.rank(r).values()) for r in ranks)
+
+
+class _RankMemory:
+    """The bytes of each pipeline rank of a layout, by kind."""
+
+    def __init__(self, shape: TransformerShape, layout: Layout, code: Implementation) -> None:
+        self.shape, self.layout, self.code = shape, layout, code
+        sizes = layout.sizes
+        experts = shape.experts / sizes.expert + shape.shared_experts
+        self.block_weights = shape.attention_weights + experts * shape.expert_weights
+        self.block_weights /= sizes.tensor
+        self.counts = [0] * sizes.pipeline
+        for blocks, owner in zip(layout.split(shape.layers), layout.owners, strict=True):
+            self.counts[owner] += blocks
+        self.flight = in_flight(
+            layout.schedule, sizes.pipeline, layout.microbatches, layout.virtual
+        )
+        self.kept = block_activations(shape, layout, code)
+        self.moment = 0.0
+        if layout.recompute != "none":
+            self.moment = block_activations(shape, layout, code, whole=True) - self.kept
+
+    def rank(self, rank: int) -> dict[str, float]:
+        """Return the bytes of a pipeline rank."""
+        shape, layout, code = self.shape, self.layout, self.code
+        owners, count = layout.owners, self.counts[rank]
+        first, last = owners[0] == rank, owners[-1] == rank
+        ends = (first or last) if shape.tied else first + last
+        held = count * self.block_weights + ends * shape.table_weights / layout.sizes.tensor
+        loss = logit_bytes(shape, layout, code) if last else 0.0
+        return {
+            **_states(layout, code, held),
+            "activations": self.kept * count * self.flight[rank],
+            "moment": max(self.moment, loss),
+            "buffers": _buffers(shape, layout, code, self.block_weights),
+        }
+
+
+def logit_bytes(shape: TransformerShape, layout: Layout, code: Implementation) -> float:
+    """Return the bytes of all copies of a micro-batch's logits at the peak of the loss."""
+    n = layout.micro_batch * shape.length / layout.sizes.context
+    return code.logit_bytes * n * shape.vocab / layout.sizes.tensor
+
+
+def _shards(layout: Layout) -> int:
+    return layout.sizes.data_shard * layout.sizes.context
+
+
+def _states(layout: Layout, code: Implementation, held: float) -> dict[str, float]:
+    shards, stage = _shards(layout), layout.zero_stage
+    states = 0.0 if layout.offload else code.state_bytes * held
+    return {
+        "weights": code.weight_bytes * held / (shards if stage == 3 else 1),
+        "gradients": code.gradient_bytes * held / (shards if stage >= 2 else 1),
+        "states": states / (shards if stage >= 1 else 1),
+    }
+
+
+def _buffers(
+    shape: TransformerShape, layout: Layout, code: Implementation, weights: float
+) -> float:
+    """Return the bytes of messages on their way, of gathered blocks and of reduced gradients."""
+    n = layout.micro_batch * shape.length / layout.sizes.context
+    split = layout.sequence_parallel or code.sharded_p2p
+    hidden = 2 * n * shape.model_dim / (layout.sizes.tensor if split else 1)
+    messages = 4 * hidden if layout.sizes.pipeline > 1 else 0.0
+    if layout.sizes.shares == 1:
+        return messages
+    if layout.zero_stage == 3:
+        # The block at work, and the next one, which is gathered beside it.
+        return messages + 2 * code.gather_bytes * weights + code.reduce_bytes * weights
+    return messages + code.reduce_bytes * weights

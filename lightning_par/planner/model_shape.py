@@ -1,0 +1,72 @@
+"""Reads the shape of a transformer from a configuration, ours or one of transformers."""
+
+from typing import Any
+
+from lightning_par.errors import ConfigurationError
+from lightning_par.planner.shapes import TransformerShape
+
+__all__ = ["read_shape"]
+
+_NAMES = {
+    "layers": ("num_layers", "num_hidden_layers", "n_layer"),
+    "model_dim": ("model_dim", "hidden_size", "n_embd"),
+    "heads": ("num_heads", "num_attention_heads", "n_head"),
+    "vocab": ("vocab_size",),
+    "kv_heads": ("num_kv_heads", "num_key_value_heads"),
+    "head_dim": ("head_dim",),
+    "ff_dim": ("ff_dim", "moe_intermediate_size", "intermediate_size", "n_inner"),
+    "experts": ("num_experts", "num_local_experts"),
+    "experts_per_token": ("experts_per_token", "num_experts_per_tok"),
+    "shared_experts": ("num_shared_experts", "n_shared_experts"),
+}
+"""Field of `TransformerShape` -> its names: of the reference models, then of transformers."""
+_LENGTHS = ("max_length", "max_position_embeddings", "n_positions")
+_REQUIRED = ("layers", "model_dim", "heads", "vocab")
+
+
+def read_shape(config: Any, length: int | None = None) -> TransformerShape:
+    """Return the shape that a model's configuration describes.
+
+    Args:
+        config: A `GPTConfig`, `BertConfig` or `MixtralConfig`, or one of transformers.
+        length: T; None: the longest that the configuration allows.
+
+    Raises:
+        ConfigurationError: A size is missing, as in a model that is no transformer of equal blocks.
+    """
+    found: dict[str, Any] = {
+        field: value
+        for field, names in _NAMES.items()
+        if (value := _first(config, names)) is not None
+    }
+    missing = [_NAMES[field][0] for field in _REQUIRED if field not in found]
+    length = length or _first(config, _LENGTHS)
+    if missing or length is None:
+        names = ", ".join([*missing, *(["max_length"] if length is None else [])])
+        raise ConfigurationError(
+            f"{type(config).__name__} has no {names}: only transformers of equal blocks can be "
+            "predicted. Give a length, or a configuration with these fields."
+        )
+    activation = _first(config, ("activation", "hidden_act")) or ""
+    # transformers' gated models name SiLU; GPT-2 and BERT name GELU.
+    gated = activation in ("swiglu", "silu")
+    tied = _first(config, ("tied_head", "tie_word_embeddings"))
+    dropout = _first(config, ("dropout", "attention_dropout", "attn_pdrop"))
+    return TransformerShape(
+        **found,
+        length=length,
+        gated=gated,
+        tied=True if tied is None else tied,
+        causal=not _is_encoder(config),
+        dropout=bool(dropout),
+    )
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def _is_encoder(config: Any) -> bool:
+    """Return whether tokens see later ones; our BERT's configuration has a token that hides."""
+    return hasattr(config, "mask_id") or getattr(config, "model_type", "") in ("bert", "roberta")

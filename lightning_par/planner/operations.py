@@ -1,0 +1,113 @@
+"""Time of single operations: matrix products, streams through memory, collectives, messages."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from lightning_par.planner.constants import Constants
+from lightning_par.planner.profiles import DeviceProfile
+
+__all__ = ["Clock", "Collective", "ranks_inside"]
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.8), (64, 128, 0.8))
+"""Rows, columns, and speed relative to the largest: small tiles read their inputs more often."""
+
+
+def ranks_inside(size: int, stride: int, node: int) -> int:
+    """Return how many ranks of a group share a node.
+
+    Args:
+        size: Ranks of the group.
+        stride: Distance of neighbors in the numbering of ranks: the product of the inner axes.
+        node: Devices of a node.
+    """
+    return math.gcd(size, max(1, node // stride))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times of operations on one device, in seconds.
+
+    Attributes:
+        device: Physics.
+        constants: What is reached of it.
+    """
+
+    device: DeviceProfile
+    constants: Constants
+
+    def product(
+        self, M: float, N: float, K: float, batch: float = 1, *, fp8: bool = False
+    ) -> float:
+        """Return the time of [M, K] x [K, N] in 16 or 8 bits: tiles in waves, or memory."""
+        device, share = self.device, self.constants
+        fp8 = fp8 and device.fp8_flops > 0
+        rate = device.fp8_flops * share.product_fp8 if fp8 else device.flops * share.product
+        bandwidth, width = device.bandwidth * share.memory, 1 if fp8 else 2
+        time = _tiles(device.processors, rate, bandwidth, share.inner_half, M, N, K, batch)
+        read = batch * (width * (M * K + K * N) + 2 * M * N)
+        return max(time, read / bandwidth) + share.kernel
+
+    def stream(self, size: float, kernels: float = 1) -> float:
+        """Return the time of element-wise work that moves `size` bytes through memory."""
+        return (
+            size / (self.device.bandwidth * self.constants.memory) + kernels * self.constants.kernel
+        )
+
+    def collective(self, kind: Collective, size: float, ranks: int, inside: int) -> float:
+        """Return the time of a collective.
+
+        Args:
+            kind: Which.
+            size: Bytes of the whole, of which every rank has, gets or reduces a part.
+            ranks: Size of the group.
+            inside: How many of its ranks share a node. The node's other groups run at once.
+        """
+        if ranks == 1:
+            return 0.0
+        share, device = self.constants, self.device
+        passes = 2 if kind == "all_reduce" else 1
+        moved = passes * (ranks - 1) / ranks * size
+        if ranks <= inside:
+            return passes * share.link_start + moved / (device.link * share.link)
+        nodes = ranks / inside
+        # Every group has the network ports of its ranks on the node.
+        joint = share.network_joint if inside == device.node else share.network_part
+        reached = share.network if inside == 1 else joint
+        rate = min(device.link * share.link, device.network * reached * inside)
+        wait = 1 + share.network_wait * math.log2(nodes)
+        return passes * share.network_start * math.log2(nodes) + moved / rate * wait
+
+    def message(self, size: float, *, between_nodes: bool) -> float:
+        """Return the time of a message of `size` bytes to a neighbor on the pipeline axis."""
+        share, device = self.constants, self.device
+        if between_nodes:
+            return share.network_start + size / (device.network * share.network)
+        return share.link_start + size / (device.link * share.link)
+
+
+@lru_cache(maxsize=1 << 18)
+def _tiles(
+    processors: int,
+    rate: float,
+    bandwidth: float,
+    inner_half: float,
+    M: float,
+    N: float,
+    K: float,
+    batch: float,
+) -> float:
+    """Return the time of the best tiling; a product with few tiles may also be cut along K."""
+    best = math.inf
+    for rows, columns, speed in _TILES:
+        tiles = math.ceil(M / rows) * math.ceil(N / columns) * batch
+        for parts in (1, 2, 4) if tiles < processors and K >= 1024 else (1,):
+            waves = math.ceil(tiles * parts / processors)
+            tile = 2 * rows * columns * (K / parts + inner_half) / (rate / processors * speed)
+            # The parts' sums are written and read in float32.
+            summed = 0.0 if parts == 1 else 8 * M * N * batch / bandwidth
+            best = min(best, waves * tile + summed)
+    return best

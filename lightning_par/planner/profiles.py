@@ -1,0 +1,126 @@
+"""Device profiles: what a device, the links of a node and the network can do, by datasheet.
+
+The shipped profiles lie in ``profiles.json``; a user's own file has the same format: an object
+with ``devices`` and, optionally, ``networks``, where every number has a ``..._source`` beside it.
+Names that a user's file does not define are those of the shipped one.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_par.errors import ConfigurationError, nearest, raise_problems
+
+__all__ = ["DeviceProfile", "device_names", "load_profile"]
+
+_SHIPPED = Path(__file__).with_name("profiles.json")
+_NUMBERS = ("flops", "processors", "bandwidth", "memory")
+"""What every device has to give; ``fp8_flops`` may be null, ``node`` is 8 unless it is given."""
+_OPTIONAL = ("fp8_flops", "node", "host_link")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """What one device can do; datasheet numbers, nothing fitted.
+
+    Attributes:
+        name: As in the file.
+        flops: Dense 16-bit matrix products, FLOP/s.
+        fp8_flops: Dense 8-bit matrix products, FLOP/s; 0: it has none.
+        processors: Streaming multiprocessors: matrix products run in waves of so many tiles.
+        bandwidth: Of the device's memory, bytes/s.
+        memory: Of the device, bytes.
+        link: To a device of the same node, bytes/s in one direction.
+        network: To another node, bytes/s in one direction; of one device, a node has `node` times.
+        host_link: To the memory of the host, bytes/s in one direction.
+        node: Devices that share the fast links.
+    """
+
+    name: str
+    flops: float
+    fp8_flops: float = 0.0
+    processors: int
+    bandwidth: float
+    memory: float
+    link: float
+    network: float
+    host_link: float = 25e9
+    node: int = 8
+
+
+def load_profile(name: str, path: str | Path | None = None) -> DeviceProfile:
+    """Return a device's profile by name.
+
+    Args:
+        name: Such as ``"h100"``; see `device_names`.
+        path: A file of the user's own, searched first.
+
+    Raises:
+        ConfigurationError: The file cannot be read or lacks a number or its source, with every
+            problem; or no device has that name.
+    """
+    devices, networks = _merged(path)
+    if name not in devices:
+        raise ConfigurationError(
+            f"device {name!r} has no profile{nearest(name, devices, otherwise='')} "
+            f"There are: {', '.join(sorted(devices))}."
+        )
+    entry = devices[name]
+    raise_problems(ConfigurationError, list(_problems(name, entry, networks)))
+    given = {key: entry[key] for key in (*_NUMBERS, *_OPTIONAL) if entry.get(key) is not None}
+    link, network = (float(networks[entry[key]]["bandwidth"]) for key in ("link", "network"))
+    return DeviceProfile(name=name, link=link, network=network, **given)
+
+
+def device_names(path: str | Path | None = None) -> list[str]:
+    """Return the names of all devices that have a profile, sorted.
+
+    Raises:
+        ConfigurationError: The file cannot be read.
+    """
+    return sorted(_merged(path)[0])
+
+
+def _merged(path: str | Path | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    devices, networks = {}, {}
+    for file in (_SHIPPED, *([Path(path)] if path else [])):
+        content = _read(file)
+        devices.update(content["devices"])
+        networks.update(content.get("networks", {}))
+    return devices, networks
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the profile {path} cannot be read: {error}") from error
+    found = content.get("devices") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+        raise ConfigurationError(
+            f"the profile {path} needs an object 'devices': name -> object with its numbers."
+        )
+    return dict(content)
+
+
+def _problems(name: str, entry: Mapping[str, Any], networks: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem for every number that is missing, not positive or without a source."""
+    for key in (*_NUMBERS, *(k for k in _OPTIONAL if entry.get(k) is not None)):
+        value = entry.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            yield f"device {name}: {key}={value!r} must be a number greater than 0."
+        elif not entry.get(f"{key}_source"):
+            yield f"device {name}: {key}={value!r} has no {key}_source; say where it is from."
+    for key in ("link", "network"):
+        network = networks.get(entry.get(key, ""), {})
+        if not network:
+            near = nearest(entry.get(key), networks, otherwise="; use one of networks.")
+            yield f"device {name}: {key}={entry.get(key)!r} is no network{near}"
+        elif not network.get("bandwidth", 0) > 0 or not network.get("source"):
+            yield f"network {entry[key]}: needs a bandwidth greater than 0 and a source."
+    known = {*_NUMBERS, *_OPTIONAL, "link", "network", "note"}
+    for key in entry:
+        if key.removesuffix("_source") not in known:
+            yield f"device {name}: {key!r} is unknown{nearest(key, known)}"

@@ -1,0 +1,249 @@
+"""What is trained, on what layout, by which implementation: three checked, immutable values.
+
+Shapes: D model dim, F feed-forward dim, H head dim, T tokens of a sequence, V vocabulary, E
+experts, L layers.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import get_args, Literal
+
+from lightning_par.engine.pipeline.schedules import place_stages
+from lightning_par.errors import ConfigurationError, either, MeshError, raise_problems
+from lightning_par.sizes import ParallelSizes
+
+__all__ = ["Implementation", "Layout", "Recompute", "TransformerShape"]
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerShape:
+    """Sizes of a transformer of equal blocks.
+
+    Attributes:
+        layers: L.
+        model_dim: D.
+        heads: Number of query heads.
+        kv_heads: Number of key/value heads; 0: `heads`.
+        head_dim: H; 0: D / heads.
+        ff_dim: F, of one expert; 0: 4 D.
+        vocab: V, rows of the embedding and of the head.
+        length: T.
+        gated: Whether the MLP has a gate (SwiGLU): three matrices instead of two.
+        tied: Whether the head shares the embedding's weight.
+        causal: Whether attention skips later tokens.
+        experts: E; 1: dense.
+        experts_per_token: Experts that a token passes.
+        shared_experts: Experts that every token passes, besides.
+        dropout: Whether dropout masks are kept.
+    """
+
+    layers: int
+    model_dim: int
+    heads: int
+    length: int
+    vocab: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    ff_dim: int = 0
+    gated: bool = False
+    tied: bool = True
+    causal: bool = True
+    experts: int = 1
+    experts_per_token: int = 1
+    shared_experts: int = 0
+    dropout: bool = False
+
+    def __post_init__(self) -> None:
+        counts = ("layers", "model_dim", "heads", "length", "vocab", "experts", "experts_per_token")
+        raise_problems(
+            ConfigurationError,
+            [f"{n}={getattr(self, n)} must be 1 or more." for n in counts if getattr(self, n) < 1],
+        )
+        defaults = {
+            "kv_heads": self.heads,
+            "head_dim": self.model_dim // self.heads,
+            "ff_dim": 4 * self.model_dim,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, value)  # how a frozen dataclass sets its own fields
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of the four projections of a block."""
+        return 2 * self.model_dim * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one MLP."""
+        return (3 if self.gated else 2) * self.model_dim * self.ff_dim
+
+    @property
+    def table_weights(self) -> int:
+        """Weights of the embedding, V D; the head has as many."""
+        return self.vocab * self.model_dim
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model; norms and biases, under 0.1 %, are left out."""
+        block = self.attention_weights + self.expert_weights * (self.experts + self.shared_experts)
+        return self.layers * block + self.table_weights * (1 if self.tied else 2)
+
+    def flops(self, samples: float) -> float:
+        """Return the model FLOPs of a step, without recomputation and with all T x T scores.
+
+        Args:
+            samples: Sequences of the step.
+
+        **Source**: Chowdhery et al., PaLM (2204.02311), appendix B.
+        """
+        used = self.experts_per_token + self.shared_experts
+        block = self.attention_weights + used * self.expert_weights
+        scores = 12 * self.layers * self.heads * self.head_dim * self.length
+        return samples * self.length * (6 * (self.layers * block + self.table_weights) + scores)
+
+
+@lru_cache(maxsize=1 << 12)
+def _owners(schedule: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    return place_stages(schedule, ranks, stages_per_rank)
+
+
+@lru_cache(maxsize=1 << 12)
+def _split(layers: int, stages: int) -> tuple[int, ...]:
+    few, more = divmod(layers, stages)
+    # From the middle outwards: the first and the last stage have something to do besides.
+    order = sorted(range(stages), key=lambda s: (abs(2 * s - stages + 0.5), s))
+    longer = set(order[:more])
+    return tuple(few + (s in longer) for s in range(stages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a step is laid out over the devices.
+
+    Attributes:
+        sizes: The mesh.
+        micro_batch: Samples of a micro-batch.
+        microbatches: Micro-batches of a step on each replica.
+        zero_stage: What replicas shard, 0 to 3.
+        schedule: A key of `engine.pipeline.schedules.SCHEDULES`.
+        virtual: Stages of a rank under "interleaved".
+        recompute: What blocks compute again in the backward.
+        sequence_parallel: Whether the parts between tensor-parallel layers are sharded, too.
+        offload: Whether the optimizer and its states are on the host.
+        blocks: Blocks of each stage; (): as equal as possible.
+    """
+
+    sizes: ParallelSizes = field(default_factory=ParallelSizes)
+    micro_batch: int = 1
+    microbatches: int = 1
+    zero_stage: int = 1
+    schedule: str = "1f1b"
+    virtual: int = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = True
+    offload: bool = False
+    blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.recompute not in get_args(Recompute):
+            allowed = either([repr(v) for v in get_args(Recompute)])
+            raise ConfigurationError(f"recompute={self.recompute!r} must be {allowed}.")
+        if self.blocks and len(self.blocks) != self.stages:
+            raise MeshError(
+                f"blocks={self.blocks} names {len(self.blocks)} stages; {self.sizes.pipeline} "
+                f"ranks with {self.stages_per_rank} each have {self.stages}."
+            )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that a pipeline rank holds."""
+        if self.sizes.pipeline == 1:
+            return 1
+        return {"interleaved": max(2, self.virtual), "zbv": 2}.get(self.schedule, 1)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.sizes.pipeline * self.stages_per_rank
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The pipeline rank of every stage."""
+        return _owners(self.schedule, self.sizes.pipeline, self.stages_per_rank)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step, of all replicas."""
+        return self.sizes.data * self.micro_batch * self.microbatches
+
+    def split(self, layers: int) -> tuple[int, ...]:
+        """Return the number of blocks of each stage; the outer stages, with table and head, get
+        fewer.
+
+        Args:
+            layers: L.
+        """
+        if self.blocks:
+            return self.blocks
+        return _split(layers, self.stages)
+
+    def __str__(self) -> str:
+        words = [str(self.sizes), f"zero {self.zero_stage}"]
+        if self.sizes.pipeline > 1:
+            words.append(self.schedule + (f" x{self.virtual}" if self.virtual > 1 else ""))
+        words += [f"{self.microbatches} x {self.micro_batch}", f"recompute {self.recompute}"]
+        if self.sizes.tensor > 1 and not self.sequence_parallel:
+            words.append("no sequence parallelism")
+        return ", ".join([*words, *(["offload"] if self.offload else [])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """What the training code does that changes the cost, beside the layout.
+
+    Attributes:
+        fused_attention: A kernel that never writes the T x T scores.
+        attention_rates: Speed of that kernel, forward and backward, relative to a large product.
+            FlashAttention-2 (2307.08691) reaches 0.6 to 0.7 of the peak of an A100, and 0.35 to
+            0.4 of that of an H100, where FlashAttention-3 (2407.08608) reaches 0.6 to 0.75.
+        fused_elementwise: Share of the traffic of element-wise work that remains; 1: none is fused.
+        fp8: Matrix products of blocks in 8 bits.
+        async_tensor: The tensor-parallel collectives of the backward run beside the products that
+            give the gradients of weights, as in Megatron-LM.
+        fused_tensor: Share of tensor-parallel collectives that runs beside the very product that
+            makes or takes their data, cut into parts.
+        async_p2p: Stages send without waiting.
+        sharded_p2p: Tensor-parallel ranks send a part each, also without sequence parallelism.
+        overlap_data: Gradients are sent during the last backward.
+        weight_bytes, gradient_bytes, state_bytes: Bytes held per parameter.
+        reduce_bytes: Bytes of a gradient that replicas send.
+        gather_bytes: Bytes of a weight that replicas gather.
+        step_traffic: Bytes that the optimizer reads and writes per parameter.
+        logit_bytes: Bytes per logit at the peak of the loss: 16 bits, float32, its logarithm, and
+            the gradients of the two in float32 and 16 bits.
+        selective_share: Share of a block's forward that "selective" recomputes, where attention is
+            fused; else it is attention that it recomputes.
+        kernels: Kernels that the host starts for a block's forward, and for its backward.
+    """
+
+    fused_attention: bool = True
+    attention_rates: tuple[float, float] = (0.62, 0.50)
+    fused_elementwise: float = 1.0
+    fp8: bool = False
+    async_tensor: bool = False
+    fused_tensor: float = 0.0
+    async_p2p: bool = True
+    sharded_p2p: bool = False
+    overlap_data: bool = True
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    state_bytes: float = 12.0
+    reduce_bytes: float = 4.0
+    gather_bytes: float = 2.0
+    step_traffic: float = 40.0
+    logit_bytes: float = 16.0
+    selective_share: float = 0.1
+    kernels: tuple[int, int] = (22, 40)

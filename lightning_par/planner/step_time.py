@@ -1,0 +1,275 @@
+"""Time of an optimizer step: the pipeline, what replicas exchange, and the optimizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_par.planner.block_cost import BlockCost, StageTime
+from lightning_par.planner.constants import Constants, fitted_constants
+from lightning_par.planner.operations import Clock, Collective, ranks_inside
+from lightning_par.planner.pipeline_time import pipeline_seconds, quick_pipeline
+from lightning_par.planner.profiles import DeviceProfile
+from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
+
+_CONTENTION = 0.1
+"""Share of hidden traffic by which what hides it becomes slower."""
+
+__all__ = ["StepCost", "StepTime", "predict_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The predicted time of a step.
+
+    Attributes:
+        seconds: Of the step.
+        bubble: Idle fraction of the pipeline.
+        parts: Seconds of the slowest rank, by kind; they sum up to `seconds`.
+    """
+
+    seconds: float
+    bubble: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class StepCost:
+    """What a step of a layout is made of.
+
+    Args:
+        shape: The model.
+        layout: The layout.
+        device: Physics.
+        code: What the training code does.
+        constants: What is reached of the peaks.
+        block: Work of the model's parts, if it has been computed for a layout that differs only in
+            the pipeline and the replicas.
+
+    Attributes:
+        block: Work of the model's parts.
+        times: Of every stage, for one micro-batch.
+        message: Seconds of a message between two stages.
+    """
+
+    def __init__(
+        self,
+        shape: TransformerShape,
+        layout: Layout,
+        device: DeviceProfile,
+        code: Implementation,
+        constants: Constants,
+        block: BlockCost | None = None,
+    ) -> None:
+        self.shape, self.layout, self.code = shape, layout, code
+        self.clock = Clock(device, constants)
+        self.block = block or BlockCost(shape, layout, code, self.clock)
+        blocks, last = layout.split(shape.layers), layout.stages - 1
+        kinds = [(count, i == 0, i == last) for i, count in enumerate(blocks)]
+        # Most stages are alike: each kind is computed once.
+        made = {k: self.block.stage(k[0], first=k[1], last=k[2]) for k in set(kinds)}
+        self.times = [made[kind] for kind in kinds]
+        self.message = self._message() if layout.sizes.pipeline > 1 else 0.0
+
+    def _message(self) -> float:
+        sizes = self.layout.sizes
+        split = self.layout.sequence_parallel or self.code.sharded_p2p
+        size = self.block.hidden_bytes / (sizes.tensor if split else 1)
+        between = sizes.tensor * sizes.context * sizes.data >= self.clock.device.node
+        return self.clock.message(size, between_nodes=between)
+
+    # Replicas -------------------------------------------------------------------------------------
+
+    def held(self) -> float:
+        """Return the weights of the fullest rank's stages, before the replicas divide them."""
+        m, layout, t = self.shape, self.layout, self.layout.sizes.tensor
+        experts = m.experts / layout.sizes.expert + m.shared_experts
+        block = (m.attention_weights + experts * m.expert_weights) / t
+        tables = m.table_weights / t * (2 if layout.sizes.pipeline == 1 and not m.tied else 1)
+        blocks = layout.split(m.layers)
+        fullest = max(sum(blocks[r :: layout.sizes.pipeline]) for r in range(layout.sizes.pipeline))
+        return fullest * block + tables
+
+    def over_data(self, kind: Collective, size: float) -> float:
+        """Return the time of a collective over the replicas, sharded first, then replicated."""
+        sizes, node = self.layout.sizes, self.clock.device.node
+        shard, copies = sizes.data_shard * sizes.context, sizes.data_replicate
+        inside = ranks_inside(shard, sizes.tensor, node)
+        time = self.clock.collective(kind, size, shard, inside)
+        if copies > 1 and kind != "all_gather":
+            inside = ranks_inside(copies, sizes.tensor * shard, node)
+            time += self.clock.collective("all_reduce", size / shard, copies, inside)
+        return time
+
+    def replicas(self) -> float:
+        """Return the time of gradients, and of weights back, outside of the micro-batches."""
+        code, held, stage = self.code, self.held(), self.layout.zero_stage
+        if stage == 0:
+            return self.over_data("all_reduce", code.reduce_bytes * held)
+        reduced = self.over_data("reduce_scatter", code.reduce_bytes * held)
+        return reduced + (
+            self.over_data("all_gather", code.gather_bytes * held) if stage < 3 else 0
+        )
+
+    def gathers(self) -> float:
+        """Return the time in which ZeRO stage 3 gathers a block twice and sums its gradients."""
+        m, t = self.shape, self.layout.sizes.tensor
+        held = (m.attention_weights + m.expert_weights * (m.experts + m.shared_experts)) / t
+        gathered = 2 * self.over_data("all_gather", self.code.gather_bytes * held)
+        return gathered + self.over_data("reduce_scatter", self.code.reduce_bytes * held)
+
+    def optimizer(self) -> float:
+        """Return the time of the update of what this rank owns, and of the norm of gradients."""
+        sizes, held = self.layout.sizes, self.held()
+        owned = held / (sizes.data_shard * sizes.context if self.layout.zero_stage else 1)
+        traffic = self.code.step_traffic * owned + 8 * held
+        if self.layout.offload:
+            # Gradients to the host and weights back; the update itself reads host memory.
+            host = self.clock.device.host_link
+            return owned * (self.code.reduce_bytes + self.code.gather_bytes) / host
+        return self.clock.stream(traffic, 100)
+
+    def traffic(self) -> dict[str, float]:
+        """Return the bytes that a rank sends in a step, by axis, as rings send them."""
+        m, layout, code, sizes = self.shape, self.layout, self.code, self.layout.sizes
+        blocks = max(layout.split(m.layers)) * layout.stages_per_rank
+        passes = layout.microbatches * blocks
+        again = 1 if layout.recompute == "full" else 0
+        hidden, shares = self.block.hidden_bytes, sizes.data_shard * sizes.context
+        of_tokens = passes * (2 + again) * hidden
+        keys = 4 * self.block.tokens * m.kv_heads * m.head_dim / sizes.tensor
+        split = layout.sequence_parallel or code.sharded_p2p
+        reductions, gathers = 1, 1
+        if layout.zero_stage == 3:
+            reductions, gathers = layout.microbatches, 2 * layout.microbatches
+        elif layout.zero_stage == 2:
+            reductions = layout.microbatches
+        held = self.held()
+        sent = (reductions * code.reduce_bytes + gathers * code.gather_bytes) * held
+        copied = 2 * code.reduce_bytes * held / shares
+        return {
+            "pp": 2
+            * layout.microbatches
+            * layout.stages_per_rank
+            * hidden
+            / (sizes.tensor if split else 1)
+            * (sizes.pipeline > 1),
+            "dp_replicate": _sent(sizes.data_replicate, copied),
+            "dp_shard x cp": _sent(shares, sent),
+            "cp": (sizes.context - 1) * passes * (3 + again) * keys,
+            "ep": _sent(sizes.expert, 2 * of_tokens * m.experts_per_token / sizes.tensor),
+            "tp": _sent(sizes.tensor, 4 * of_tokens),
+        }
+
+    # The step -------------------------------------------------------------------------------------
+
+    def stage_times(self) -> list[StageTime]:
+        """Return the times of every stage, with the messages that hold it up."""
+        if self.code.async_p2p or self.layout.sizes.pipeline == 1:
+            return self.times
+        held = self.message
+        return [StageTime(t.forward + held, t.backward + held, t.weight) for t in self.times]
+
+    def busy(self) -> float:
+        """Return the seconds that the busiest rank works on all micro-batches."""
+        times, p = self.stage_times(), self.layout.sizes.pipeline
+        owners = self.layout.owners
+        loads = [0.0] * p
+        for time, owner in zip(times, owners, strict=True):
+            loads[owner] += time.forward + time.backward
+        return self.layout.microbatches * max(loads)
+
+    def body(self) -> float:
+        """Return the time of all micro-batches through the simulated pipeline."""
+        layout = self.layout
+        if layout.sizes.pipeline == 1:
+            return self.busy()
+        message = self.message if self.code.async_p2p else 0.0
+        return pipeline_seconds(
+            layout.schedule,
+            layout.sizes.pipeline,
+            layout.microbatches,
+            layout.virtual,
+            self.stage_times(),
+            message,
+        )
+
+    def exposed(self, body: float) -> float:
+        """Return the time of what replicas exchange that nothing hides.
+
+        Args:
+            body: Seconds of all micro-batches.
+        """
+        layout, m = self.layout, self.layout.microbatches
+        if layout.sizes.shares == 1:
+            return 0.0
+        hides = body if self.code.overlap_data else 0.0
+        if layout.zero_stage == 3:
+            blocks = max(layout.split(self.shape.layers)) * layout.stages_per_rank
+            traffic = m * blocks * self.gathers()
+        elif layout.zero_stage == 2 and m > 1:
+            traffic = m * self.over_data("reduce_scatter", self.code.reduce_bytes * self.held())
+        else:
+            # Gradients are whole in the last backward only; weights are gathered by the first
+            # forward.
+            traffic, hides = self.replicas(), hides / m
+            if layout.schedule == "interleaved":
+                # A stage is done long before its rank is: the last round covers the others.
+                hides *= min(m, layout.sizes.pipeline)
+        # What is hidden takes a part of the memory's bandwidth and of the processors.
+        return max(0.0, traffic - hides) + _CONTENTION * min(traffic, hides)
+
+    def predict(self) -> StepTime:
+        """Return the time of the step and what it is made of."""
+        return self._compose(self.body())
+
+    def estimate(self) -> float:
+        """Return the time of the step with the pipeline in closed form, see `quick_pipeline`."""
+        layout = self.layout
+        if layout.sizes.pipeline == 1:
+            return self.predict().seconds
+        message = self.message if self.code.async_p2p else 0.0
+        body = quick_pipeline(layout, self.stage_times(), self.busy(), message)
+        return body + self.exposed(body) + self.optimizer()
+
+    def _compose(self, body: float) -> StepTime:
+        layout, busy, block = self.layout, self.busy(), self.block
+        blocks = max(layout.split(self.shape.layers)) * layout.stages_per_rank
+        works = (block.forward, block.backward, block.recomputed)
+        parts = {
+            axis: layout.microbatches * blocks * sum(w.communication.get(axis, 0.0) for w in works)
+            for axis in ("tensor", "context", "expert")
+        }
+        parts["recompute"] = layout.microbatches * blocks * block.recomputed.compute
+        parts = {"compute": max(0.0, busy - sum(parts.values())), **parts}
+        parts |= {
+            "bubble": body - busy,
+            "replicas": self.exposed(body),
+            "optimizer": self.optimizer(),
+        }
+        seconds = body + parts["replicas"] + parts["optimizer"]
+        return StepTime(seconds=seconds, bubble=max(0.0, 1 - busy / body), parts=parts)
+
+
+def _sent(ranks: int, size: float) -> float:
+    """Return what a rank of a ring sends of `size` bytes."""
+    return (ranks - 1) / ranks * size
+
+
+def predict_step(
+    shape: TransformerShape,
+    layout: Layout,
+    device: DeviceProfile,
+    code: Implementation | None = None,
+    constants: Constants | None = None,
+) -> StepTime:
+    """Predict the time of one optimizer step.
+
+    Args:
+        shape: The model.
+        layout: The layout.
+        device: What every device can do.
+        code: What the training code does; None: this package.
+        constants: What is reached of the peaks; None: what was fitted on the device's family.
+    """
+    cost = StepCost(
+        shape, layout, device, code or Implementation(), constants or fitted_constants(device.name)
+    )
+    return cost.predict()

@@ -1,0 +1,134 @@
+"""``lightning-par search`` and ``forecast``: text, JSON, and a file that ``fit`` runs."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_par import cli
+from tests.support.cli_scripts import run_command
+from tests.support.ranks.api import run_ranks
+
+pytestmark = [
+    pytest.mark.contract,
+    # Lightning calls a method that jsonargparse has renamed.
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
+
+TINY = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  strategy: hybrid3d
+  max_steps: 2
+  limit_val_batches: 1
+  num_sanity_val_steps: 0
+  log_every_n_steps: 1
+  callbacks:
+    - class_path: lightning_par.callbacks.ActivationCheckpointing
+      init_args: {mode: full}
+model:
+  class_path: lightning_par.models.GPTModule
+  init_args: {preset: tiny}
+data:
+  class_path: lightning_par.models.TextDataModule
+  init_args: {length: 64, batch_size: 8, max_bytes: 100000}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+def command(monkeypatch: Any, capsys: Any, *words: object) -> tuple[int, str, str]:
+    """Run the command line; give its status and what it said."""
+    monkeypatch.setattr(sys, "argv", ["lightning-par", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out, said.err
+
+
+@pytest.mark.distributed
+def test_fit_runs_the_layout_that_search_wrote(
+    config: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    out = tmp_path / "found.yaml"
+    words = ("--device", "h100", "--nodes", 1, "--devices", 2, "--samples", 16, "--out", out)
+    status, said, _ = command(monkeypatch, capsys, "search", "--config", config, *words)
+    assert status == 0
+    assert re.search(r"step, s +tokens/s +MFU +GiB +bubble +layout", said)
+    assert "why its neighbors lost:" in said
+    assert f"written: {out}" in said
+    found = yaml.safe_load(out.read_text())
+    chosen = found["trainer"]["strategy"]["init_args"]
+    sizes = [chosen[f"{axis}_parallel_size"] for axis in ("tensor", "pipeline", "context", "data")]
+    assert sizes[0] * sizes[1] * sizes[2] * sizes[3] == found["trainer"]["devices"] == 2
+    samples = found["data"]["init_args"]["batch_size"] * sizes[3]
+    assert samples * found["trainer"]["accumulate_grad_batches"] == 16
+    assert "callbacks" not in found["trainer"] or not found["trainer"]["callbacks"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    said = run_ranks(run_command, 2, folder, "fit", "--config", str(out))
+    assert any("`max_steps=2` reached" in line for line in said[0])
+
+
+def test_forecast_takes_the_layout_of_the_configuration(
+    config: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    words = ("--devices", 4, "--nodes", 2, "--json", "--trainer.strategy=pipeline_1f1b")
+    status, said, _ = command(monkeypatch, capsys, "forecast", "--config", config, *words)
+    found = json.loads(said)
+    assert status == 0
+    assert found["layout"]["sizes"]["pipeline"] == 8
+    assert found["layout"]["recompute"] == "full"
+    # 4 micro-batches for each of 8 ranks are more than the 8 samples of a batch.
+    assert (found["layout"]["microbatches"], found["layout"]["micro_batch"]) == (8, 1)
+    assert sum(found["time"].values()) == pytest.approx(found["seconds"])
+    assert sum(found["memory"].values()) == pytest.approx(found["peak_bytes"])
+
+
+def test_forecast_says_what_does_not_fit(config: Path, monkeypatch: Any, capsys: Any) -> None:
+    words = ("--model.init_args.preset=gpt3-13b", "--device", "h100", "--devices", 1)
+    status, said, _ = command(monkeypatch, capsys, "forecast", "--config", config, *words)
+    assert status == 1
+    assert re.search(r"does not fit: \d+\.\d GiB on pipeline rank 0, of 67\.1", said)
+
+
+def test_shapes_are_read_from_every_kind_of_model(
+    config: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    for model, data, samples in (
+        ("BertModule", "SentenceDataModule", 8),
+        ("MixtralModule", "TextDataModule", 8),
+        ("HuggingFaceModule", "TextDataModule", 8),
+    ):
+        path = config.with_name(f"{model}.yaml")
+        text = TINY.replace("GPTModule", model).replace("TextDataModule", data)
+        if model == "HuggingFaceModule":
+            sizes = (
+                "{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 99}"
+            )
+            text = text.replace("{preset: tiny}", f"{{config: llama, overrides: {sizes}}}")
+        path.write_text(text.replace(", max_bytes: 100000", ""))
+        words = ("--config", path, "--devices", 2, "--json")
+        status, said, _ = command(monkeypatch, capsys, "search", *words)
+        assert status == 0
+        layout = json.loads(said)["best"][0]["layout"]
+        sizes = layout["sizes"]
+        data_size = sizes["data_replicate"] * sizes["data_shard"]
+        assert layout["micro_batch"] * layout["microbatches"] * data_size >= samples
+
+
+def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None:
+    words = ("--config", config, "--device", "h1000")
+    status, _, said = command(monkeypatch, capsys, "search", *words)
+    assert status == 1
+    assert "device 'h1000' has no profile; did you mean 'h100'?" in said

@@ -1,0 +1,124 @@
+"""Times of operations and of blocks: limits that arithmetic gives, and directions."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_par.planner.block_cost import BlockCost
+from lightning_par.planner.constants import Constants, fitted_constants
+from lightning_par.planner.operations import Clock, ranks_inside
+from lightning_par.planner.profiles import load_profile
+from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
+from lightning_par.sizes import ParallelSizes
+
+H100 = load_profile("h100")
+IDEAL = Constants(
+    product=1.0,
+    inner_half=1e-9,
+    memory=1.0,
+    link=1.0,
+    network=1.0,
+    network_joint=1.0,
+    network_part=1.0,
+    network_wait=1e-9,
+    link_start=0.0,
+    network_start=0.0,
+    kernel=0.0,
+    host=0.0,
+)
+CLOCK = Clock(H100, IDEAL)
+SHAPE = TransformerShape(layers=4, model_dim=4096, heads=32, length=2048, vocab=50_000)
+
+
+def block(shape: TransformerShape = SHAPE, *, tensor: int = 1, **changes: object) -> BlockCost:
+    layout = Layout(sizes=ParallelSizes(tensor=tensor), micro_batch=2, **changes)
+    return BlockCost(shape, layout, Implementation(), Clock(H100, Constants()))
+
+
+def test_a_product_that_fills_every_wave_runs_at_the_peak() -> None:
+    # 132 processors with one tile of 256 x 128 each.
+    M, N, K = 256 * 12, 128 * 11, 8192
+    assert CLOCK.product(M, N, K) == pytest.approx(2 * M * N * K / H100.flops)
+    # One tile more is a wave more.
+    assert CLOCK.product(M + 1, N, K) > 1.05 * CLOCK.product(M, N, K)
+
+
+def test_a_thin_product_takes_the_time_of_its_memory() -> None:
+    size = 2 * (8 * 8192 + 8192 * 8192 + 8 * 8192)
+    assert CLOCK.product(8, 8192, 8192) == pytest.approx(size / H100.bandwidth, rel=0.1)
+
+
+def test_collectives_move_what_rings_move() -> None:
+    size = 1e9
+    assert CLOCK.collective("all_gather", size, 8, 8) == pytest.approx(7 / 8 * size / 450e9)
+    assert CLOCK.collective("all_reduce", size, 4, 1) == pytest.approx(2 * 3 / 4 * size / 50e9)
+    # A group that holds whole nodes has all their ports, but no more than its links.
+    assert CLOCK.collective("all_gather", size, 16, 8) == pytest.approx(15 / 16 * size / 400e9)
+    assert CLOCK.collective("all_reduce", size, 1, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "inside"),
+    [(8, 1, 8), (16, 1, 8), (4, 8, 1), (4, 2, 4), (6, 2, 2), (3, 2, 1)],
+)
+def test_ranks_of_a_group_on_one_node(size: int, stride: int, inside: int) -> None:
+    assert ranks_inside(size, stride, 8) == inside
+
+
+def test_a_block_costs_its_flops_at_the_peak_and_no_less() -> None:
+    tokens = 2 * SHAPE.length
+    flops = 2 * tokens * (SHAPE.attention_weights + SHAPE.expert_weights)
+    made = block()
+    assert made.forward.compute > flops / H100.flops
+    assert made.forward.compute < 2.5 * flops / H100.flops
+    assert 1.8 < made.backward.compute / made.forward.compute < 2.6
+    assert 0.3 < made.weight_compute / made.backward.compute < 0.6
+
+
+def test_recomputation_adds_a_forward_or_a_part_of_it() -> None:
+    none, selective, full = (
+        block(recompute=kind).stage(4, first=False, last=False).backward
+        for kind in ("none", "selective", "full")
+    )
+    forward = block().stage(4, first=False, last=False).forward
+    assert none < selective < full
+    assert full - none == pytest.approx(forward)
+
+
+def test_tensor_ranks_divide_compute_and_add_communication() -> None:
+    one, eight = block(), block(tensor=8)
+    assert eight.forward.compute < one.forward.compute / 5
+    assert sum(one.forward.communication.values()) == 0
+    assert eight.forward.communication["tensor"] > 0
+    behind = BlockCost(
+        SHAPE, eight.layout, Implementation(async_tensor=True), Clock(H100, Constants())
+    )
+    assert behind.backward.communication["tensor"] < eight.backward.communication["tensor"]
+
+
+def test_edges_belong_to_the_outer_stages() -> None:
+    inner, first, last = (
+        block().stage(2, first=f, last=e) for f, e in ((False, False), (True, False), (False, True))
+    )
+    assert inner.forward < first.forward < last.forward
+    assert inner.weight < last.weight
+
+
+def test_experts_compute_only_chosen_tokens_and_send_them() -> None:
+    dense = block()
+    sparse = replace(SHAPE, experts=8, experts_per_token=2)
+    layout = Layout(sizes=ParallelSizes(data_shard=8, expert=8), micro_batch=2)
+    made = BlockCost(sparse, layout, Implementation(), Clock(H100, Constants()))
+    assert dense.forward.compute < made.forward.compute < 3 * dense.forward.compute
+    assert made.forward.communication["expert"] > 0
+
+
+def test_devices_take_the_constants_of_their_family() -> None:
+    assert fitted_constants("a100-40") == fitted_constants("a100-80") != fitted_constants("h100")
+    assert fitted_constants("b200") == fitted_constants("h100")
+    shares = ("product", "memory", "link", "network", "network_joint", "network_part")
+    for constants in (fitted_constants("a100-80"), fitted_constants("h100")):
+        shares = {
+            n: v for n, v in vars(constants).items() if n.startswith(("pro", "mem", "li", "net"))
+        }
+        assert all(0 < share <= 1 for share in shares.values())

@@ -1,0 +1,83 @@
+"""Memory by rank, against formulas of the literature."""
+
+import pytest
+
+from lightning_par.planner.memory import block_activations, peak_bytes, predict_memory
+from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
+from lightning_par.sizes import ParallelSizes
+
+SHAPE = TransformerShape(layers=8, model_dim=1024, heads=16, length=512, vocab=32_000, dropout=True)
+WRITTEN = Implementation(fused_attention=False)
+N = 3 * 512
+D = 1024
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "recompute", "bytes_"),
+    [
+        (1, True, "none", N * D * (34 + 5 * 16 * 512 / D)),
+        (4, False, "none", N * D * (10 + 24 / 4 + 5 * 16 * 512 / (D * 4))),
+        (4, True, "none", N * D / 4 * (34 + 5 * 16 * 512 / D)),
+        (4, True, "selective", N * D / 4 * 34),
+        (4, False, "full", 2 * N * D),
+    ],
+)
+def test_a_block_keeps_what_korthikanti_counts(
+    tensor: int, sequence: bool, recompute: str, bytes_: float
+) -> None:
+    """2205.05198, table 2."""
+    layout = Layout(
+        sizes=ParallelSizes(tensor=tensor),
+        micro_batch=3,
+        sequence_parallel=sequence,
+        recompute=recompute,
+    )
+    assert block_activations(SHAPE, layout, WRITTEN) == pytest.approx(bytes_)
+
+
+@pytest.mark.parametrize(("stage", "bytes_"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_states_are_those_of_zero(stage: int, bytes_: float) -> None:
+    """1910.02054, figure 1: 7.5 billion parameters on 64 replicas."""
+    shape = TransformerShape(layers=36, model_dim=4096, heads=32, length=2048, vocab=2)
+    scale = 7.5e9 / shape.parameters
+    layout = Layout(sizes=ParallelSizes(data_shard=64), zero_stage=stage)
+    rank = predict_memory(shape, layout, Implementation(gradient_bytes=2)).ranks[0]
+    held = rank["weights"] + rank["gradients"] + rank["states"]
+    assert held * scale / 1e9 == pytest.approx(bytes_, rel=5e-3)
+
+
+def test_the_first_rank_holds_most_activations_and_the_last_the_logits() -> None:
+    layout = Layout(sizes=ParallelSizes(pipeline=4), micro_batch=1, microbatches=8)
+    found = predict_memory(SHAPE, layout, WRITTEN)
+    activations = [rank["activations"] for rank in found.ranks]
+    kept = block_activations(SHAPE, layout, WRITTEN)
+    assert activations == pytest.approx([2 * kept * flight for flight in (4, 3, 2, 1)])
+    assert found.ranks[3]["moment"] == 16 * 512 * 32_000
+    assert found.peak_rank == max(range(4), key=lambda r: sum(found.ranks[r].values()))
+    assert found.peak == sum(found.ranks[found.peak_rank].values())
+
+
+def test_offload_moves_states_to_the_host_and_experts_are_divided() -> None:
+    sizes = ParallelSizes(data_shard=4)
+    on = predict_memory(SHAPE, Layout(sizes=sizes, zero_stage=2, offload=True))
+    off = predict_memory(SHAPE, Layout(sizes=sizes, zero_stage=2))
+    assert on.ranks[0]["states"] == 0 < off.ranks[0]["states"]
+    assert on.host == pytest.approx(16 * SHAPE.parameters / 4)
+    experts = TransformerShape(
+        layers=2, model_dim=1024, heads=16, length=512, vocab=2, experts=8, experts_per_token=2
+    )
+    held = [
+        predict_memory(
+            experts, Layout(sizes=ParallelSizes(data_shard=8, expert=e), zero_stage=0)
+        ).ranks[0]["weights"]
+        for e in (1, 8)
+    ]
+    assert held[0] - held[1] == pytest.approx(2 * 2 * 7 * experts.expert_weights)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zbv"])
+def test_the_peak_of_few_ranks_is_that_of_all(schedule: str) -> None:
+    layout = Layout(
+        sizes=ParallelSizes(pipeline=3), microbatches=7, schedule=schedule, recompute="full"
+    )
+    assert peak_bytes(SHAPE, layout, WRITTEN) == predict_memory(SHAPE, layout, WRITTEN).peak

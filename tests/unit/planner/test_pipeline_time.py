@@ -1,0 +1,60 @@
+"""The walk and the closed form against the package's simulator."""
+
+import pytest
+
+from lightning_par.engine.pipeline.schedules import build_schedule, SCHEDULES
+from lightning_par.engine.pipeline.simulator import simulate
+from lightning_par.planner.block_cost import StageTime
+from lightning_par.planner.memory import in_flight
+from lightning_par.planner.pipeline_time import pipeline_seconds, quick_pipeline
+from lightning_par.planner.shapes import Layout
+from lightning_par.sizes import ParallelSizes
+
+CASES = [(name, p, m) for name in sorted(SCHEDULES) for p, m in ((2, 4), (4, 8), (3, 7))]
+
+
+def simulated(name: str, p: int, m: int, times: list[StageTime], message: float) -> float:
+    return simulate(
+        build_schedule(name, p, m),
+        forward=[t.forward for t in times],
+        backward=[t.backward for t in times],
+        backward_weight=[t.weight for t in times],
+        p2p=message,
+    ).makespan
+
+
+def unequal(stages: int) -> list[StageTime]:
+    return [StageTime(2 + 0.3 * s, 4.5 + 0.2 * (s % 3), 1.9 + 0.1 * s) for s in range(stages)]
+
+
+@pytest.mark.parametrize(("name", "p", "m"), CASES)
+def test_the_walk_equals_the_simulator_with_unequal_stages(name: str, p: int, m: int) -> None:
+    times = unequal(build_schedule(name, p, m).num_stages)
+    found = pipeline_seconds(name, p, m, 2, times, 0.4)
+    assert found == pytest.approx(simulated(name, p, m, times, 0.4), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_a_long_step_is_the_simulated_one_plus_its_steady_state(name: str) -> None:
+    p, m = 4, 98
+    times = unequal(build_schedule(name, p, m).num_stages)
+    whole = simulated(name, p, m, times, 0.1)
+    # Stages as unequal as these, the slowest 1.6 times the fastest, settle late under zb-h2.
+    assert pipeline_seconds(name, p, m, 2, times, 0.1) == pytest.approx(whole, rel=1.5e-2)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_the_closed_form_equals_the_simulator_with_equal_stages(name: str) -> None:
+    p, m = 4, 12
+    layout = Layout(sizes=ParallelSizes(pipeline=p), microbatches=m, schedule=name, virtual=2)
+    times = [StageTime(2.0, 4.5, 2.0)] * layout.stages
+    busy = m * sum(t.forward + t.backward for t in times) / p
+    found = quick_pipeline(layout, times, busy, 0.0)
+    assert found == pytest.approx(simulated(name, p, m, times, 0.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (3, 9)])
+def test_micro_batches_in_flight_equal_the_simulated_ones(name: str, p: int, m: int) -> None:
+    simulation = simulate(build_schedule(name, p, m))
+    assert in_flight(name, p, m, 2) == pytest.approx(simulation.peak_per_rank)

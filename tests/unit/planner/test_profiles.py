@@ -1,0 +1,80 @@
+"""Device profiles: every shipped number has a source, and a bad file is refused with its cause."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_par.errors import ConfigurationError
+from lightning_par.planner.profiles import device_names, load_profile
+
+OWN = {
+    "flops": 1e14,
+    "flops_source": "measured",
+    "processors": 80,
+    "processors_source": "measured",
+    "bandwidth": 9e11,
+    "bandwidth_source": "measured",
+    "memory": 3.2e10,
+    "memory_source": "measured",
+    "link": "pcie4",
+    "network": "mine",
+}
+
+
+def write(folder: Path, **changes: object) -> Path:
+    entry = {key: value for key, value in {**OWN, **changes}.items() if value is not None}
+    networks = {"mine": {"bandwidth": 1e9, "source": "measured"}}
+    path = folder / "own.json"
+    path.write_text(json.dumps({"devices": {"v100": entry}, "networks": networks}))
+    return path
+
+
+def test_the_devices_of_the_mission_are_shipped() -> None:
+    assert {"a100-40", "a100-80", "h100", "h200", "gh200", "b200"} <= {*device_names()}
+    for name in device_names():
+        device = load_profile(name)
+        assert device.link > device.network > 0
+        assert device.memory > 0
+
+
+def test_numbers_are_those_of_the_file() -> None:
+    device = load_profile("h100")
+    assert (device.flops, device.fp8_flops, device.memory) == (989e12, 1979e12, 80e9)
+    assert (device.link, device.network, device.node) == (450e9, 50e9, 8)
+    assert load_profile("a100-80").fp8_flops == 0
+    assert load_profile("gh200").node == 1
+
+
+def test_an_own_file_is_read_beside_the_shipped_one(tmp_path: Path) -> None:
+    path = write(tmp_path, node=4, node_source="counted")
+    device = load_profile("v100", path)
+    assert (device.flops, device.link, device.network, device.node) == (1e14, 32e9, 1e9, 4)
+    assert load_profile("h100", path) == load_profile("h100")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"flops": -1}, "flops=-1 must be a number greater than 0"),
+        ({"memory": None}, "memory=None must be a number greater than 0"),
+        ({"flops_source": None}, "flops=100000000000000.0 has no flops_source"),
+        ({"link": "pcie9"}, "link='pcie9' is no network; did you mean 'pcie"),
+        ({"memori": 3}, "'memori' is unknown; did you mean 'memory'?"),
+    ],
+)
+def test_a_bad_profile_is_refused(tmp_path: Path, changes: dict, words: str) -> None:
+    with pytest.raises(ConfigurationError, match="device v100") as caught:
+        load_profile("v100", write(tmp_path, **changes))
+    assert words in str(caught.value)
+
+
+def test_a_name_without_profile_and_a_file_without_devices_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'h10' has no profile; did you mean 'h100'\?"):
+        load_profile("h10")
+    path = tmp_path / "own.json"
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_profile("h100", path)
+    path.write_text("[]")
+    with pytest.raises(ConfigurationError, match="needs an object 'devices'"):
+        load_profile("h100", path)
