@@ -12,110 +12,38 @@ from collections.abc import (
     Hashable,
     Iterator,
     Mapping,
-    MutableMapping,
     Sequence,
 )
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn, Tensor
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_par.engine.annotations import Float
+from lightning_par.engine.tensor_tree import children, rebuild, tensors_of
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan.parallel_plan import BatchLayout
 
 __all__ = [
     "BatchDims",
+    "BatchDimsFinder",
     "batch_entry",
     "batch_size",
     "count_valid",
     "cut_batch",
     "find_batch_dims",
     "has_entry",
-    "map_tensors",
     "sequence_entries",
     "shift_labels",
     "signature",
     "split_batch",
     "split_rows",
     "take_samples",
-    "tensors_of",
-    "to_cpu",
     "with_entries",
 ]
-
-_PLAIN = (Tensor, np.ndarray, str, bytes, int, float, complex, type(None), type, nn.Module)
-
-
-def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """Return what a container of a batch holds, as pairs of key and value; None for other values.
-
-    The keys are those of a mapping, the numbers of a list or tuple, or the names of attributes: of
-    a dataclass, of an attrs class, and of any object that has a method `to` or holds a tensor.
-    """
-    if isinstance(node, _PLAIN):
-        return None
-    if isinstance(node, Mapping):
-        return list(node.items())
-    if isinstance(node, list | tuple):
-        return list(enumerate(node))
-    if is_dataclass(node):
-        names = [entry.name for entry in fields(node)]
-    elif hasattr(type(node), "__attrs_attrs__"):
-        names = [entry.name for entry in type(node).__attrs_attrs__]
-    else:
-        held = getattr(node, "__dict__", {})
-        moves = callable(getattr(node, "to", None))
-        names = list(held) if moves or any(isinstance(v, Tensor) for v in held.values()) else []
-        if not names:
-            return None
-    return [(name, getattr(node, name)) for name in names if hasattr(node, name)]
-
-
-def _rebuild(node: Any, items: list[tuple[Any, Any]]) -> Any:
-    """Return a container like `node` with other values."""
-    if isinstance(node, MutableMapping):
-        # A copy keeps what a mapping holds besides its items, as tokenizers' BatchEncoding does.
-        changed = copy.copy(node)
-        changed.update(items)
-        return changed
-    if isinstance(node, Mapping):
-        return type(node)(dict(items))  # type: ignore[call-arg]
-    if isinstance(node, list | tuple):
-        values = [value for _, value in items]
-        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
-    changed = copy.copy(node)
-    for name, value in items:
-        if getattr(changed, name) is not value:
-            object.__setattr__(changed, name, value)  # a frozen dataclass has no other way
-    return changed
-
-
-def map_tensors(batch: Any, function: Any) -> Any:
-    """Apply `function` to every tensor; containers keep their type, other values stay.
-
-    Args:
-        batch: A mapping that can be changed, or an object, is copied, so that it keeps what else it
-            holds; any other container is rebuilt from its items.
-        function: Tensor -> anything.
-    """
-    if isinstance(batch, Tensor):
-        return function(batch)
-    held = children(batch)
-    if held is None:
-        return batch
-    return _rebuild(batch, [(key, map_tensors(value, function)) for key, value in held])
-
-
-def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a batch in a fixed order."""
-    if isinstance(batch, Tensor):
-        yield batch
-        return
-    for _, value in children(batch) or ():
-        yield from tensors_of(value)
 
 
 def _join(path: str, key: Any) -> str:
@@ -184,6 +112,56 @@ def find_batch_dims(
     below = tuple(f"{path}." for path in dims)
     others = tuple(p for p in others if not p.startswith(below))
     return BatchDims(size=size, dims=dims, others=others, unsure=unsure)
+
+
+class BatchDimsFinder:
+    """Tells which entries of a batch have a batch dim.
+
+    Args:
+        layout: What is declared.
+        microbatches: Into how many a batch is cut.
+        replicas: Among how many a batch is divided.
+    """
+
+    def __init__(self, layout: BatchLayout, microbatches: int, replicas: int) -> None:
+        kinds = [f"{microbatches} micro-batches"] * (microbatches > 1)
+        kinds += [f"{replicas} replicas"] * (replicas > 1)
+        self._layout, self._divided = layout, " and ".join(kinds)
+        self._sizes: set[int] = set()
+        self._known: set[str] = set()
+
+    def add_loader(self, dataloader: object) -> None:
+        """Take note of the batch size of a data loader, if it tells one."""
+        if not isinstance(dataloader, DataLoader):
+            return
+        size = dataloader.batch_size
+        if size is None:
+            size = getattr(dataloader.batch_sampler, "batch_size", None)
+        if isinstance(size, int):
+            self._sizes.add(size)
+
+    def find(self, batch: Any, *, must_know: bool) -> BatchDims:
+        """Return which entries of a batch have a batch dim.
+
+        Args:
+            batch: That of this replica.
+            must_know: Whether to refuse a batch whose size is not known for sure.
+
+        Raises:
+            PlanError: See `must_know`; or declared entries have different numbers of samples.
+        """
+        dims = find_batch_dims(batch, self._layout, self._sizes, self._known)
+        if not dims.unsure:
+            self._known.update(dims.dims)
+        elif must_know:
+            raise PlanError(
+                f"which entries of the batch have a batch dim cannot be told from their shapes: "
+                f"{dims.unsure}. It has to be known for {self._divided}. Declare the entries that "
+                "have one in ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})), or those "
+                "that have none in BatchLayout(whole=(entry, ...)); a batch that cannot be cut "
+                "needs num_microbatches=1."
+            )
+        return dims
 
 
 def _describe(extents: Mapping[str, Any], *, pairs: bool = False) -> str:
@@ -323,7 +301,7 @@ def _map_cut(
     held = children(node)
     if held is None:
         return node
-    return _rebuild(node, [(k, _map_cut(v, _join(path, k), dims, function)) for k, v in held])
+    return rebuild(node, [(k, _map_cut(v, _join(path, k), dims, function)) for k, v in held])
 
 
 def split_batch(batch: Any, num_microbatches: int, dims: BatchDims | None = None) -> list[Any]:
@@ -443,7 +421,7 @@ def _with_entry(batch: Any, path: list[str], value: Any) -> Any:
     step, rest = path[0], path[1:]
     held = children(batch) or []
     key, _ = _named(batch, held)[step]
-    return _rebuild(batch, [(k, _with_entry(v, rest, value) if k == key else v) for k, v in held])
+    return rebuild(batch, [(k, _with_entry(v, rest, value) if k == key else v) for k, v in held])
 
 
 def count_valid(batch: Any, layout: BatchLayout) -> Float[Tensor, ""]:
@@ -487,8 +465,3 @@ def _marks(node: Any) -> Iterator[Hashable]:
     else:
         for _, value in children(node) or ():
             yield from _marks(value)
-
-
-def to_cpu(tree: Any) -> Any:
-    """Return the nest with every tensor detached and on the CPU."""
-    return map_tensors(tree, lambda t: t.detach().cpu())

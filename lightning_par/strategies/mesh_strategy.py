@@ -364,10 +364,11 @@ class MeshStrategy(ParallelStrategy):
         return self.parallel_model.steps.prepare_loader(dataloader)
 
     @override
-    @plain_before_setup
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
+        if not self._is_set_up():
+            return super().batch_to_device(batch, device, dataloader_idx)
         steps = self.parallel_model.steps
         steps.begin_batch()
         return steps.prepare_batch(super().batch_to_device(batch, device, dataloader_idx))

@@ -1,6 +1,8 @@
 """What one step leaves behind: nothing on the strategy, and nothing on the user's plugin."""
 
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +11,16 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
+import lightning_par
 from lightning_par import Hybrid3DStrategy, ZeROOffloadStrategy
+from lightning_par.models import GPTModule
 from lightning_par.strategies import MeshStrategy
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
+from tests.support.samples import byte_loader
 
+PACKAGE = Path(lightning_par.__file__).parent
 REPLICAS = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 CONTEXT = {**REPLICAS, "context_parallel_size": 2}
 PIPELINE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
@@ -155,3 +161,39 @@ def test_strategies_inherit_from_nothing_of_ours_but_mesh_strategy() -> None:
     for kind in (MeshStrategy, Hybrid3DStrategy, ZeROOffloadStrategy):
         ours = {c for c in kind.__mro__ if c.__module__.startswith("lightning_par")}
         assert ours == {kind, MeshStrategy}
+
+
+class EnteredFiles(Callback):
+    """Writes down which files of the package, models aside, the fifth step of a run enters: until
+    then shapes are known, and the questions of the first steps answered."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        sys.setprofile(self._note if trainer.global_step == 4 else None)
+
+    def _note(self, frame: Any, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if PACKAGE in path.parents and path.relative_to(PACKAGE).parts[0] != "models":
+            self.files.add(str(path.relative_to(PACKAGE)))
+
+
+def files_of_a_step(rank: int, world: int) -> set[str]:
+    entered = EnteredFiles()
+    options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    made = quiet_trainer(
+        strategy=Hybrid3DStrategy(**options),
+        devices=world,
+        max_steps=6,
+        gradient_clip_val=1.0,
+        callbacks=[entered],
+    )
+    made.fit(GPTModule(overrides={"num_layers": 2, "dropout": 0.0}), byte_loader())
+    return entered.files
+
+
+def test_a_steady_hybrid_step_enters_few_files() -> None:
+    found = run_ranks(files_of_a_step, 4)
+    assert all({"strategies/mesh_strategy.py", "engine/pipeline/executor.py"} <= f for f in found)
+    assert max(len(files) for files in found) <= 20, "\n".join(sorted(set().union(*found)))

@@ -67,6 +67,8 @@ class Sharding:
         in_steps: Whether the user's training steps run their backwards themselves.
 
     Attributes:
+        is_plain: Whether there is one replica.
+        synchronizes: Whether the next step reduces gradients over the replicas.
         zero_weight: Hooks for losses with weight 0.
     """
 
@@ -81,18 +83,13 @@ class Sharding:
         self._root, self._stage = root, zero_stage
         modules = () if root is None else root.modules()
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
-        self._synchronize, self._holds = True, False
+        self.is_plain, self.synchronizes, self._holds = root is None, True, False
         plain = [] if root is None else [root]
         self.zero_weight = ZeroWeightBackward(self._units or plain, experts)
         self._in_steps, self._on_use = in_steps, None
         if in_steps and isinstance(root, FSDPModule):
             found = self.zero_weight.find
             self._on_use = GatherOnUse(root, self._units, found, reshards=zero_stage == 3)
-
-    @property
-    def synchronizes(self) -> bool:
-        """Whether the next step reduces gradients over the replicas."""
-        return self._synchronize
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -101,11 +98,11 @@ class Sharding:
         A step that runs its own backwards may use, or drop, gradients after any of them, so that
         there each is reduced at once.
         """
-        self._synchronize = self._in_steps
+        self.synchronizes = self._in_steps
         try:
             yield
         finally:
-            self._synchronize = True
+            self.synchronizes = True
 
     def call(self, step: Callable[[], Any]) -> Any:
         """Run one forward that may use any parameter of the model.
@@ -165,7 +162,7 @@ class Sharding:
         """
         if isinstance(self._root, FSDPModule):
             # Stages 0 and 1 accumulate gradients unsharded; the last backward reduces them.
-            reduces = self._synchronize and is_whole and (is_last or self._stage >= 2)
+            reduces = self.synchronizes and is_whole and (is_last or self._stage >= 2)
             self._root.set_is_last_backward(is_last)
             for unit in self._units:
                 unit.set_requires_gradient_sync(reduces, recurse=False)

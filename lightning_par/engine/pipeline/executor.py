@@ -108,7 +108,7 @@ class PipelineExecutor:
     Args:
         stages: The stages of this rank, from `cut_stages`.
         links: s -> the link between stages s and s + 1, from `connect`.
-        hooks: Callbacks around forward and backward.
+        hooks: Callbacks around forward and backward; None: nothing surrounds them.
         gradients: Holds weights' gradients until their action, if the schedule splits the backward.
         activity: Record of what this rank is doing, written before every action.
 
@@ -120,7 +120,7 @@ class PipelineExecutor:
         self,
         stages: Sequence[Stage],
         links: Mapping[int, StageLink],
-        hooks: PipelineHooks,
+        hooks: PipelineHooks | None = None,
         gradients: WeightGradients | None = None,
         activity: Activity | None = None,
     ) -> None:
@@ -201,7 +201,7 @@ class _Walk:
                 error.add_note(f"in pipeline {self._describe(action)}")
                 raise
             self.run.marks.append((action, turn, start, self.run.clock.mark()))
-        if splits:
+        if splits and self.hooks is not None:
             self.hooks.finish()
 
     def _describe(self, action: Action) -> str:
@@ -220,7 +220,8 @@ class _Walk:
             return
         flight = self.flying[key]
         if action.kind is not ActionKind.BACKWARD_WEIGHT:
-            self.hooks.before_backward(is_last=is_last and not splits, is_whole=not splits)
+            if self.hooks is not None:
+                self.hooks.before_backward(is_last=is_last and not splits, is_whole=not splits)
             self._backward(action, flight, pending)
         if action.kind.ends_microbatch:
             for deferred in flight.waiting:
@@ -264,7 +265,7 @@ class _Walk:
             result = stage.run(flight.state, lambda: self.step(index))
             return result if stage.is_last else stage.outgoing(flight.state)
 
-        result = self.hooks.call(forward)
+        result = forward() if self.hooks is None else self.hooks.call(forward)
         if stage.is_last:
             self.run.results[index] = result
             if self.scaled_loss_of is not None:

@@ -13,13 +13,13 @@ from torch import nn
 
 from lightning_par.engine.pipeline.captured_outputs import captured_names, keep_outputs
 from lightning_par.engine.pipeline.side_effects import watch_side_effects
-from lightning_par.engine.pipeline.stage import Stage
-from lightning_par.engine.pipeline.stubs import (
+from lightning_par.engine.pipeline.stage import (
     AbsentModule,
     earlier_block,
     GhostModule,
     LaterBlock,
     poison,
+    Stage,
 )
 from lightning_par.plan.resolved_plan import ResolvedPlan
 

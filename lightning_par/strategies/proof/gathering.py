@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_par.engine.batch import to_cpu
+from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.mesh import ParallelMesh
 
 __all__ = ["gather_batches", "gather_tensors", "mean_over"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.engine.batch import map_tensors, tensors_of
+from lightning_par.engine.tensor_tree import map_tensors, tensors_of
 from lightning_par.plan.parallel_plan import BatchLayout
 
 __all__ = ["CannotJoinError", "cut_replica", "join_batches", "samples_of"]

@@ -90,7 +90,8 @@ def parallelize(  # house: the order, in one place
     if options.compile_blocks is not False:
         copy_first_gradients(module)
     links = _connect(mesh, parts.rank_of_stage, device)
-    executor = PipelineExecutor(parts.stages, links, sharding, parts.weight_gradients, activity)
+    hooks = None if sharding.is_plain else sharding
+    executor = PipelineExecutor(parts.stages, links, hooks, parts.weight_gradients, activity)
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
     steps = StepRunner(
         module=module,

@@ -4,19 +4,36 @@ Note [Weight 0]: the mean over no valid entry is NaN, and so is NaN times 0. Wha
 therefore left out, whatever its value.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.batch import tensors_of
+from lightning_par.engine.batch import batch_entry, count_valid
+from lightning_par.engine.tensor_tree import tensors_of
+from lightning_par.errors import PlanError
 from lightning_par.mesh import ParallelMesh
-from lightning_par.strategies.step.loss_rule import LossRule
+from lightning_par.plan.parallel_plan import BatchLayout
 
-__all__ = ["BatchWeigher", "BatchWeights", "device_of", "weigh", "weighted_mean"]
+__all__ = [
+    "MEAN_OVER_SAMPLES",
+    "SUM_OVER_SAMPLES",
+    "BatchWeigher",
+    "BatchWeights",
+    "LossRule",
+    "count_entries",
+    "declared_rule",
+    "device_of",
+    "entries_unlike",
+    "sum_of_class_weights",
+    "sum_of_entry",
+    "weigh",
+    "weighted_mean",
+]
 
 
 def weigh(value: Tensor, weight: Tensor) -> Tensor:
@@ -86,6 +103,110 @@ class BatchWeights:
         return cls(scales=tuple(counts.unbind()), total=counts.sum(), samples=None, shares=counts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossRule:
+    """How the loss of a batch is made of the losses of its parts.
+
+    Attributes:
+        name: What the loss is, for messages: "the mean over the samples".
+        weigh: Part of a batch, and its number of samples -> its weight, a float64 scalar.
+        declare: What to write in a `BatchLayout` to declare it.
+        is_sum: Whether the losses of the parts are added instead of averaged by their weights.
+        counts_all: Whether every sample has a weight, so that no part weighs 0.
+        is_uniform: Batch -> whether all its samples weigh alike.
+        is_likely: Whether parts are chosen so as to tell it from others.
+    """
+
+    name: str
+    weigh: Callable[[Any, int], Tensor]
+    declare: str
+    is_sum: bool = False
+    counts_all: bool = False
+    is_uniform: Callable[[Any], bool] = lambda _: False
+    is_likely: bool = True
+
+
+def declared_rule(layout: BatchLayout) -> LossRule:
+    """Return the rule that `layout` declares, or what it is without a declaration.
+
+    Args:
+        layout: Its `loss_weight`, or else `labels`, decides.
+    """
+    weight = layout.loss_weight
+    if weight == "samples" or (weight is None and layout.labels is None):
+        return MEAN_OVER_SAMPLES
+    if weight == "sum":
+        return SUM_OVER_SAMPLES
+    if weight is None or weight == "labels":
+        return LossRule(
+            name=f"the mean over the labels {layout.labels!r} that count",
+            weigh=partial(_valid, layout),
+            declare="loss_weight='labels'",
+        )
+    if callable(weight):
+        name = getattr(weight, "__qualname__", type(weight).__name__)
+        rule = f"the mean weighted by {name}"
+        return LossRule(name=rule, weigh=partial(_called, weight), declare=f"loss_weight={name}")
+    return LossRule(
+        name=f"the mean weighted by {weight!r}",
+        weigh=partial(sum_of_entry, weight),
+        declare=f"loss_weight={weight!r}",
+    )
+
+
+def _samples(batch: Any, samples: int) -> Tensor:
+    return torch.tensor(float(samples), dtype=torch.float64)
+
+
+MEAN_OVER_SAMPLES = LossRule(
+    name="the mean over the samples",
+    weigh=_samples,
+    declare="loss_weight='samples'",
+    counts_all=True,
+    is_uniform=lambda _: True,
+)
+SUM_OVER_SAMPLES = replace(
+    MEAN_OVER_SAMPLES, name="the sum over the samples", declare="loss_weight='sum'", is_sum=True
+)
+
+
+def _valid(layout: BatchLayout, batch: Any, samples: int) -> Tensor:
+    return count_valid(batch, layout)
+
+
+def _called(weight: Callable[[Any], Any], batch: Any, samples: int) -> Tensor:
+    value = torch.as_tensor(weight(batch), dtype=torch.float64)
+    if value.numel() != 1:
+        raise PlanError(
+            f"loss_weight={getattr(weight, '__qualname__', weight)!r} returned a tensor of shape "
+            f"{tuple(value.shape)}; it has to return one number, the weight of the batch."
+        )
+    return value.reshape(())
+
+
+def sum_of_entry(path: str, batch: Any, samples: int) -> Tensor:
+    """Weigh a part of a batch by the sum of its entry at `path`."""
+    return torch.as_tensor(batch_entry(batch, path)).sum(dtype=torch.float64)
+
+
+def entries_unlike(path: str, value: int, shift: int, batch: Any) -> Tensor:
+    """Return where the entry at `path` differs from `value`, without its first `shift` columns."""
+    entry: Tensor = batch_entry(batch, path) if path else batch
+    return (entry[:, shift:] if shift else entry) != value
+
+
+def count_entries(path: str, value: int, shift: int, batch: Any, samples: int) -> Tensor:
+    """Weigh a part of a batch by the number of its `entries_unlike`."""
+    return entries_unlike(path, value, shift, batch).sum(dtype=torch.float64)
+
+
+def sum_of_class_weights(path: str, weight: Tensor, batch: Any, samples: int) -> Tensor:
+    """Weigh a part of a batch by the weights [classes] of its labels at `path`."""
+    labels: Tensor = batch_entry(batch, path) if path else batch
+    counts = (labels >= 0) & (labels < len(weight))
+    return weight.to(labels.device)[labels[counts]].sum(dtype=torch.float64)
+
+
 class BatchWeigher:
     """Weighs micro-batches by the rule of the loss: their labels that count, their samples, ...
 
@@ -124,10 +245,8 @@ class BatchWeigher:
         Args:
             batch: That of this replica.
 
-        **Communicates**: one all-reduce of a number over the replicas, while there are other rules.
+        **Communicates**: one all-reduce of a number over the replicas.
         """
-        if not self.alternatives:
-            return False
         rules = (self.rule, *self.alternatives)
         differs = not all(rule.is_uniform(batch) for rule in rules)
         if self._replicas == 1:

@@ -24,11 +24,10 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
-from lightning_par.strategies.step.batch_weights import BatchWeigher
+from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
 from lightning_par.strategies.step.loss_rule import (
     candidate_rules,
     choose_rule,
-    LossRule,
     rule_error,
     Seen,
 )
@@ -133,6 +132,9 @@ class FirstLook:
         mesh: Mesh of this run.
         layout: What is declared of its batches.
         weigher: Gets the rule.
+
+    Attributes:
+        is_over: Whether no later step has to be looked at, whatever its batch.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class FirstLook:
     ) -> None:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
         self._looks = 0
-        self._is_never = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
+        self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
 
     def is_due(self, batch: Any, microbatches: int) -> bool:
         """Tell whether the step has to be looked at before it runs; the same on every rank.
@@ -155,13 +157,13 @@ class FirstLook:
 
         **Communicates**: see `BatchWeigher.is_unsettled`.
         """
-        if self._is_never:
+        if self.is_over:
             return False
         if not self._looks:
             return True
-        if not self._finds_rule(microbatches) or self._looks >= _LOOKS:
-            return False
-        return self._weigher.is_unsettled(batch)
+        self.is_over = self._looks >= _LOOKS or not self._weigher.alternatives
+        finds = not self.is_over and self._finds_rule(microbatches)
+        return finds and self._weigher.is_unsettled(batch)
 
     def _finds_rule(self, microbatches: int) -> bool:
         divides = microbatches > 1 or self._mesh.sizes.data > 1

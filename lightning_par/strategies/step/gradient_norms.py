@@ -10,7 +10,7 @@ stage has those of its own only.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
+from contextlib import contextmanager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class GradientNorms:
         canonical: FQN of every parameter of the whole model -> its canonical FQN.
         elsewhere: Ids of parameters that another rank counts.
         device: Device of this rank.
+
+    Attributes:
+        watch: Looks for combined gradients while hooks run for the first time; this package pauses
+            it for what it does itself.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class GradientNorms:
         self._quiet: set[str] = set()  # hooks that asked for nothing in their first run
         self._groups: list[set[int]] = []
         self._calls = 0
-        self._watch: AcrossParameters | None = None
+        self.watch: AcrossParameters | None = None
 
     def of_parameters(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Return FQN -> norm of every parameter that has a gradient, the same on every rank.
@@ -102,9 +106,9 @@ class GradientNorms:
         with ExitStack() as stack:
             stack.enter_context(_whole_numbers())
             if pipelined and name not in self._quiet:
-                self._watch = AcrossParameters(name, self._module, _CURE)
-                stack.enter_context(self._watch)
-                stack.callback(setattr, self, "_watch", None)
+                self.watch = AcrossParameters(name, self._module, _CURE)
+                stack.enter_context(self.watch)
+                stack.callback(setattr, self, "watch", None)
             total, of_module = self._unwatched(self._total), self._unwatched(self._of)
             stack.enter_context(diverted(torch.nn.utils.get_total_norm, total))
             stack.enter_context(diverted(grad_norm, of_module))
@@ -122,13 +126,9 @@ class GradientNorms:
             if not self._calls:
                 self._quiet.add(name)
 
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Surrounds what this package does to gradients while hooks run."""
-        return nullcontext() if self._watch is None else self._watch.paused()
-
     def _unwatched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.unwatched():
+            with nullcontext() if self.watch is None else self.watch.paused():
                 return function(*args, **kwargs)
 
         return run

@@ -9,11 +9,11 @@ it decides, the same on every rank, whether the step is refused, and by how much
 
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -193,7 +193,8 @@ class GradientPath:
         yield action("clip", Phase.CLIP, self._clip)
 
     def _walk(self, phase: Phase, passage: _Passage) -> None:
-        with self.norms.unwatched():
+        watch = self.norms.watch
+        with nullcontext() if watch is None else watch.paused():
             for action in self.actions:
                 if action.phase is phase and action.run is not None:
                     action.run(passage)
@@ -203,6 +204,24 @@ class GradientPath:
         """Ids of parameters whose gradients are not final when autograd and FSDP have them."""
         late = (*self.shared, *([] if self.compression is None else [self.compression]))
         return frozenset(id(p) for reduced in late for p in reduced.parameters)
+
+    def in_hooks(
+        self, names: Sequence[str], optimizers: Iterable[Optimizer], *, surely: bool = False
+    ) -> AbstractContextManager[None]:
+        """Surrounds hooks of users on gradients; a step without any spares what they need.
+
+        Args:
+            names: The hooks that run inside; messages name the first.
+            optimizers: Those whose groups may be asked for.
+            surely: Whether other code of a user's runs inside, too.
+        """
+        module, trainer = self._module, cast(Any, self._module.trainer)
+        hooks = any(
+            is_overridden(name, module, pl.LightningModule)
+            or any(is_overridden(name, callback, pl.Callback) for callback in trainer.callbacks)
+            for name in names
+        )
+        return self.norms.in_hooks(names[0], optimizers) if hooks or surely else nullcontext()
 
     def add_loss(self, loss: Tensor, has_valid_labels: Tensor | None = None) -> None:
         """Remember the loss of one backward; those of accumulated batches add up.
@@ -364,14 +383,23 @@ class _MeshPrecision(Precision):
     """Sends the gradients along a `GradientPath` where a plugin would clip those of one device."""
 
     gradients: GradientPath
+    is_lightnings: bool
+
+    def _in_hooks(
+        self, names: Sequence[str], optimizers: Iterable[Optimizer]
+    ) -> AbstractContextManager[None]:
+        # A plugin of somebody else's may do anything with gradients.
+        return self.gradients.in_hooks(names, optimizers, surely=not self.is_lightnings)
 
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        with self.gradients.norms.in_hooks("on_after_backward", module.trainer.optimizers):
+        optimizers = module.trainer.optimizers
+        with self._in_hooks(("on_after_backward",), optimizers):
             loss: Tensor = super().post_backward(tensor, module)
         return loss
 
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
-        with self.gradients.norms.in_hooks("on_before_optimizer_step", [optimizer]):
+        hooks = "on_before_optimizer_step", "configure_gradient_clipping"
+        with self._in_hooks(hooks, [optimizer]):
             plain_after_closure(self, model, optimizer)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -394,7 +422,8 @@ def mesh_precision(kind: type[Precision]) -> type[_MeshPrecision]:
     It keeps the name, by which checkpoints find the plugin's state.
     """
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (_MeshPrecision, kind), names)
+    is_lightnings = kind.__module__.partition(".")[0] == "lightning"
+    return type(kind.__name__, (_MeshPrecision, kind), {**names, "is_lightnings": is_lightnings})
 
 
 def _reduce(

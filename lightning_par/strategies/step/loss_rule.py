@@ -1,4 +1,4 @@
-"""How the loss of a batch is made of the losses of its parts: weights that a run declares or finds.
+"""Which rule makes the loss of a batch of the losses of its parts, where a run has to find it.
 
 Note [Finding the rule]: the loss of a few samples is compared with the losses of two parts of them.
 Of the rules that a loss usually follows (mean over samples, sum, mean over the labels that count,
@@ -6,45 +6,31 @@ mean weighted by an entry) it shows which one it follows. Two rules that weigh a
 far are told apart in the first batch for which they differ.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn, Tensor
 
-from lightning_par.engine.batch import batch_entry, BatchDims, count_valid
-from lightning_par.errors import PlanError
+from lightning_par.engine.batch import batch_entry, BatchDims
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.step.batch_weights import (
+    count_entries,
+    declared_rule,
+    entries_unlike,
+    LossRule,
+    MEAN_OVER_SAMPLES,
+    sum_of_class_weights,
+    sum_of_entry,
+    SUM_OVER_SAMPLES,
+)
 
-__all__ = ["LossRule", "Seen", "candidate_rules", "choose_rule", "declared_rule", "rule_error"]
+__all__ = ["Seen", "candidate_rules", "choose_rule", "rule_error"]
 
 _MARK = -100
 """The label that PyTorch's losses ignore by default; it has no other use."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossRule:
-    """How the loss of a batch is made of the losses of its parts.
-
-    Attributes:
-        name: What the loss is, for messages: "the mean over the samples".
-        weigh: Part of a batch, and its number of samples -> its weight, a float64 scalar.
-        declare: What to write in a `BatchLayout` to declare it.
-        is_sum: Whether the losses of the parts are added instead of averaged by their weights.
-        counts_all: Whether every sample has a weight, so that no part weighs 0.
-        is_uniform: Batch -> whether all its samples weigh alike.
-        is_likely: Whether parts are chosen so as to tell it from others.
-    """
-
-    name: str
-    weigh: Callable[[Any, int], Tensor]
-    declare: str
-    is_sum: bool = False
-    counts_all: bool = False
-    is_uniform: Callable[[Any], bool] = lambda _: False
-    is_likely: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,66 +44,6 @@ class Seen:
 
     losses: list[tuple[float, ...]]
     logs: list[dict[str, float]]
-
-
-def declared_rule(layout: BatchLayout) -> LossRule:
-    """Return the rule that `layout` declares, or what it is without a declaration.
-
-    Args:
-        layout: Its `loss_weight`, or else `labels`, decides.
-    """
-    weight = layout.loss_weight
-    if weight == "samples" or (weight is None and layout.labels is None):
-        return _SAMPLES
-    if weight == "sum":
-        return _SUM
-    if weight is None or weight == "labels":
-        return LossRule(
-            name=f"the mean over the labels {layout.labels!r} that count",
-            weigh=partial(_valid, layout),
-            declare="loss_weight='labels'",
-        )
-    if callable(weight):
-        name = getattr(weight, "__qualname__", type(weight).__name__)
-        rule = f"the mean weighted by {name}"
-        return LossRule(name=rule, weigh=partial(_called, weight), declare=f"loss_weight={name}")
-    return LossRule(
-        name=f"the mean weighted by {weight!r}",
-        weigh=partial(_entry_sum, weight),
-        declare=f"loss_weight={weight!r}",
-    )
-
-
-def _samples(batch: Any, samples: int) -> Tensor:
-    return torch.tensor(float(samples), dtype=torch.float64)
-
-
-_SAMPLES = LossRule(
-    name="the mean over the samples",
-    weigh=_samples,
-    declare="loss_weight='samples'",
-    counts_all=True,
-    is_uniform=lambda _: True,
-)
-_SUM = replace(_SAMPLES, name="the sum over the samples", declare="loss_weight='sum'", is_sum=True)
-
-
-def _valid(layout: BatchLayout, batch: Any, samples: int) -> Tensor:
-    return count_valid(batch, layout)
-
-
-def _called(weight: Callable[[Any], Any], batch: Any, samples: int) -> Tensor:
-    value = torch.as_tensor(weight(batch), dtype=torch.float64)
-    if value.numel() != 1:
-        raise PlanError(
-            f"loss_weight={getattr(weight, '__qualname__', weight)!r} returned a tensor of shape "
-            f"{tuple(value.shape)}; it has to return one number, the weight of the batch."
-        )
-    return value.reshape(())
-
-
-def _entry_sum(path: str, batch: Any, samples: int) -> Tensor:
-    return torch.as_tensor(batch_entry(batch, path)).sum(dtype=torch.float64)
 
 
 def _has_equal_rows(path: str, batch: Any) -> bool:
@@ -140,7 +66,7 @@ def candidate_rules(
         module: Its criterions may have class weights, or labels that they ignore.
     """
     # Samples before counts that agree with them: replicas may pad to other lengths.
-    rules = [declared_rule(layout), _SAMPLES]
+    rules = [declared_rule(layout), MEAN_OVER_SAMPLES]
     integers: list[tuple[str, int]] = []
     numbers: list[tuple[str, int]] = []
     for path, dim in dims.dims.items():
@@ -158,7 +84,7 @@ def candidate_rules(
         rules += [
             LossRule(
                 name=f"the mean over {path or 'the batch'!r} != {value}" + " (shifted)" * shift,
-                weigh=partial(_count, path, value, shift),
+                weigh=partial(count_entries, path, value, shift),
                 declare=f"labels={path!r}, ignore_index={value}" + ", label_shift=1" * shift,
                 is_uniform=partial(_counts_all, path, value, shift),
                 is_likely=value == _MARK and not shift,
@@ -171,13 +97,13 @@ def candidate_rules(
     rules += [
         LossRule(
             name=f"the mean weighted by the class weights {name} of {path!r}",
-            weigh=partial(_class_sum, path, weight),
+            weigh=partial(sum_of_class_weights, path, weight),
             declare="loss_weight=... (a function of the batch)",
         )
         for path, _ in integers
         for name, weight in classes.items()
     ]
-    return list({rule.name: rule for rule in [*rules, _SUM]}.values())
+    return list({rule.name: rule for rule in [*rules, SUM_OVER_SAMPLES]}.values())
 
 
 def _summed(entries: Sequence[tuple[str, int]]) -> Iterator[LossRule]:
@@ -185,7 +111,7 @@ def _summed(entries: Sequence[tuple[str, int]]) -> Iterator[LossRule]:
         if path and ndim <= 2:
             yield LossRule(
                 name=f"the mean weighted by {path!r}",
-                weigh=partial(_entry_sum, path),
+                weigh=partial(sum_of_entry, path),
                 declare=f"loss_weight={path!r}",
                 is_uniform=partial(_has_equal_rows, path),
             )
@@ -204,23 +130,8 @@ def _class_weights(
             yield f"{type(criterion).__name__} {index}", weight
 
 
-def _counted(path: str, value: int, shift: int, batch: Any) -> Tensor:
-    entry: Tensor = batch_entry(batch, path) if path else batch
-    return (entry[:, shift:] if shift else entry) != value
-
-
-def _count(path: str, value: int, shift: int, batch: Any, samples: int) -> Tensor:
-    return _counted(path, value, shift, batch).sum(dtype=torch.float64)
-
-
 def _counts_all(path: str, value: int, shift: int, batch: Any) -> bool:
-    return bool(_counted(path, value, shift, batch).all())
-
-
-def _class_sum(path: str, weight: Tensor, batch: Any, samples: int) -> Tensor:
-    labels: Tensor = batch_entry(batch, path) if path else batch
-    counts = (labels >= 0) & (labels < len(weight))
-    return weight.to(labels.device)[labels[counts]].sum(dtype=torch.float64)
+    return bool(entries_unlike(path, value, shift, batch).all())
 
 
 def rule_error(

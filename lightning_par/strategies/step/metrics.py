@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_par.engine.batch import map_tensors, to_cpu
-from lightning_par.engine.tensor_tree import broadcast_object
+from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu
 from lightning_par.mesh import ParallelMesh
 from lightning_par.upstream.torchmetrics import set_update_count
 

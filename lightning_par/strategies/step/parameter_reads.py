@@ -67,6 +67,9 @@ class ParameterReads:
         is_compiled: Whether blocks are compiled; what they hold is then not watched.
         device: Device of this rank.
         sharding: Knows the shards of gathered parameters.
+
+    Attributes:
+        active: Whether the user's step is at work outside of every forward of its modules.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class ParameterReads:
         self._module, self._mesh, self._device, self._known = module, mesh, device, known
         self._blocks = tuple(blocks)
         self._partial = {id(parameter) for parameter in partial}
-        self._depth, self._in_step = 0, False
+        self.active, self._depth, self._in_step = False, 0, False
         self._sharding = sharding
         self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
         self._handed: dict[int, tuple[nn.Parameter, Tensor, int]] = {}
@@ -101,20 +104,16 @@ class ParameterReads:
         for child in _entered(module, blocks):
             wrap_forward(child, self._outside, "parameter_reads")
 
-    @property
-    def active(self) -> bool:
-        """Whether the user's step is at work outside of every forward of its modules."""
-        return self._in_step and not self._depth
-
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Surrounds the user's step; at the end, what it wrote to a whole tensor is kept."""
-        self._in_step = True
+        self._in_step, self.active = True, not self._depth
         try:
             yield
         finally:
-            self._in_step = False
-            self.settle()
+            self._in_step = self.active = False
+            if self._handed:
+                self.settle()
 
     def settle(self) -> None:
         """Keep what the step wrote to whole tensors, and hand out new ones from now on."""
@@ -254,17 +253,20 @@ class ParameterReads:
         absent = {name.removeprefix(prefix): self._known[name] for name in names}
         if absent or any(isinstance(p, DTensor) for p in held.values()) or held:
             block = "" if isinstance(module, StageStub) else self._in_block(fqn)
-            module.__dict__["_parameters"] = _Watched(held, self, absent, block)
+            kind = _WatchedInPart if absent else _Watched
+            module.__dict__["_parameters"] = kind(held, self, absent, block)
 
     def _outside(self, inner: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.active:
+            if self.active and self._handed:
                 self.settle()  # what the forward has to see
             self._depth += 1
+            self.active = False
             try:
                 return inner(*args, **kwargs)
             finally:
                 self._depth -= 1
+                self.active = self._in_step and not self._depth
 
         return forward
 
@@ -287,11 +289,6 @@ class _Watched(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
-
-    def __contains__(self, name: object) -> bool:
-        if super().__contains__(name):
-            return True
-        return self._reads.active and self._below(name) is not None
 
     def __getitem__(self, name: str) -> Any:
         if not self._reads.active:
@@ -320,6 +317,15 @@ class _Watched(dict[str, Any]):
         prefix = f"{name}."
         parts = {n.removeprefix(prefix): a for n, a in self._absent.items() if n.startswith(prefix)}
         return AbsentPart(parts, self._reads.absent) if parts else None
+
+
+class _WatchedInPart(_Watched):
+    """Parameters of which other stages hold some; others need no look at every name."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        return self._reads.active and self._below(name) is not None
 
 
 class _Whole(torch.autograd.Function):

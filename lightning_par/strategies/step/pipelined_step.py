@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
-from lightning_par.engine.batch import BatchDims, signature, split_batch, split_rows, to_cpu
+from lightning_par.engine.batch import BatchDims, signature, split_batch, split_rows
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
-from lightning_par.engine.tensor_tree import broadcast_object
+from lightning_par.engine.tensor_tree import broadcast_object, to_cpu
 from lightning_par.errors import ConfigurationError, NonFiniteError, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.step.batch_weights import (

@@ -13,7 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par.engine.activity import Activity
-from lightning_par.engine.batch import batch_entry, BatchDims, sequence_entries
+from lightning_par.engine.batch import (
+    batch_entry,
+    BatchDims,
+    BatchDimsFinder,
+    sequence_entries,
+)
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
@@ -23,15 +28,19 @@ from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.step.batch_parts import BatchDimsFinder
 from lightning_par.strategies.step.batch_statistics import (
     check_batch_statistics,
     synchronize_batchnorm,
 )
-from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeights, weigh
+from lightning_par.strategies.step.batch_weights import (
+    BatchWeigher,
+    BatchWeights,
+    declared_rule,
+    weigh,
+)
 from lightning_par.strategies.step.first_look import FirstLook, untouched
 from lightning_par.strategies.step.logs import adjust_logs, LogCall, numbers_of, record_logs
-from lightning_par.strategies.step.loss_rule import declared_rule, Seen
+from lightning_par.strategies.step.loss_rule import Seen
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.mixing import explain_mixing
@@ -228,7 +237,7 @@ class StepRunner:
                 self._is_checked = True
                 if not self._batch_layout.local_statistics:
                     check_batch_statistics(self.module, self._mesh, count)
-            if self._first_look.is_due(args[0], count):
+            if not self._first_look.is_over and self._first_look.is_due(args[0], count):
                 found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
                 run = partial(self._look, context, args[1:])
                 self._first_look.look(args[0], found, count, run)

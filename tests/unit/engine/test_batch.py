@@ -12,13 +12,12 @@ from lightning_par.engine.batch import (
     count_valid,
     cut_batch,
     find_batch_dims,
-    map_tensors,
     signature,
     split_batch,
     take_samples,
-    tensors_of,
     with_entries,
 )
+from lightning_par.engine.tensor_tree import map_tensors, tensors_of
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan.parallel_plan import BatchLayout
 

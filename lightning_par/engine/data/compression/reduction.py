@@ -16,10 +16,10 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_par.dtensor import local_part
-from lightning_par.engine.batch import map_tensors
 from lightning_par.engine.data.compression.methods import choose_compressor, GradientBucket
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.data.gradient_reduction import fill_buckets, local_gradients
+from lightning_par.engine.tensor_tree import map_tensors
 from lightning_par.upstream.aten import foreach_copy_, foreach_norm
 
 __all__ = ["CompressedGradients"]
