@@ -8,6 +8,7 @@ sequence is sharded.
 Shapes: B batch, N query heads, K key/value heads, t tokens of one rank, H head dim.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from lightning_par.plan.parallel_plan import BatchLayout
 __all__ = ["divide_attention"]
 
 _NAME = "lightning_par"
+_BESIDE = "softcap", "s_aux", "sinks", "position_bias"
+"""What models give their attention besides masks and windows."""
 
 
 def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard) -> None:
@@ -44,16 +47,19 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
     _, model = found
     model.set_attn_implementation(_NAME)
     axis.checks.append(_check_packing)
-    if batch.shifted is not None:
-        keyword = batch.shifted
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
-        def give_labels(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            given = kwargs.get("labels")
-            if axis.layout is None or given is None or kwargs.get(keyword) is not None:
-                return None
-            return args, {**kwargs, keyword: given}
+    def adjust(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if axis.layout is None:
+            return None
+        # A cache keeps a window of one rank's tokens, and training reads none.
+        given = {"use_cache": False, **kwargs} if takes_cache else dict(kwargs)
+        labels = given.get("labels")
+        if batch.shifted is not None and labels is not None and given.get(batch.shifted) is None:
+            given[batch.shifted] = labels
+        return args, given
 
-        model.register_forward_pre_hook(give_labels, with_kwargs=True)
+    model.register_forward_pre_hook(adjust, with_kwargs=True)
 
 
 def _attend(
@@ -65,7 +71,8 @@ def _attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **_: Any,
+    sliding_window: int | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers expects it: [B, N, t, H] in, [B, t, N, H] out."""
     if dropout > 0:
@@ -74,9 +81,18 @@ def _attend(
             "supported on divided sequences. Set attention_dropout (attn_pdrop, "
             "attention_probs_dropout_prob) of its configuration to 0."
         )
+    beside = [name for name in _BESIDE if others.get(name) is not None]
+    if beside:
+        raise ConfigurationError(
+            f"{type(module).__name__} changes its attention weights ({', '.join(beside)}), which "
+            "is not supported on divided sequences. Use context_parallel_size=1."
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible = None if attention_mask is None else attention_mask.bool()
-    out = attention(query, key, value, causal=bool(causal), key_mask=visible, scale=scaling)
+    # As flash-attn counts: the token itself is one of so many.
+    window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
+    options: dict[str, Any] = {"key_mask": visible, "window": window, "scale": scaling}
+    out = attention(query, key, value, causal=bool(causal), **options)
     return out.transpose(1, 2).contiguous(), None
 
 

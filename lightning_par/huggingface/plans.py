@@ -6,6 +6,7 @@ refused when the axis is asked for: a style that is passed over gives wrong grad
 """
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -160,12 +161,25 @@ def _why_not_divided(model: Any, stacks: int) -> str | None:
             "that no rank sees. Set output_router_logits=False in its configuration."
         )
     window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
+    is_used = window is not None and getattr(config, "use_sliding_window", True)
+    if is_used and not _gives_window(model):
         return (
-            f"{name} attends within sliding_window={window} tokens, which divided sequences do not "
-            "know. Set sliding_window=None in its configuration if no sequence is longer."
+            f"{name} attends within sliding_window={window} tokens by a mask of its own, which "
+            "divided sequences do not have. Set sliding_window=None in its configuration if no "
+            "sequence is longer."
         )
     return None
+
+
+def _gives_window(model: Any) -> bool:
+    """Tell whether the attention of a model is told its window, not only the mask."""
+    sources = {inspect.getmodule(type(module)) for module in model.modules()}
+    return any(
+        "sliding_window=" in call
+        for source in sources
+        if source is not None and source.__name__.startswith("transformers.")
+        for call in re.findall(r"attention_interface\((.*?)\n +\)", inspect.getsource(source), re.S)
+    )
 
 
 def _captured(model: Any, containers: Sequence[nn.Module]) -> dict[str, int]:

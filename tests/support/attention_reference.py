@@ -19,6 +19,7 @@ class Case:
 
     causal: bool = False
     documents: tuple[int, ...] = ()
+    window: tuple[int, int] | None = None
     padded: bool = False
     tokens: int = 37
     heads: int = 8
@@ -54,6 +55,8 @@ class Case:
         seen = document[:, None] == document[None]
         if self.causal:
             seen = seen.tril()
+        if self.window is not None:
+            seen = seen.triu(-self.window[0]).tril(self.window[1])
         seen = seen[None, None]
         return seen if self.visible is None else seen & self.visible[:, None, None]
 
@@ -86,6 +89,7 @@ def attend_divided(case: Case, axis: SequenceShard) -> list[Tensor]:
         value,
         causal=case.causal,
         documents=case.documents,
+        window=case.window,
         visible=None if visible is None else axis.shard_tensor(visible, 1),
         scale=case.scale,
     )

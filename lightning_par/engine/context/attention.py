@@ -35,6 +35,7 @@ def attention(
     causal: bool = False,
     key_mask: Bool[Tensor, "#B T"] | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    window: tuple[int, int] | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "B N T H"]:
     """Attend; on any number of context-parallel ranks the same.
@@ -51,6 +52,8 @@ def attention(
         cu_seqlens: Boundaries 0, ..., T of the documents that are packed into every sample, counted
             in the whole sequence, whatever part of it is here; None: one document. A tensor on the
             CPU, or a list, costs no waiting.
+        window: (left, right): a token sees so many tokens before and after itself, besides itself;
+            under a causal mask none after. None: all. What no window reaches is not sent.
         scale: Multiplies the products; None: 1 / sqrt(H).
 
     Returns:
@@ -72,6 +75,7 @@ def attention(
             causal=causal,
             key_mask=key_mask,
             cu_seqlens=cu_seqlens,
+            window=window,
             scale=scale,
         )
         return taken
@@ -81,8 +85,11 @@ def attention(
         if a == b:
             continue
         seen = None if key_mask is None else key_mask[:, None, None, a:b]
-        if seen is not None and causal:
-            seen = seen & torch.ones(b - a, b - a, dtype=torch.bool, device=query.device).tril()
+        if (causal and seen is not None) or window is not None:
+            left, right = window or (b - a, 0)
+            near = torch.ones(b - a, b - a, dtype=torch.bool, device=query.device)
+            near = near.tril(0 if causal else right).triu(-left)
+            seen = near if seen is None else seen & near
         part = F.scaled_dot_product_attention(
             query[:, :, a:b],
             key[:, :, a:b],
@@ -169,11 +176,11 @@ class _Interception(TorchFunctionMode):
         causal: bool,
         key_mask: Tensor | None,
         cu_seqlens: Tensor | Sequence[int] | None,
+        window: tuple[int, int] | None,
         scale: float | None,
     ) -> Tensor:
-        documents = _bounds(cu_seqlens)
-        options = {"causal": causal, "visible": key_mask, "scale": scale, "documents": documents}
-        return self._attend(query, key, value, **options)
+        options = {"causal": causal, "visible": key_mask, "scale": scale, "window": window}
+        return self._attend(query, key, value, documents=_bounds(cu_seqlens), **options)
 
     def _attend(self, *tensors: Tensor, **options: Any) -> Tensor:
         device = tensors[0].device.type

@@ -78,9 +78,13 @@ class _Call:
     def steps(self) -> Sequence[RingStep]:
         return ring_steps(self.schedule, self.member)
 
-    def options(self, step: RingStep, block: AttentionBlock, dtype: torch.dtype) -> BlockOptions:
+    def options(self, step: RingStep, block: AttentionBlock, query: Tensor) -> BlockOptions:
         """Return the kernel's options for a block."""
+        dtype, device = query.dtype, query.device
         bias = None if self.mask is None else self.mask.bias(step.owner, block, dtype)
+        if block.band is not None:
+            band = _band_bias(block, wide(dtype), device)
+            bias = band if bias is None else bias + band
         return BlockOptions(causal=block.causal, scale=self.scale, bias=bias)
 
     def post(self, index: int, own: KeyValues, held: KeyValues) -> PendingExchange | None:
@@ -142,11 +146,12 @@ def ring_attention(
     the backward. Under ``route="ring"`` gradients travel in float32 or wider.
     """
     masked = mask is not None and not all(mask.complete)
+    takes_bias = masked or schedule.window is not None
     call = _Call(
         schedule=schedule,
         member=member,
         channel=channel,
-        kernel=choose_kernel(backend, query, masked=masked),
+        kernel=choose_kernel(backend, query, masked=takes_bias),
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         mask=mask if masked else None,
     )
@@ -175,6 +180,15 @@ class _RingAttention(torch.autograd.Function):
         return of_query, home.key.to(flat.dtype), home.value.to(flat.dtype), None
 
 
+def _band_bias(block: AttentionBlock, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return [1, 1, S, t] to be added to the products, which hides keys outside of the band."""
+    assert block.band is not None
+    (q, r), (k, m), (low, high) = block.queries, block.keys, block.band
+    hidden = torch.ones(r - q, m - k, dtype=torch.bool, device=device)
+    hidden = hidden.tril(-high) | hidden.triu(1 - low)
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)[None, None]
+
+
 def _rows(x: Tensor) -> Tensor:
     """Return `x` with heads that are contiguous in memory, as kernels want them."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -191,7 +205,7 @@ def _forward(call: _Call, query: Tensor, own: KeyValues) -> tuple[Tensor, Tensor
         for block in step.blocks:
             a, b = block.queries
             key, value = held.slice(block.keys)
-            options = call.options(step, block, query.dtype)
+            options = call.options(step, block, query)
             part = call.kernel.forward(query[:, :, a:b], key, value, options)
             if found is None and b - a == query.shape[2]:
                 found = part[0].to(wide(query.dtype)), part[1]
@@ -295,7 +309,7 @@ def _add_step(
         a, b = block.queries
         grad, query, out, logsum = saved.at(block)
         key, value = held.slice(block.keys)
-        options = call.options(step, block, query.dtype)
+        options = call.options(step, block, query)
         parts = call.kernel.backward(grad, query, key, value, out, logsum, options)
         of_query[:, :, a:b] += parts[0]
         for room, part in zip(total.slice(block.keys), parts[1:], strict=True):

@@ -42,6 +42,10 @@ __all__ = [
 ]
 
 Interval = tuple[int, int]
+_TILE = 128, 1024
+"""Fewest and most queries of a block with a window: kernels want some, and a mask of every pair is
+made.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +120,14 @@ class AttentionBlock:
         queries: Places among the tokens of the member that computes.
         keys: Places among the tokens of the member that owns the keys.
         causal: Queries and keys are the same tokens, and each attends to itself and those before.
+        band: (a, b): query i of the block attends to those keys j of it for which a <= i - j < b;
+            None: to all. Never of a causal block.
     """
 
     queries: Interval
     keys: Interval
     causal: bool
+    band: Interval | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +183,15 @@ class RingSchedule:
         documents: Boundaries 0, ..., T of packed documents, as in ``cu_seqlens``; a token attends
             only within its own. Tokens from the last boundary on are padding: they attend to
             nothing. Empty: one document of T tokens.
+        window: (left, right): a token attends to so many tokens before and after itself only; under
+            a causal mask to none after. None: to all.
         route: ``"direct"`` or ``"ring"``; see Note [Direct schedule].
     """
 
     layout: TokenLayout
     causal: bool
     documents: tuple[int, ...] = ()
+    window: tuple[int, int] | None = None
     route: Literal["direct", "ring"] = "direct"
 
     def __post_init__(self) -> None:
@@ -193,6 +203,16 @@ class RingSchedule:
                 "the whole sequence."
             )
         object.__setattr__(self, "documents", tuple(dict.fromkeys(bounds)))
+        if self.window is not None:
+            if min(self.window) < 0:
+                raise ConfigurationError(
+                    f"window={self.window} must be two numbers of tokens, to the left and to the "
+                    "right, of at least 0."
+                )
+            left, right = self.window[0], 0 if self.causal else self.window[1]
+            farthest = max(b - a for a, b in pairwise(bounds)) - 1
+            hides = left < farthest or (right < farthest and not self.causal)
+            object.__setattr__(self, "window", (left, right) if hides else None)
 
     def tokens_sent(self, member: int) -> tuple[int, int]:
         """Return how many tokens' keys and values, and how many tokens' gradients, a member sends.
@@ -253,6 +273,9 @@ def blocks_of(schedule: RingSchedule, member: int, owner: int) -> tuple[Attentio
         last = bisect_left(bounds, b)
         for low, high in pairwise(bounds[first : last + 1]):
             segment = max(a, low), min(b, high)
+            if schedule.window is not None:
+                blocks += _blocks_in_window(schedule, owner, (low, high), segment, start - a)
+                continue
             document = low, segment[0] if schedule.causal else high
             queries = start + segment[0] - a, start + segment[1] - a
             blocks += _blocks_of_segment(schedule, owner, document, segment, queries)
@@ -285,12 +308,51 @@ def _blocks_of_segment(
     return found
 
 
+def _blocks_in_window(
+    schedule: RingSchedule, owner: int, document: Interval, segment: Interval, offset: int
+) -> list[AttentionBlock]:
+    """Return the blocks of queries in one document and in one chunk that attend within a window.
+
+    The queries are cut into tiles, so that a block holds few keys that its queries do not see.
+
+    Args:
+        schedule: With a window.
+        owner: Has the keys.
+        document: The tokens of the document.
+        segment: The tokens of these queries.
+        offset: Place of a query, less its token.
+    """
+    assert schedule.window is not None
+    left, right = schedule.window
+    size = min(max(left + right, _TILE[0]), _TILE[1])
+    found = []
+    for first in range(*segment, size):
+        stop = min(first + size, segment[1])
+        start = 0
+        for c, d in schedule.layout.of_member(owner):
+            low, high = max(c, document[0], first - left), min(d, document[1], stop + right)
+            if low < high:
+                ahead = first - low
+                band = -right - ahead, left + 1 - ahead
+                sees_all = band[0] <= low + 1 - high and stop - first <= band[1]
+                found.append(
+                    AttentionBlock(
+                        queries=(first + offset, stop + offset),
+                        keys=(start + low - c, start + high - c),
+                        causal=False,
+                        band=None if sees_all else band,
+                    )
+                )
+            start += d - c
+    return found
+
+
 def _join_blocks(blocks: Sequence[AttentionBlock]) -> tuple[AttentionBlock, ...]:
     """Make fewer calls of the same pairs: joined keys, joined queries, joined causal squares."""
     causal = {b.queries: b for b in blocks if b.causal}
     by_queries: dict[Interval, list[Interval]] = {}
     for block in blocks:
-        if not block.causal:
+        if not block.causal and block.band is None:
             by_queries.setdefault(block.queries, []).append(block.keys)
     by_keys: dict[Interval, list[Interval]] = {}
     for queries, found in by_queries.items():
@@ -305,7 +367,7 @@ def _join_blocks(blocks: Sequence[AttentionBlock]) -> tuple[AttentionBlock, ...]
             whole = first[0], second[1]
             causal[whole] = AttentionBlock(queries=whole, keys=whole, causal=True)
     rest = [AttentionBlock(queries=q, keys=k, causal=False) for q, k in sorted(full)]
-    return (*(causal[q] for q in sorted(causal)), *rest)
+    return (*(causal[q] for q in sorted(causal)), *rest, *(b for b in blocks if b.band))
 
 
 def _needs(schedule: RingSchedule, member: int, owner: int) -> tuple[Interval, ...]:

@@ -151,6 +151,7 @@ class SequenceShard:
         causal: bool = False,
         visible: Shaped[Tensor, "#B s"] | None = None,
         documents: Sequence[int] = (),
+        window: tuple[int, int] | None = None,
         scale: float | None = None,
     ) -> Float[Tensor, "B N t H"]:
         """Attend to the tokens of all ranks.
@@ -163,6 +164,7 @@ class SequenceShard:
             visible: [B or 1, t], which keys of this rank may be seen: bool, or numbers to be added
                 to the products, 0 or as good as minus infinity.
             documents: Boundaries 0, ..., T of packed documents; empty: one.
+            window: How many tokens before and after itself a token sees; None: all.
             scale: Multiplies the products; None: 1 / sqrt(H).
 
         Returns:
@@ -182,6 +184,7 @@ class SequenceShard:
             layout=self.layout,
             causal=causal,
             documents=tuple(documents),
+            window=window,
             route=self.options.route,
         )
         mask = None if visible is None else self._gather_mask(visible)

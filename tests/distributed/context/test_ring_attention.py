@@ -21,6 +21,9 @@ MASKS = {
     "causal padded": {"causal": True, "padded": True},
     "packed": {"causal": True, "documents": PACKED},
     "packed full": {"documents": PACKED},
+    "window": {"causal": True, "window": (6, 0)},
+    "window full": {"window": (3, 9), "padded": True},
+    "window packed": {"causal": True, "window": (4, 0), "documents": PACKED},
 }
 FLOAT64, FLOAT32 = 5e-15, 2e-6  # relative to the largest number; sums in another order
 

@@ -89,6 +89,22 @@ WIDE = {"mixtral wide": _mixtral(hidden_size=96, intermediate_size=64, num_hidde
 """Of a size at which a batch and tables of positions are nothing beside the weights."""
 
 
+_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def _modernbert() -> nn.Module:
+    config = transformers.ModernBertConfig(**_SIZES, local_attention=6, layer_types=_LAYERS)
+    return transformers.AutoModelForMaskedLM.from_config(config)
+
+
+WINDOWED = {
+    "mistral window": _causal("Mistral", sliding_window=5),
+    "gemma3": _causal("Gemma3Text", head_dim=8, sliding_window=4, layer_types=_LAYERS),
+    "modernbert": _modernbert,
+}
+"""Their tokens see those near to them only, in all layers or in some."""
+
+
 class Adapted(nn.Module):
     """A low-rank adapter beside a frozen layer, with the names that PEFT gives."""
 
@@ -121,7 +137,7 @@ def _adapted(first: int) -> Callable[[], nn.Module]:
 
 
 ADAPTED = {"adapters": _adapted(0), "adapters on top": _adapted(2)}
-MODELS = {**FAMILIES, **WIDE, **ADAPTED}
+MODELS = {**FAMILIES, **WIDE, **WINDOWED, **ADAPTED}
 
 
 def auto_class(family: str) -> Any:

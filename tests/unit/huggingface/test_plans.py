@@ -131,11 +131,11 @@ def test_sequences_are_not_divided_where_the_model_needs_them_whole() -> None:
     text = divided(FAMILIES["mixtral aux"]())
     assert "context_parallel_size=2: MixtralForCausalLM adds an auxiliary loss" in text
     assert "Set output_router_logits=False" in text
-    config = transformers.MistralConfig(
+    config = transformers.PhimoeConfig(
         vocab_size=37, hidden_size=24, num_hidden_layers=1, num_attention_heads=6, sliding_window=5
     )
-    text = divided(transformers.MistralForCausalLM(config))
-    assert "attends within sliding_window=5 tokens" in text
+    text = divided(transformers.PhimoeForCausalLM(config))
+    assert "attends within sliding_window=5 tokens by a mask of its own" in text
     assert "attends from one list of blocks to another" in divided(FAMILIES["t5"]())
 
 

@@ -43,7 +43,7 @@ __all__ = [
 
 Query = Float[Tensor, "B N S H"]
 Keys = Float[Tensor, "B K T H"]
-Bias = Float[Tensor, "#B 1 1 T"]
+Bias = Float[Tensor, "#B 1 #S T"]
 LogSum = Float[Tensor, "B N S"]
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -60,8 +60,9 @@ class BlockOptions:
     Attributes:
         causal: Whether query i sees keys 0 .. i only; then S = T.
         scale: Multiplies the products.
-        bias: [B or 1, 1, 1, T], 0 for a visible key and -inf for a masked one, in the dtype of
-            `wide`; None: every key is visible. Only for kernels that take one.
+        bias: [B or 1, 1, S or 1, T], 0 for a visible key and -inf for a masked one, in the dtype
+            of `wide`; None: every key is visible. One row if causal. Only for kernels that take
+            one.
     """
 
     causal: bool
@@ -149,8 +150,8 @@ def _mark_dead(out: Tensor, logsum: Tensor, options: BlockOptions) -> tuple[Tens
     if options.bias is None:
         return out, logsum
     visible = options.bias == 0
-    seen = visible.cumsum(-1) > 0 if options.causal else visible.any(-1, keepdim=True)
-    dead = ~seen[:, :, 0]  # [B, 1, S or 1]
+    seen = visible.cumsum(-1)[:, :, 0] > 0 if options.causal else visible.any(-1)
+    dead = ~seen  # [B, 1, S or 1]
     return out.masked_fill(dead[..., None], 0), logsum.masked_fill(dead, -math.inf)
 
 

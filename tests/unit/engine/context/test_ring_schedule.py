@@ -24,8 +24,11 @@ def schedules(ring: int, length: int = 37) -> list[RingSchedule]:
     ):
         layout = TokenLayout(length=length, ring=ring, zigzag=zigzag)
         bounds = DOCUMENTS.values() if length == 37 else [()]
+        windows = (None, (0, 0), (4, 2), (40, 3))
         found += [
-            RingSchedule(layout=layout, causal=causal, documents=d, route=route) for d in bounds
+            RingSchedule(layout=layout, causal=causal, documents=d, route=route, window=w)
+            for d in bounds
+            for w in windows
         ]
     return found
 
@@ -50,7 +53,12 @@ def pairs_of(schedule: RingSchedule) -> list[tuple[int, int]]:
                         assert step.owner == member
                         assert block.queries == block.keys
                         stop = i + 1
-                    found += [(mine[i], theirs[j]) for j in range(block.keys[0], stop)]
+                    keys = range(block.keys[0], stop)
+                    if block.band is not None:
+                        low, high = block.band
+                        ahead = i - block.queries[0] + block.keys[0]
+                        keys = [j for j in keys if low <= ahead - j < high]
+                    found += [(mine[i], theirs[j]) for j in keys]
     return found
 
 
@@ -61,6 +69,7 @@ def wanted_pairs(schedule: RingSchedule) -> list[tuple[int, int]]:
         for low, high in itertools.pairwise(bounds)
         for q in range(low, high)
         for k in range(low, q + 1 if schedule.causal else high)
+        if schedule.window is None or -schedule.window[1] <= q - k <= schedule.window[0]
     ]
 
 
@@ -178,3 +187,14 @@ def test_documents_that_do_not_cover_the_sequence_are_refused(bounds: tuple[int,
     layout = TokenLayout(length=37, ring=2)
     with pytest.raises(ConfigurationError, match=r"cu_seqlens=\[.*must rise from 0 to the 37"):
         RingSchedule(layout=layout, causal=True, documents=bounds)
+
+
+def test_only_what_a_window_reaches_is_sent() -> None:
+    layout = TokenLayout(length=64, ring=4, zigzag=False)
+    near = RingSchedule(layout=layout, causal=True, window=(5, 0))
+    assert [near.tokens_sent(m) for m in range(4)] == [(5, 0), (5, 5), (5, 5), (0, 5)]
+    both = RingSchedule(layout=layout, causal=False, window=(5, 2))
+    assert [both.tokens_sent(m)[0] for m in range(4)] == [5, 7, 7, 2]
+    assert RingSchedule(layout=layout, causal=True, window=(63, 0)).window is None
+    with pytest.raises(ConfigurationError, match="at least 0"):
+        RingSchedule(layout=layout, causal=True, window=(-1, 0))
