@@ -160,6 +160,12 @@ def _why_not_divided(model: Any, stacks: int) -> str | None:
             f"{name} adds an auxiliary loss of its routers, a product of means over all tokens "
             "that no rank sees. Set output_router_logits=False in its configuration."
         )
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return (
+            f"{name} attends within chunks of {config.attention_chunk_size} tokens by a mask of "
+            "its own, which divided sequences do not have. Set layer_types to 'full_attention' for "
+            "all layers in its configuration if no sequence is longer."
+        )
     window = getattr(config, "sliding_window", None)
     is_used = window is not None and getattr(config, "use_sliding_window", True)
     if is_used and not _gives_window(model):

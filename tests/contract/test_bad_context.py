@@ -169,9 +169,6 @@ class Mixing(nn.Module):
                 q, q, q, attn_mask=torch.full((1, 1, 1, tokens), 0.5)
             ),
             "memory": lambda: F.scaled_dot_product_attention(q, q[:, :, :2], q[:, :, :2]),
-            "head sizes": lambda: F.scaled_dot_product_attention(
-                q, q, q.unflatten(-1, (2, 6))[..., 0, :]
-            ),
             "by hand": lambda: (q @ q.transpose(-1, -2)).softmax(-1) @ q,
         }
         if self.way == "module":
@@ -208,7 +205,6 @@ DURING = {
     "mask of pairs": r"attn_mask of shape \(6, 6\) with is_causal=False.*\[B, 1, 1, 6\]",
     "weights": r"attn_mask holds numbers other than 0 and minus infinity",
     "memory": r"mixes tokens with __getitem__, .* the 6 tokens of one rank",
-    "head sizes": r"head sizes 12 and 6 of query and value cannot be divided",
     "by hand": r"mixes tokens with softmax, .* call F.scaled_dot_product_attention",
     "module": r"nn\.MultiheadAttention cannot be divided over context_parallel_size=2",
     "forward": r"the plan gives positions to 'model', but no such module was called",

@@ -8,6 +8,7 @@ another thread, another model, and code outside of the blocks see torch's own. A
 that is recomputed in the backward enters the mode by itself.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -30,14 +31,14 @@ __all__ = ["attention", "intercept_attention"]
 def attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K T H"],
-    value: Float[Tensor, "B K T H"],
+    value: Float[Tensor, "B K T V"],
     *,
     causal: bool = False,
     key_mask: Bool[Tensor, "#B T"] | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
-) -> Float[Tensor, "B N T H"]:
+) -> Float[Tensor, "B N T V"]:
     """Attend; on any number of context-parallel ranks the same.
 
     On one device this is `F.scaled_dot_product_attention`, which a model may call as well. This
@@ -46,7 +47,7 @@ def attention(
     Args:
         query: [B, N, T, H].
         key: [B, K, T, H]; N is a multiple of K.
-        value: [B, K, T, H].
+        value: [B, K, T, V]; heads may have another size than those of the keys.
         causal: Whether a token sees only itself and those before it.
         key_mask: [B or 1, T], True for the keys that may be seen; None: all.
         cu_seqlens: Boundaries 0, ..., T of the documents that are packed into every sample, counted
@@ -57,7 +58,7 @@ def attention(
         scale: Multiplies the products; None: 1 / sqrt(H).
 
     Returns:
-        [B, N, T, H]; 0 for a token that sees no key.
+        [B, N, T, V]; 0 for a token that sees no key.
 
     Example:
         >>> x = torch.randn(1, 2, 6, 4)
@@ -187,15 +188,16 @@ class _Interception(TorchFunctionMode):
         if torch.is_autocast_enabled(device):  # as torch does for its own attention
             kind = torch.get_autocast_dtype(device)
             tensors = tuple(x.to(kind) for x in tensors)
-        query, value = tensors[0].shape[-1], tensors[2].shape[-1]
-        if query != value:
-            raise ConfigurationError(
-                f"attention with head sizes {query} and {value} of query and value cannot be "
-                f"divided over context_parallel_size={self._axis.group.size()} ranks, whose "
-                "kernels want them equal. Pad the values to the size of the queries, or use "
-                "context_parallel_size=1."
-            )
-        return self._axis.attend(*tensors, **options)
+        query, key, value = tensors
+        dim, wanted = query.shape[-1], value.shape[-1]
+        if dim == wanted:
+            return self._axis.attend(query, key, value, **options)
+        # Kernels want heads of one size: zeros change neither the products nor the output.
+        if options["scale"] is None:
+            options["scale"] = 1 / math.sqrt(dim)
+        size = max(dim, wanted)
+        query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
+        return self._axis.attend(query, key, value, **options)[..., :wanted]
 
 
 def _summing(mode: _Interception, inner: Forward) -> Forward:

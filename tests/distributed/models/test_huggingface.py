@@ -195,7 +195,9 @@ def assert_parallel(results: list[Result], wanted: Result, options: dict[str, An
     key = next(
         n
         for n in whole
-        if re.search(r"(\.q_proj|\.query|mlp\.c_proj|\.q|\.Wqkv)(\.base_layer)?\.weight$", n)
+        if re.search(
+            r"(\.q_proj|\.query|mlp\.c_proj|\.q|\.Wqkv|kv_b_proj)(\.base_layer)?\.weight$", n
+        )
     )
     rows, *rest = whole[key]
     for result in results:
@@ -220,6 +222,7 @@ def test_family_on_tensor_and_pipeline_ranks_equals_one_process(family: str) -> 
         ("mistral window", "cp2", False),
         ("gemma3", "cp2", False),
         ("modernbert", "cp2", False),
+        ("deepseek", "cp2", False),
         ("llama tied", "cp2 tp2", False),
         ("mixtral", "cp2 pp2", False),
     ],

@@ -97,12 +97,22 @@ def _modernbert() -> nn.Module:
     return transformers.AutoModelForMaskedLM.from_config(config)
 
 
-WINDOWED = {
+ATTENTIONS = {
     "mistral window": _causal("Mistral", sliding_window=5),
     "gemma3": _causal("Gemma3Text", head_dim=8, sliding_window=4, layer_types=_LAYERS),
     "modernbert": _modernbert,
+    "deepseek": _causal(
+        "DeepseekV3",
+        num_key_value_heads=6,
+        q_lora_rank=None,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        first_k_dense_replace=3,
+    ),
 }
-"""Their tokens see those near to them only, in all layers or in some."""
+"""Windows of tokens in all layers or in some; heads whose values have another size."""
 
 
 class Adapted(nn.Module):
@@ -137,7 +147,7 @@ def _adapted(first: int) -> Callable[[], nn.Module]:
 
 
 ADAPTED = {"adapters": _adapted(0), "adapters on top": _adapted(2)}
-MODELS = {**FAMILIES, **WIDE, **WINDOWED, **ADAPTED}
+MODELS = {**FAMILIES, **WIDE, **ATTENTIONS, **ADAPTED}
 
 
 def auto_class(family: str) -> Any:
