@@ -215,10 +215,10 @@ class GradientPath:
             optimizers: Those whose groups may be asked for.
             surely: Whether other code of a user's runs inside, too.
         """
-        module, trainer = self._module, cast(Any, self._module.trainer)
+        callbacks = cast(Any, self._module.trainer).callbacks
         hooks = any(
-            is_overridden(name, module, pl.LightningModule)
-            or any(is_overridden(name, callback, pl.Callback) for callback in trainer.callbacks)
+            _is_own(name, self._module, pl.LightningModule)
+            or any(_is_own(name, callback, pl.Callback) for callback in callbacks)
             for name in names
         )
         return self.norms.in_hooks(names[0], optimizers) if hooks or surely else nullcontext()
@@ -424,6 +424,12 @@ def mesh_precision(kind: type[Precision]) -> type[_MeshPrecision]:
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     is_lightnings = kind.__module__.partition(".")[0] == "lightning"
     return type(kind.__name__, (_MeshPrecision, kind), {**names, "is_lightnings": is_lightnings})
+
+
+def _is_own(name: str, held: object, base: type) -> bool:
+    """Return whether a hook is not that of the base class; Lightning's own way takes 7 us."""
+    found = getattr(type(held), name, None)
+    return name in vars(held) or found is not getattr(base, name, None)
 
 
 def _reduce(
