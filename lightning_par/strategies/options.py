@@ -14,10 +14,10 @@ from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression, read_compression
 from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
+from lightning_par.engine.option_fields import read_fields
 from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.schedules import build_schedule, place_stages, SCHEDULES
 from lightning_par.errors import ConfigurationError, either, raise_problems
-from lightning_par.option_fields import read_fields
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
 

@@ -21,13 +21,14 @@ MOST_ENTRIES = 20
 ORDER = """
     version  errors
     upstream
-    plan.tensor_styles  option_fields  dtensor  sizes
+    plan.tensor_styles  dtensor  sizes
     plan.parallel_plan  mesh  checkpoint
     plan.stage_partition
     plan.resolved_plan
     plan
     engine
-    engine.annotations  engine.clock  engine.activity  engine.rng  engine.collectives
+    engine.option_fields  engine.annotations  engine.clock  engine.activity  engine.rng
+    engine.collectives
     engine.master_weights  engine.wrapping  engine.tensor_tree
     engine.activations  engine.batch  engine.pipeline  engine.init.construction_tape
     engine.init.deferred_init
@@ -36,10 +37,12 @@ ORDER = """
     engine.init  engine.data
     engine.offload
     engine.memory  engine.grad_scaler
-    profiling  huggingface
+    profiling  huggingface  planner
     plan.lookup  plan.inference
     strategies  models
     callbacks  verification  demo
+    planner.absent_ranks  planner.weightless
+    planner.rehearsal
     registration
     lightning_par
     commands
@@ -48,7 +51,7 @@ ORDER = """
 """Rooms, each with the modules that no longer name claims; a line imports only lines above it."""
 
 KNOW_LIGHTNING = ("strategies", "callbacks", "models", "commands", "verification", "cli", "demo")
-KNOW_LIGHTNING += ("upstream.lightning",)
+KNOW_LIGHTNING += ("planner.absent_ranks", "planner.rehearsal", "upstream.lightning")
 
 Graph = Mapping[str, set[str]]
 

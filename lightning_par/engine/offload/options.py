@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from lightning_par.engine.offload.cpu_kernels import KERNELS
+from lightning_par.engine.option_fields import read_fields
 from lightning_par.errors import ConfigurationError, either, raise_problems
-from lightning_par.option_fields import read_fields
 
 __all__ = ["OffloadOptions", "read_offload_options"]
 

@@ -6,8 +6,8 @@ from typing import Any, get_args, Literal
 
 import torch
 
+from lightning_par.engine.option_fields import read_fields
 from lightning_par.errors import ConfigurationError, either, raise_problems
-from lightning_par.option_fields import read_fields
 from lightning_par.sizes import ParallelSizes
 
 __all__ = ["GradientCompression", "check_compression", "read_compression"]

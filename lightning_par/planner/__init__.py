@@ -1,0 +1,1 @@
+"""Foresight: what a run on many devices would do, found out without them."""
