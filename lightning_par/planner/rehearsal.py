@@ -186,10 +186,10 @@ class StepObserver(Callback):
         self._open.close()
         states = [state for each in trainer.optimizers for state in each.state.values()]
         self.live.mark(states, OPTIMIZER)
-        # Forward and backward of later steps find the optimizer state there.
+        # Forward and backward of later steps find the optimizer state there. What the update itself
+        # takes is left out: DTensor looks shapes up there on whole fake tensors.
         held = self.live.kinds_now.get(OPTIMIZER, 0)
-        steady = {**self._before, OPTIMIZER: held} if held else self._before
-        self.memory = max(steady, self.live.kinds, key=lambda kinds: sum(kinds.values()))
+        self.memory = {**self._before, OPTIMIZER: held} if held else self._before
 
     @property
     def volume(self) -> tuple[CommVolumeEntry, ...]:

@@ -56,7 +56,7 @@ def calls(collectives):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_bytes_and_calls_are_those_of_real_ranks(name):
+def test_bytes_calls_and_memory_are_those_of_real_ranks(name):
     sizes = LAYOUTS[name]
     ranks = run_ranks(real, 8, sizes, timeout=600, fresh=True)
     for rank in (0, 7):
@@ -65,5 +65,4 @@ def test_bytes_and_calls_are_those_of_real_ranks(name):
         assert sent(found.volume) == sent(volume)
         assert calls(found.collectives) == calls(collectives)
         assert len(sent(volume)) > 4
-        if name == "zero-3":
-            assert found.peak == pytest.approx(sum(memory.values()), rel=0.1)
+        assert found.peak == pytest.approx(sum(memory.values()), rel=0.1)
