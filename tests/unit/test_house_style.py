@@ -20,6 +20,8 @@ KNOW_LIGHTNING = {
     "callbacks",
     "models",
     "commands",
+    "planner/absent_ranks.py",
+    "planner/rehearsal.py",
     "cli.py",
     "demo.py",
     "upstream/lightning.py",

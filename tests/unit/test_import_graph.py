@@ -41,6 +41,8 @@ ORDER = """
     plan.lookup  plan.inference
     strategies  models
     callbacks  verification  demo
+    planner.absent_ranks  planner.weightless
+    planner.rehearsal
     registration
     lightning_par
     commands
@@ -49,7 +51,7 @@ ORDER = """
 """Rooms, each with the modules that no longer name claims; a line imports only lines above it."""
 
 KNOW_LIGHTNING = ("strategies", "callbacks", "models", "commands", "verification", "cli", "demo")
-KNOW_LIGHTNING += ("upstream.lightning",)
+KNOW_LIGHTNING += ("planner.absent_ranks", "planner.rehearsal", "upstream.lightning")
 
 Graph = Mapping[str, set[str]]
 

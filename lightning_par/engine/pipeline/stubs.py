@@ -21,7 +21,15 @@ from lightning_par.engine.rng import draws_on_meta, fork_torch_rng
 from lightning_par.errors import PipelineError, PlanError
 from lightning_par.upstream.pytree import tree_flatten, tree_leaves, tree_map
 
-__all__ = ["AbsentModule", "GhostModule", "LaterBlock", "earlier_block", "poison"]
+__all__ = [
+    "AbsentModule",
+    "EarlierBlock",
+    "GhostModule",
+    "LaterBlock",
+    "earlier_block",
+    "poison",
+    "shape_of_block",
+]
 
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -84,7 +92,7 @@ class _Shape(StageStub):
         return type(self)(module, fqn)
 
 
-class _EarlierBlock(StageStub):
+class EarlierBlock(StageStub):
     """Stub of a block of an earlier stage; returns what was received in the place of its output.
 
     Its class also derives from that of the block, which a model may look for with `isinstance`.
@@ -103,6 +111,7 @@ class _EarlierBlock(StageStub):
             return getattr(self.__dict__["_shape"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what was received in the place of the block's output."""
         state = self._stage.current
         if state is None:
             raise PipelineError(f"block {self._number} lives on an earlier pipeline stage.")
@@ -127,10 +136,10 @@ class _EarlierBlock(StageStub):
 
 
 @cache
-def _stub_class(block: Hashable) -> type[_EarlierBlock]:
+def _stub_class(block: Hashable) -> type[EarlierBlock]:
     assert isinstance(block, type)
-    members = {"forward": torch.compiler.disable(_EarlierBlock.forward)}
-    return type(f"Earlier{block.__name__}", (_EarlierBlock, block), members)
+    members = {"forward": torch.compiler.disable(EarlierBlock.forward)}
+    return type(f"Earlier{block.__name__}", (EarlierBlock, block), members)
 
 
 def earlier_block(
@@ -153,6 +162,11 @@ def earlier_block(
     stub.__dict__["_shape"] = _Shape(block, fqn)
     stub.__dict__["_replay"] = add_stand_ins(stub, block, captured, StageStub)
     return stub
+
+
+def shape_of_block(stub: EarlierBlock) -> tuple[int, nn.Module]:
+    """Return the number of the block that a stub stands for, and the block on meta."""
+    return stub._number, stub._shape.__dict__["_shape_only"]
 
 
 class LaterBlock(_Shape):
