@@ -26,7 +26,7 @@ class PlannedRun:
 
     Attributes:
         planner: Of its model, on the asked device.
-        nodes: Of the machine.
+        nodes: Of the Trainer.
         devices: Of each node.
         batch_size: Samples of a replica's batch, as the data module makes them.
         accumulated: Batches of an optimizer step.
@@ -85,12 +85,16 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
-def read_run(options: argparse.Namespace, more: list[str]) -> PlannedRun:
+def read_run(
+    options: argparse.Namespace, more: list[str], *, as_configured: bool = False
+) -> PlannedRun:
     """Build the configured model on the meta device, and read what a prediction needs.
 
     Args:
         options: Of `add_machine_options`.
         more: Other arguments of ``lightning-par fit``.
+        as_configured: Leave the Trainer its number of devices, which the sizes of its strategy may
+            be written for, in place of that of the asked machine.
 
     Raises:
         ConfigurationError: The model is no transformer of equal blocks, or the strategy is not one
@@ -98,7 +102,9 @@ def read_run(options: argparse.Namespace, more: list[str]) -> PlannedRun:
     """
     device = load_profile(options.device, options.profile)
     # The devices of another machine need not exist here: a Trainer on the CPU takes any number.
-    machine = {"accelerator": "cpu", "devices": options.devices, "num_nodes": options.nodes}
+    machine = {"accelerator": "cpu"}
+    if not as_configured:
+        machine |= {"devices": options.devices, "num_nodes": options.nodes}
     arguments = [f"--config={options.config}", *more]
     arguments += [f"--trainer.{name}={value}" for name, value in machine.items()]
     with warnings.catch_warnings():
@@ -112,8 +118,8 @@ def read_run(options: argparse.Namespace, more: list[str]) -> PlannedRun:
     shape = _shape(run, options.length or data.get("length"))
     return PlannedRun(
         planner=Planner(shape=shape, device=device, code=_code(str(run.trainer.precision))),
-        nodes=options.nodes,
-        devices=options.devices,
+        nodes=trainer.num_nodes,
+        devices=trainer.num_devices,
         batch_size=int(data.get("batch_size", 1)),
         accumulated=run.trainer.accumulate_grad_batches,
         options=strategy.options,

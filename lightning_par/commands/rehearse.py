@@ -22,8 +22,8 @@ from typing_extensions import override
 
 from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.errors import ConfigurationError
-from lightning_par.planner.absent_ranks import LoneEnvironment
-from lightning_par.planner.rehearsal import distinct_ranks, Rehearsal, rehearse_apart
+from lightning_par.planner.rehearsal.absent_ranks import LoneEnvironment
+from lightning_par.planner.rehearsal.rehearse import distinct_ranks, Rehearsal, rehearse_apart
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 
 __all__ = ["main", "rehearse_config"]

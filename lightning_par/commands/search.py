@@ -11,11 +11,11 @@ from pathlib import Path
 
 import yaml
 
-from lightning_par.commands.planned_run import add_machine_options, PlannedRun, read_run
+from lightning_par.commands.planned_run import add_machine_options, read_run
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.report import as_values, describe, format_rejections, format_table
 from lightning_par.planner.run_settings import apply_layout
-from lightning_par.planner.search import SearchResult
+from lightning_par.planner.search import Planner, SearchResult
 
 __all__ = ["main"]
 
@@ -33,10 +33,10 @@ def main(arguments: list[str]) -> int:
         LightningParError: Nothing fits, or the configuration or the profile is invalid.
     """
     options, more = _parser().parse_known_args(arguments)
-    run = read_run(options, more)
+    run = read_run(options, more, as_configured=True)
     space = LayoutSpace(
-        devices=run.nodes * run.devices,
-        node=run.devices,
+        devices=options.nodes * options.devices,
+        node=options.devices,
         samples=options.samples or run.layout().samples,
         offload=options.offload,
     )
@@ -52,18 +52,17 @@ def main(arguments: list[str]) -> int:
         json.dump(_values(result), sys.stdout, indent=1)
         print()
         return 0
-    print(_report(run, space, result))
+    print(_report(run.planner, space, result))
     print(f"\nwritten: {options.out}" if options.out else f"\nthe run:\n{text}")
     return 0
 
 
-def _report(run: PlannedRun, space: LayoutSpace, result: SearchResult) -> str:
-    planner = run.planner
+def _report(planner: Planner, space: LayoutSpace, result: SearchResult) -> str:
     return "\n".join(
         [
             f"{planner.shape.parameters / 1e9:.3g} billion parameters, {space.samples} samples of "
             f"{planner.shape.length} tokens a step, "
-            f"{run.nodes} x {run.devices} {planner.device.name}",
+            f"{space.devices // space.node} x {space.node} {planner.device.name}",
             f"{result.considered} layouts, of which {result.fitting} fit\n",
             format_table(result.best),
             "",

@@ -57,6 +57,7 @@ def apply_layout(
     trainer = found.setdefault("trainer", {})
     pipelined = layout.sizes.pipeline > 1
     trainer |= {
+        "accelerator": "auto",  # that of the other machine
         "num_nodes": nodes,
         "devices": devices,
         "strategy": {

@@ -60,6 +60,9 @@ def command(monkeypatch: Any, capsys: Any, *words: object) -> tuple[int, str, st
 def test_fit_runs_the_layout_that_search_wrote(
     config: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
+    pinned = "{class_path: lightning_par.Hybrid3DStrategy, init_args: {tensor_parallel_size: 4}}"
+    asked = TINY.replace("devices: 1", "devices: 4").replace("hybrid3d", pinned)  # not what is here
+    config.write_text(asked)
     out = tmp_path / "found.yaml"
     words = ("--device", "h100", "--nodes", 1, "--devices", 2, "--samples", 16, "--out", out)
     status, said, _ = command(monkeypatch, capsys, "search", "--config", config, *words)

@@ -41,8 +41,8 @@ ORDER = """
     plan.lookup  plan.inference
     strategies  models
     callbacks  verification  demo
-    planner.absent_ranks  planner.weightless
-    planner.rehearsal
+    planner.rehearsal.absent_ranks  planner.rehearsal.weightless
+    planner.rehearsal.rehearse
     registration
     lightning_par
     commands
@@ -51,7 +51,11 @@ ORDER = """
 """Rooms, each with the modules that no longer name claims; a line imports only lines above it."""
 
 KNOW_LIGHTNING = ("strategies", "callbacks", "models", "commands", "verification", "cli", "demo")
-KNOW_LIGHTNING += ("planner.absent_ranks", "planner.rehearsal", "upstream.lightning")
+KNOW_LIGHTNING += (
+    "planner.rehearsal.absent_ranks",
+    "planner.rehearsal.rehearse",
+    "upstream.lightning",
+)
 
 Graph = Mapping[str, set[str]]
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_par.engine.collectives import all_gather, all_reduce
 from lightning_par.engine.memory.live import ACTIVATIONS, PARAMETERS
-from lightning_par.planner.absent_ranks import lone_world
-from lightning_par.planner.weightless import WeightlessTensors
+from lightning_par.planner.rehearsal.absent_ranks import lone_world
+from lightning_par.planner.rehearsal.weightless import WeightlessTensors
 from lightning_par.profiling.comm_volume import CommVolume
 
 

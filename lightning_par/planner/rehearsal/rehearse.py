@@ -40,8 +40,8 @@ from lightning_par.engine.memory.live import (
     PARAMETERS,
 )
 from lightning_par.errors import ConfigurationError, LightningParError
-from lightning_par.planner.absent_ranks import answered_alone, lone_world, LoneEnvironment
-from lightning_par.planner.weightless import WeightlessTensors
+from lightning_par.planner.rehearsal.absent_ranks import answered_alone, lone_world, LoneEnvironment
+from lightning_par.planner.rehearsal.weightless import WeightlessTensors
 from lightning_par.profiling.collective_hooks import Call
 from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, payload_of
 from lightning_par.sizes import ParallelSizes
