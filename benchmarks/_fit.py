@@ -9,27 +9,17 @@ from lightning_par.planner.constants import Constants
 
 __all__ = ["START", "fit", "leave_out"]
 
+_TRAFFIC = {
+    "memory": 0.8,
+    "link": 0.75,
+    "network": 0.7,
+    "network_joint": 0.7,
+    "network_part": 0.7,
+    "network_wait": 0.05,
+}
 START: Mapping[str, Mapping[str, float]] = {
-    "a100": {
-        "product": 0.8,
-        "memory": 0.8,
-        "link": 0.75,
-        "network": 0.7,
-        "network_joint": 0.7,
-        "network_part": 0.7,
-        "network_wait": 0.05,
-        "host": 20e-6,
-    },
-    "h100": {
-        "product": 0.8,
-        "product_fp8": 0.8,
-        "memory": 0.8,
-        "link": 0.75,
-        "network": 0.7,
-        "network_joint": 0.7,
-        "network_part": 0.7,
-        "network_wait": 0.05,
-    },
+    "a100": {"product": 0.8, **_TRAFFIC, "host": 20e-6},
+    "h100": {"product": 0.8, "product_fp8": 0.8, **_TRAFFIC},
 }
 """Where a fit begins and what it may move: round shares of datasheets, the same for every part."""
 

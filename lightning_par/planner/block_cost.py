@@ -98,8 +98,7 @@ class BlockCost:
 
     def _weight_gradients(self) -> float:
         """Return the seconds of the weights' gradients, added to those of earlier micro-batches."""
-        m, t, e = self.shape, self.tensor, self.layout.sizes.expert
-        held = (m.attention_weights + (m.experts / e + m.shared_experts) * m.expert_weights) / t
+        held = self.shape.block_weights(self.tensor, self.layout.sizes.expert)
         added = 2 + 2 * self.code.gradient_bytes if self.layout.microbatches > 1 else 0
         return self._products("weight") + self.clock.stream(added * held, 4)
 

@@ -144,9 +144,7 @@ class _RankMemory:
     def __init__(self, shape: TransformerShape, layout: Layout, code: Implementation) -> None:
         self.shape, self.layout, self.code = shape, layout, code
         sizes = layout.sizes
-        experts = shape.experts / sizes.expert + shape.shared_experts
-        self.block_weights = shape.attention_weights + experts * shape.expert_weights
-        self.block_weights /= sizes.tensor
+        self.block_weights = shape.block_weights(sizes.tensor, sizes.expert)
         self.counts = [0] * sizes.pipeline
         for blocks, owner in zip(layout.split(shape.layers), layout.owners, strict=True):
             self.counts[owner] += blocks

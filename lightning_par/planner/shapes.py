@@ -85,6 +85,11 @@ class TransformerShape:
         """Weights of the embedding, V D; the head has as many."""
         return self.vocab * self.model_dim
 
+    def block_weights(self, tensor: int = 1, expert: int = 1) -> float:
+        """Return the weights of a block that one rank of these axes holds."""
+        experts = self.experts / expert + self.shared_experts
+        return (self.attention_weights + experts * self.expert_weights) / tensor
+
     @property
     def parameters(self) -> int:
         """Weights of the model; norms and biases, under 0.1 %, are left out."""

@@ -80,8 +80,7 @@ class StepCost:
     def held(self) -> float:
         """Return the weights of the fullest rank's stages, before the replicas divide them."""
         m, layout, t = self.shape, self.layout, self.layout.sizes.tensor
-        experts = m.experts / layout.sizes.expert + m.shared_experts
-        block = (m.attention_weights + experts * m.expert_weights) / t
+        block = m.block_weights(t, layout.sizes.expert)
         tables = m.table_weights / t * (2 if layout.sizes.pipeline == 1 and not m.tied else 1)
         blocks = layout.split(m.layers)
         fullest = max(sum(blocks[r :: layout.sizes.pipeline]) for r in range(layout.sizes.pipeline))
@@ -110,8 +109,7 @@ class StepCost:
 
     def gathers(self) -> float:
         """Return the time in which ZeRO stage 3 gathers a block twice and sums its gradients."""
-        m, t = self.shape, self.layout.sizes.tensor
-        held = (m.attention_weights + m.expert_weights * (m.experts + m.shared_experts)) / t
+        held = self.shape.block_weights(self.layout.sizes.tensor)
         gathered = 2 * self.over_data("all_gather", self.code.gather_bytes * held)
         return gathered + self.over_data("reduce_scatter", self.code.reduce_bytes * held)
 

@@ -1,6 +1,5 @@
 """What `lightning-par inspect` says and `lightning-par export` writes."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_par import cli
 from lightning_par.checkpoint.export import export_weights
 from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.pieces import Piece
@@ -17,18 +15,10 @@ from lightning_par.checkpoint.writer import commit, make_part, write_part
 from lightning_par.dtensor import Box
 from lightning_par.models import GPTModule
 from tests.support.checkpoints import write_folder
+from tests.support.cli_scripts import command
 from tests.support.resharding import differences, PLAIN, run_layout, SIZES
 
 pytestmark = pytest.mark.contract
-
-
-def command(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: object) -> tuple[int, str, str]:
-    """Run the command line; give its status and what it said."""
-    monkeypatch.setattr(sys, "argv", ["lightning-par", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    said = capsys.readouterr()
-    return int(ended.value.code or 0), said.out, said.err
 
 
 @pytest.fixture(scope="module", params=["file", "folder"])

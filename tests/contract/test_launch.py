@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.exhaustive import some
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
 
@@ -143,9 +144,7 @@ def check(folder: Path, ended: list[tuple[int, str]], sizes: str, world: int) ->
 HELD = ("plain script", "two nodes")
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=[pytest.mark.exhaustive] if w in HELD else []) for w in WAYS]
-)
+@pytest.mark.parametrize("way", some(WAYS, HELD))
 def test_every_launcher_gives_the_loss_of_one_device(
     way: str, tmp_path: Path, one_device: dict[str, float]
 ) -> None:

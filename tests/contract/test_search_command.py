@@ -2,15 +2,13 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lightning_par import cli
-from tests.support.cli_scripts import run_command
+from tests.support.cli_scripts import command, run_command
 from tests.support.ranks.api import run_ranks
 
 pytestmark = [
@@ -45,15 +43,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     return path
-
-
-def command(monkeypatch: Any, capsys: Any, *words: object) -> tuple[int, str, str]:
-    """Run the command line; give its status and what it said."""
-    monkeypatch.setattr(sys, "argv", ["lightning-par", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    said = capsys.readouterr()
-    return int(ended.value.code or 0), said.out, said.err
 
 
 @pytest.mark.distributed

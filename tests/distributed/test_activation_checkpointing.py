@@ -10,6 +10,7 @@ from torch import nn, Tensor
 from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import ActivationCheckpointing
 from lightning_par.engine.activations import checkpointing
+from tests.support.exhaustive import some
 from tests.support.models.toy_gpt import Block, loader, ToyData, ToyModule
 from tests.support.parity import assert_parity, quiet_trainer
 from tests.support.ranks.api import ranks
@@ -44,7 +45,7 @@ LARGE |= {"tp2 selective", "pp2 zb-h1 selective"}  # both at once stay
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.exhaustive] if c in LARGE else []) for c in CASES],
+    some(CASES, LARGE),
 )
 def test_recomputed_blocks_equal_one_process(case: str) -> None:
     """Tied head, unequal blocks, uneven labels, an odd last batch; clipped."""

@@ -1,13 +1,13 @@
 """Every layout computes what one process computes, and really is parallel."""
 
 import math
-from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import pytest
 
+from tests.support.exhaustive import some
 from tests.support.models.toy_gpt import WIDTH
 from tests.support.parity import assert_parity, Result
 
@@ -90,11 +90,6 @@ LARGE = {
     "2x2x2 zero1",
 }
 """Layouts of which other tests of this file run all that they have; `make test-all` runs them."""
-
-
-def some(cells: Iterable[Any], large: Container[Any]) -> list[Any]:
-    """Parameters of a test, of which `make test` leaves those in `large` out."""
-    return [pytest.param(c, marks=[pytest.mark.exhaustive] if c in large else []) for c in cells]
 
 
 def assert_parallel(mesh: Layout, results: list[Result]) -> None:

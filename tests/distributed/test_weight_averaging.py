@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 import lightning_par
 from lightning_par.errors import ConfigurationError
+from tests.support.exhaustive import some
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer, TOLERANCE
 from tests.support.ranks.api import run_ranks
@@ -205,7 +206,7 @@ ALONE = {"pp2", "tp2", "dp2 zero1"}
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] if n in ALONE else []) for n in LAYOUTS],
+    some(LAYOUTS, ALONE),
 )
 def test_averages_and_their_checkpoints_equal_one_process(
     layout: str, plain: Run, folder: Path

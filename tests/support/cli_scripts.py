@@ -14,7 +14,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
-__all__ = ["run_command", "run_script"]
+import pytest
+
+from lightning_par import cli
+
+__all__ = ["command", "run_command", "run_script"]
+
+
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object
+) -> tuple[int, str, str]:
+    """Run the command line in this process; return its status, output and errors."""
+    monkeypatch.setattr(sys, "argv", ["lightning-par", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out, said.err
 
 
 def run_script(rank: int, world: int, script: Path, folder: Path, *words: str) -> str:

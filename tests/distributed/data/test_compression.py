@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 import lightning_par
 from lightning_par.profiling.comm_volume import CommVolume
+from tests.support.exhaustive import some
 from tests.support.models.compression import (
     batches,
     by_definition,
@@ -119,9 +120,7 @@ PARTS = {"tp2 x dp2", "pp2 x dp2"}
 """Meshes that the last one holds."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in PARTS else []) for n in MESHES]
-)
+@pytest.mark.parametrize("name", some(MESHES, PARTS))
 def test_lossless_compression_equals_one_process_on_every_mesh(name: str) -> None:
     sizes, world, run = MESHES[name]
     options = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": 0, **sizes}

@@ -1,6 +1,5 @@
 """BERT with padding and random masking computes on every layout what one process computes."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from torch.utils.data import Dataset
 
 from lightning_par.models import BertModule
 from lightning_par.models.data.sentence_pairs import pack_pairs, SentencePairs
+from tests.support.exhaustive import some
 from tests.support.module_parity import assert_model_parity, Made
 
 LENGTH, VOCAB = 24, 34
@@ -82,12 +82,8 @@ WITHOUT_ORDER = {
 }
 
 
-def some(layouts: Iterable[str], *large: str) -> list[Any]:
-    """Parameters of a test; `make test` leaves out those that others here have with more axes."""
-    return [pytest.param(n, marks=[pytest.mark.exhaustive] if n in large else []) for n in layouts]
-
-
-@pytest.mark.parametrize("name", some(WITHOUT_ORDER, "cp2", "tp2 pp2"))
+# `make test` leaves out what others here have with more axes.
+@pytest.mark.parametrize("name", some(WITHOUT_ORDER, {"cp2", "tp2 pp2"}))
 def test_bert_that_only_fills_in_equals_one_process(name: str) -> None:
     options = WITHOUT_ORDER[name]
     trainer = {"gradient_clip_val": 0.5}
@@ -100,7 +96,7 @@ def test_bert_that_only_fills_in_equals_one_process(name: str) -> None:
         assert result["shapes"][first] == (12 // shards, 12)
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, "tp2", "dp2"))
+@pytest.mark.parametrize("name", some(LAYOUTS, {"tp2", "dp2"}))
 def test_bert_equals_one_process(name: str) -> None:
     options = LAYOUTS[name]
     results = assert_model_parity(

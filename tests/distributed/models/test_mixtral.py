@@ -1,11 +1,11 @@
 """Mixtral computes on every layout what one process computes: weights, balance, who is dropped."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.exhaustive import some
 from tests.support.models.mixture import DIM, EXPERTS, FF, layout, make
 from tests.support.module_parity import assert_model_parity, train_model_rank
 from tests.support.ranks.api import run_ranks
@@ -20,11 +20,6 @@ ALL = {"experts_per_token": EXPERTS}
 
 LARGE = {"pp2", "dp2", "cp2", "ep2 zero0", "ep2 dp2 zero1"}
 """What fails here fails, too, where experts are divided, with other stages, or with more axes."""
-
-
-def some(layouts: Iterable[str]) -> list[Any]:
-    """Parameters of a test, of which `make test` leaves those in `LARGE` out."""
-    return [pytest.param(n, marks=[pytest.mark.exhaustive] if n in LARGE else []) for n in layouts]
 
 
 def check(model: dict[str, Any], options: dict[str, Any], micro: int = 1) -> None:
@@ -65,7 +60,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("name", some(WHOLE))
+@pytest.mark.parametrize("name", some(WHOLE, LARGE))
 def test_undivided_experts_equal_one_process(name: str) -> None:
     options, model = WHOLE[name]
     check(model, options)
@@ -91,7 +86,7 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("name", some(DIVIDED))
+@pytest.mark.parametrize("name", some(DIVIDED, LARGE))
 def test_divided_experts_equal_one_process(name: str) -> None:
     options, model = DIVIDED[name]
     check(model, options)

@@ -9,6 +9,7 @@ from torch import nn, Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_par import ParallelPlan
+from tests.support.exhaustive import some
 from tests.support.offload_runs import KINDS, run_offloaded, same_weights
 from tests.support.parity import _one_process, quiet_trainer, Result, TOLERANCE
 from tests.support.ranks.api import run_ranks
@@ -103,7 +104,7 @@ def assert_as_one_process(results: list[Result], run: dict[str, Any], replicas: 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] if n in ELSEWHERE else []) for n in CASES],
+    some(CASES, ELSEWHERE),
 )
 def test_offloaded_equals_one_process(name: str) -> None:
     """float64 all the way: sums in another order differ by about 1e-15 a step."""
