@@ -137,8 +137,8 @@ def _describe(found: Rehearsal) -> list[str]:
     ]
     kinds = sorted(found.memory.items(), key=lambda item: -item[1])
     lines += [f"    {kind:<22}{_gib(size):>14}" for kind, size in kinds]
-    lines.append(f"  {'axis':<14}{'operation':<16}{'calls':>8}{'sent in a step':>20}")
-    lines += [f"  {e.axis:<14}{e.operation:<16}{e.calls:>8,}{e.sent:>18,} B" for e in found.volume]
+    lines.append(f"  {'axis':<16}{'operation':<16}{'calls':>8}{'sent in a step':>20}")
+    lines += [f"  {e.axis:<16}{e.operation:<16}{e.calls:>8,}{e.sent:>18,} B" for e in found.volume]
     lines.append(f"  {sum(c.calls for c in found.collectives):,} collectives in order:")
     lines += [
         f"    {c.calls} x {c.operation} over {c.axis}, {c.payload:,} bytes"

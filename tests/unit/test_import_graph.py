@@ -41,7 +41,9 @@ ORDER = """
     plan.lookup  plan.inference
     strategies  models
     callbacks  verification  demo
-    planner.rehearsal.absent_ranks  planner.rehearsal.weightless
+    planner.rehearsal.known_results
+    planner.rehearsal.weightless
+    planner.rehearsal.absent_ranks
     planner.rehearsal.rehearse
     registration
     lightning_par

@@ -97,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
 
     def count(self, tree: Any) -> None:
         """Count the storages of a nest of tensors from now on."""
-        for leaf in tree_leaves(tree):
+        for leaf in [tree] if isinstance(tree, Tensor) else tree_leaves(tree):
             if isinstance(leaf, Tensor) and self._has_memory(leaf):
                 self._count(leaf.untyped_storage())
 

@@ -2,7 +2,7 @@
 
 Collectives move nothing: a tensor that is real keeps this rank's values. Objects that others would
 send are this rank's own. Of a pipeline, the earlier stages answer with the shapes of what their
-blocks give, which are run on the meta device, and the last one with losses of 1.
+blocks give, which are run without weights, and the last one with losses of 1.
 """
 
 import math
@@ -26,11 +26,12 @@ from lightning_par.engine.pipeline.stage import Message, MicroBatchState, Stage,
 from lightning_par.engine.pipeline.stubs import EarlierBlock, shape_of_block
 from lightning_par.engine.tensor.sequence_parallel import SEQUENCE_DIM
 from lightning_par.engine.tensor_tree import BatchBroadcast, on_first_tensor, pack, PackedTree
+from lightning_par.planner.rehearsal.weightless import WeightlessTensors
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.processes import mesh_processes
 from lightning_par.strategies.step import first_look
 from lightning_par.upstream.functions import replaced
-from lightning_par.upstream.pytree import tree_map
+from lightning_par.upstream.pytree import tree_flatten, tree_map
 
 __all__ = ["LoneEnvironment", "answered_alone", "lone_world"]
 
@@ -112,13 +113,14 @@ def lone_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def answered_alone(strategy: MeshStrategy) -> Iterator[None]:
+def answered_alone(strategy: MeshStrategy, live: WeightlessTensors) -> Iterator[None]:
     """Inside, a run of `strategy` does not wait for what other ranks would say.
 
     Args:
         strategy: Of a Trainer in a `lone_world`.
+        live: Entered by the caller.
     """
-    stages = _AbsentStages(strategy)
+    stages = _AbsentStages(strategy, live)
     send_objects, send_batch = dist.broadcast_object_list, BatchBroadcast.broadcast
 
     def broadcast_object_list(
@@ -158,10 +160,13 @@ class _AbsentStages:
 
     Args:
         strategy: Knows the module, once it has been set up.
+        live: Does not count what other ranks would hold.
     """
 
-    def __init__(self, strategy: MeshStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: MeshStrategy, live: WeightlessTensors) -> None:
+        self._strategy, self._live = strategy, live
+        self._weights: dict[nn.Module, dict[str, Tensor]] = {}
+        self._outputs: dict[Any, Any] = {}
         self._headers: dict[Any, PackedTree] = {}
         self._run, self._receive = PipelineExecutor.run, Channel.receive_header
 
@@ -180,8 +185,9 @@ class _AbsentStages:
             for stage in executor.stages:
                 link = None if stage.is_first else executor.links[stage.index - 1].activations
                 for index, signature in enumerate(signatures):
-                    if isinstance(link, Channel) and not link.knows(signature):
-                        self._headers[link, signature] = self._header(stage, partial(step, index))
+                    if not isinstance(link, Channel) or (link, signature) in self._headers:
+                        continue
+                    self._headers[link, signature] = self._header(stage, partial(step, index))
             done = self._run(executor, schedule, step, signatures, scaled_loss_of, *more)
             if not any(stage.is_last for stage in executor.stages):
                 for index in range(len(signatures)):
@@ -215,7 +221,11 @@ class _AbsentStages:
 
     def _header(self, stage: Stage, step: Callable[[], Any]) -> PackedTree:
         """Return the header of what the stage before `stage` sends for a micro-batch."""
-        found = _run_earlier_blocks(self._strategy.parallel_model.module, stage, step)
+        found = self._run_earlier_blocks(stage, step)
+        with self._live.aside():
+            return self._pack(stage, found)
+
+    def _pack(self, stage: Stage, found: dict[int, tuple[nn.Module, Any]]) -> PackedTree:
         received: Message = {}
         for index in range(stage.index):
             earlier = Stage(index, stage.bounds, stage.carried, stage.kept)
@@ -224,7 +234,7 @@ class _AbsentStages:
                 block, output = found[number]
                 earlier.record(number, block, None, on_first_tensor(self._own_tokens, output))
             received = earlier.outgoing(earlier.current)
-        header, _ = pack(tree_map(_on_device, received))
+        header, _ = pack(received)
         return header
 
     def _own_tokens(self, hidden: Tensor) -> Tensor:
@@ -234,40 +244,61 @@ class _AbsentStages:
         degree = self._strategy.sizes.tensor if sharded else 1
         return hidden if degree == 1 else hidden.chunk(degree, SEQUENCE_DIM)[0]
 
+    def _run_earlier_blocks(
+        self, stage: Stage, step: Callable[[], Any]
+    ) -> dict[int, tuple[nn.Module, Any]]:
+        """Run the user's step with the blocks before a stage; return each and its output."""
+        found: dict[int, tuple[nn.Module, Any]] = {}
 
-def _run_earlier_blocks(
-    module: nn.Module, stage: Stage, step: Callable[[], Any]
-) -> dict[int, tuple[nn.Module, Any]]:
-    """Run the user's step with the blocks before a stage on meta; return each and its output."""
-    found: dict[int, tuple[nn.Module, Any]] = {}
+        def forward(stub: EarlierBlock, *args: Any, **kwargs: Any) -> Any:
+            number, block = shape_of_block(stub)
+            with self._live.aside():
+                output = self._output(stage, block, args, kwargs)
+                found[number] = block, output
+                if number == stage.first_block - 1:
+                    raise StageExit
+                return tree_map(_copy, output)
 
-    def forward(stub: EarlierBlock, *args: Any, **kwargs: Any) -> Any:
-        number, block = shape_of_block(stub)
-        output = block(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
-        found[number] = block, output
-        if number == stage.first_block - 1:
-            raise StageExit
-        return tree_map(_on_device, output)
+        module = self._strategy.parallel_model.module
+        with ExitStack() as opened:
+            opened.enter_context(stage.hold(MicroBatchState()))
+            for stub in module.modules():
+                if isinstance(stub, EarlierBlock):
+                    opened.enter_context(replaced(stub, "forward", partial(forward, stub)))
+            with suppress(StageExit):
+                step()
+        return found
 
-    with ExitStack() as opened:
-        opened.enter_context(stage.hold(MicroBatchState()))
-        for stub in module.modules():
-            if isinstance(stub, EarlierBlock):
-                opened.enter_context(replaced(stub, "forward", partial(forward, stub)))
-        with suppress(StageExit):
-            step()
-    return found
+    def _output(self, stage: Stage, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return what a block gives; what blocks alike give for arguments alike is alike."""
+        leaves, nest = tree_flatten((args, kwargs))
+        arguments = [_layout(leaf) for leaf in leaves]
+        weights = [(name, _layout(t)) for name, t in block.state_dict().items()]
+        alike = str(block), str(nest), str(arguments), str(weights), torch.is_grad_enabled()
+        # Attributes that blocks carry from stage to stage are there after their own forward only.
+        if stage.carried or alike not in self._outputs:
+            output = torch.func.functional_call(block, self._weights_of(block), args, kwargs)
+            self._outputs[alike] = tree_map(_copy, output)
+        return self._outputs[alike]
+
+    def _weights_of(self, block: nn.Module) -> dict[str, Tensor]:
+        """Return weights and buffers, on the CPU, of a block that has them on meta."""
+        if block not in self._weights:
+            tensors = [*block.named_parameters(), *block.named_buffers()]
+            self._weights[block] = {
+                name: torch.zeros(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad)
+                for name, t in tensors
+            }
+        return self._weights[block]
 
 
-def _on_meta(leaf: Any) -> Any:
+def _layout(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta").requires_grad_(
-        leaf.requires_grad
-    )
+    return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
 
 
-def _on_device(leaf: Any) -> Any:
+def _copy(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return torch.empty(leaf.shape, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)

@@ -210,13 +210,15 @@ class StepObserver(Callback):
 @contextmanager
 def _marked_parameters(live: LiveBytes) -> Iterator[None]:
     """Mark parameters that are gathered for a forward, and gradients as autograd adds them up."""
-    seen: set[int] = set()
+    seen: dict[int, nn.Parameter] = {}  # kept, as numbers are used again
 
     def see(module: nn.Module, _: Any) -> None:
         for parameter in module.parameters(recurse=False):
+            if id(parameter) in seen:
+                continue  # FSDP gathers into the same tensor again
+            seen[id(parameter)] = parameter
             live.mark(parameter, PARAMETERS)
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
+            if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(mark))
 
     def mark(parameter: torch.Tensor) -> None:
@@ -263,7 +265,7 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
         if not isinstance(strategy, MeshStrategy):
             name = type(strategy).__name__
             raise ConfigurationError(f"the strategy is a {name}: name one of this package.")
-        with _prepared(trainer, strategy, live), answered_alone(strategy):
+        with _prepared(trainer, strategy, live), answered_alone(strategy, live):
             trainer.fit(module, data)
     return Rehearsal(
         rank=rank,

@@ -8,18 +8,21 @@ in that lets a healthy run go on: scalars are 1, flags of trouble ("any") are of
 (top-k, argmax) are even: entry i is i modulo the number of choices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_par.engine.memory.live import LiveBytes
+from lightning_par.planner.rehearsal.known_results import KnownResults
 from lightning_par.profiling.collective_hooks import report_functional
 from lightning_par.upstream.dispatch import FakeTensorMode, item_operator, operator_schema
-from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.pytree import tree_map
 
 __all__ = ["WeightlessTensors"]
 
@@ -29,6 +32,7 @@ _SMALL_COUNTS = 2**26
 """Likewise of integers and flags."""
 _NO_TROUBLE = ("any", "isnan", "isinf", "_is_any_true")
 _aten = torch.ops.aten
+_device = torch.ops.prim.device.default
 
 
 class WeightlessTensors(LiveBytes):
@@ -44,7 +48,8 @@ class WeightlessTensors(LiveBytes):
         super().__init__(besides)
         self._fakes: Any = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake = type(self._fakes.from_tensor(torch.empty(1)))
-        self._pauses = 0
+        self._known = KnownResults(self._fakes, self._fake)
+        self._pauses = self._asides = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -55,11 +60,25 @@ class WeightlessTensors(LiveBytes):
         finally:
             self._pauses -= 1
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, tensors do not count: those that another rank would have."""
+        self._asides += 1
+        try:
+            yield
+        finally:
+            self._asides -= 1
+
+    def _answer(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the operations on its parts come here one by one
+        if func is _device:  # by far the most frequent call
+            return args[0].fake_device if isinstance(args[0], self._fake) else func(*args)
         kwargs = kwargs or {}
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors: list[Tensor] = []
+        _gather_tensors(args, tensors)
+        if kwargs:
+            _gather_tensors(tuple(kwargs.values()), tensors)
         fakes: list[Any] = [t for t in tensors if isinstance(t, self._fake)]
         foreign = [t for t in fakes if t.fake_mode is not self._fakes]
         if foreign:  # DTensor finds out shapes; they take no memory in the run either
@@ -74,7 +93,10 @@ class WeightlessTensors(LiveBytes):
         self.count(out)
         return out
 
+    @override
     def _has_memory(self, tensor: Tensor) -> bool:
+        if self._asides:
+            return False
         if isinstance(tensor, self._fake):
             return tensor.device.type != "meta"
         return super()._has_memory(tensor)
@@ -95,12 +117,12 @@ class WeightlessTensors(LiveBytes):
             return _communicate(func, args, kwargs)
         if func in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default):
             args = (args[0], _places(args[1]), *args[2:])
-        out = self._compute_shapes(func, args, kwargs)
+        out = self._known.of(func, args, kwargs, partial(self._compute_shapes, func, args, kwargs))
         if func.namespace == "_c10d_functional":
             report_functional(operator_schema(func).name.rpartition("::")[2], args, out)
             return out
-        if all(a.alias_info is None for a in operator_schema(func).arguments):
-            choices = _choices(func, args, kwargs, tensors[0])
+        if _gives_new(func):
+            choices = partial(_choices, func, args, kwargs, tensors[0])
             out = tree_map(lambda t: self._value(func, t, choices), out)
         return out
 
@@ -122,19 +144,39 @@ class WeightlessTensors(LiveBytes):
         # What is changed in place is the tensor that was given.
         return tree_map(lambda t: stand_ins[id(t)][1] if id(t) in stand_ins else t, out)
 
-    def _value(self, func: Any, leaf: Any, choices: int) -> Any:
+    def _value(self, func: Any, leaf: Any, choices: Callable[[], int]) -> Any:
         """Return what stands in for a result: real values for scalars and choices."""
         if not isinstance(leaf, self._fake) or leaf.device.type == "meta":
             return leaf
         if leaf.ndim == 0:
             return self._scalar(func, leaf)
         if leaf.dtype == torch.int64 and leaf.numel() <= _SMALL_COUNTS:
-            return (torch.arange(leaf.numel()) % choices).view(leaf.shape)
+            return (torch.arange(leaf.numel()) % choices()).view(leaf.shape)
         return leaf
 
     def _scalar(self, func: Any, like: Tensor) -> Tensor:
         name = operator_schema(func).name.rpartition("::")[2]
         return torch.full((), 0 if name in _NO_TROUBLE else 1, dtype=like.dtype)
+
+
+# Of a method that a class is made with torch keeps its compiler away, which takes longer than the
+# method; nothing is compiled in a rehearsal.
+WeightlessTensors.__torch_dispatch__ = WeightlessTensors._answer  # type: ignore[assignment, method-assign]
+
+
+def _gather_tensors(values: Any, into: list[Tensor]) -> None:
+    """Append the tensors among arguments; pytrees, which know more kinds, take far longer."""
+    for value in values:
+        if isinstance(value, Tensor):
+            into.append(value)
+        elif isinstance(value, list | tuple):
+            _gather_tensors(value, into)
+
+
+@cache
+def _gives_new(func: Any) -> bool:
+    """Tell whether an operation changes no argument, and returns no view of one."""
+    return all(argument.alias_info is None for argument in operator_schema(func).arguments)
 
 
 def _choices(func: Any, args: Any, kwargs: Any, source: Tensor) -> int:
