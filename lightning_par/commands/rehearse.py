@@ -8,6 +8,7 @@ needed: the rank runs on the CPU, with tensors that have a shape and no memory.
 
 import argparse
 import json
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,7 +29,6 @@ from lightning_par.strategies.mesh_strategy import MeshStrategy
 
 __all__ = ["main", "rehearse_config"]
 
-_GIB = 2**30
 _SHOWN = 24
 """Collectives that are printed; ``--json`` has all of them."""
 
@@ -86,6 +86,11 @@ def _make(
     observer: Callback,
     environment: LoneEnvironment,
 ) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    # This process is the rehearsal's own. The run's own warnings stay.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+
     class Rehearsed(ConfiguredRun):
         @override
         def instantiate_trainer(self, **options: Any) -> pl.Trainer:
@@ -112,7 +117,9 @@ def _overrides(num_nodes: int, devices: int) -> list[str]:
 
 
 def _distinct(arguments: Sequence[str], num_nodes: int, devices: int) -> list[int]:
-    run = configure([*arguments, *_overrides(num_nodes, devices)], on_meta=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = configure([*arguments, *_overrides(num_nodes, devices)], on_meta=True)
     strategy = run.trainer.strategy
     assert isinstance(strategy, MeshStrategy)
     return distinct_ranks(strategy.sizes)
@@ -120,7 +127,10 @@ def _distinct(arguments: Sequence[str], num_nodes: int, devices: int) -> list[in
 
 def _counts(options: argparse.Namespace) -> tuple[int, int]:
     """Return the numbers of nodes and of devices of a node: as given, or those of the file."""
-    written = yaml.safe_load(Path(options.config).read_text()).get("trainer") or {}
+    path = Path(options.config)
+    if not path.is_file():
+        raise ConfigurationError(f"--config {path}: there is no such file.")
+    written = (yaml.safe_load(path.read_text()) or {}).get("trainer") or {}
     num_nodes = options.nodes or written.get("num_nodes", 1)
     devices = options.devices or written.get("devices")
     if not isinstance(devices, int) or devices < 1:
@@ -133,28 +143,38 @@ def _counts(options: argparse.Namespace) -> tuple[int, int]:
 def _describe(found: Rehearsal) -> list[str]:
     lines = [
         f"{found.place}: {found.parameters:,} parameters",
-        f"  peak of a step {_gib(found.peak)}, before it {_gib(found.setup_peak)}",
+        f"  peak of a step {_size(found.peak)}, of the set-up {_size(found.setup_peak)}",
     ]
     kinds = sorted(found.memory.items(), key=lambda item: -item[1])
-    lines += [f"    {kind:<22}{_gib(size):>14}" for kind, size in kinds]
+    lines += [f"    {kind:<22}{_size(size):>14}" for kind, size in kinds]
     lines.append(f"  {'axis':<16}{'operation':<16}{'calls':>8}{'sent in a step':>20}")
-    lines += [f"  {e.axis:<16}{e.operation:<16}{e.calls:>8,}{e.sent:>18,} B" for e in found.volume]
+    lines += [
+        f"  {_axis(e.axis):<16}{e.operation:<16}{e.calls:>8,}{e.sent:>18,} B" for e in found.volume
+    ]
     lines.append(f"  {sum(c.calls for c in found.collectives):,} collectives in order:")
     lines += [
-        f"    {c.calls} x {c.operation} over {c.axis}, {c.payload:,} bytes"
+        f"    {c.calls} x {c.operation} over {_axis(c.axis)}, {c.payload:,} bytes"
         for c in found.collectives[:_SHOWN]
     ]
     if len(found.collectives) > _SHOWN:
         lines.append(f"    and {len(found.collectives) - _SHOWN} more (--json has them)")
     lines.append(
         f"  rehearsed in {found.seconds:.1f} s of processor time and "
-        f"{found.host_bytes / _GIB:.2f} GiB of host memory"
+        f"{_size(found.host_bytes)} of host memory"
     )
     return lines
 
 
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.3f} GiB"
+def _size(size: int) -> str:
+    """Return bytes in the largest unit of which there is one, to three places."""
+    units = ("B", "KiB", "MiB", "GiB")
+    power = min(len(units) - 1, max(0, size.bit_length() - 1) // 10)
+    return f"{size / 2 ** (10 * power):.{3 if power else 0}f} {units[power]}"
+
+
+def _axis(name: str) -> str:
+    """Return a name of an axis to read; groups without one, as for tied weights, have a number."""
+    return f"group {name}" if name.isdigit() else name
 
 
 def _parser() -> argparse.ArgumentParser:

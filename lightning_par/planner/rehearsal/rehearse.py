@@ -301,7 +301,7 @@ def rehearse_apart(make: MakeRun, *, num_nodes: int, devices: int, rank: int) ->
         try:
             found: Any = rehearse(make, num_nodes=num_nodes, devices=devices, rank=rank)
         except Exception as error:
-            found = error if isinstance(error, LightningParError) else _told(error)
+            found = _told(error)
         theirs.send(found)
 
     process = context.Process(target=run)
@@ -319,7 +319,12 @@ def rehearse_apart(make: MakeRun, *, num_nodes: int, devices: int, rank: int) ->
 
 
 def _told(error: Exception) -> Exception:
-    """Return an error that can be sent, with where it was raised."""
+    """Return an error that can be sent: one of ours, also if it is a cause, or the whole story."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LightningParError):
+            return cause
+        cause = cause.__cause__
     return RuntimeError("".join(traceback.format_exception(error)))
 
 
