@@ -20,13 +20,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from _live import LiveBytes
 from _paired import Arguments, launch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_par import Hybrid3DStrategy
+from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.models import BertModule
 
 GIB = 2**30

@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from _live import LiveBytes
 from _paired import Arguments, launch
 from _torch_ring import prepare, torch_ring
 from torch import Tensor
 
 from lightning_par.engine.context.apply import build_axis
 from lightning_par.engine.context.options import ContextOptions
+from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.mesh import build_mesh
 from lightning_par.profiling.comm_volume import CommVolume
 from lightning_par.sizes import ParallelSizes

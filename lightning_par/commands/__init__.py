@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "say what a checkpoint folder holds, and verify it",
     "memory": "say what a run holds on every device and host, and whether that fits",
     "plan": "say what every rank would hold of a model, before anything runs",
+    "rehearse": "set one rank of a run of any size up on this machine, and run one step of it",
     "schedule": "print and draw a pipeline schedule before anything runs it",
     "search": "find the layout with the shortest predicted step on such a machine",
     "verify": "compare a few steps of the configured layout with one process, number by number",

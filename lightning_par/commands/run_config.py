@@ -43,18 +43,21 @@ class _MetaRun(ConfiguredRun):
     on_meta = True
 
 
-def configure(arguments: Sequence[str], *, on_meta: bool) -> ConfiguredRun:
+def configure(
+    arguments: Sequence[str], *, on_meta: bool, kind: type[ConfiguredRun] | None = None
+) -> ConfiguredRun:
     """Build the model, data and Trainer that ``lightning-par fit`` would run.
 
     Args:
         arguments: What follows ``lightning-par fit``.
         on_meta: Whether parameters are created on the meta device, without memory.
+        kind: Class that builds them; None: the one that `on_meta` says.
 
     Raises:
         ConfigurationError: The Trainer's strategy is not one of this package.
     """
-    kind: Any = _MetaRun if on_meta else ConfiguredRun
-    run: ConfiguredRun = kind(
+    chosen: Any = kind or (_MetaRun if on_meta else ConfiguredRun)
+    run: ConfiguredRun = chosen(
         L.LightningModule,
         subclass_mode_model=True,
         subclass_mode_data=True,

@@ -124,7 +124,7 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     """
     if group.size() == 1:
         return value
-    box = [value if dist.get_rank() == source else None]
+    box = [value]
     dist.broadcast_object_list(box, source, group=group, device=torch.device("cpu"))
     return box[0]
 

@@ -1,1 +1,1 @@
-"""Predicts the time and the memory of a training step, and searches layouts; no torch needed."""
+"""Predicts and rehearses training on machines that are not here, and searches layouts."""

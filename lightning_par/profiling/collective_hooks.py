@@ -33,7 +33,7 @@ from lightning_par.engine.offload.copy_stream import CopyStream
 from lightning_par.upstream.dispatch import lazy_keys, remove_kernels
 from lightning_par.upstream.distributed import functional_operators, group_named
 
-__all__ = ["Call", "CollectiveHook"]
+__all__ = ["Call", "CollectiveHook", "report_functional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +247,12 @@ class _Wrappers:
 
         self._library.impl(name, wrap(composite), key, with_keyset=True)
 
+    def report(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Report the call of an operator that no kernel of ours has seen."""
+        call = _OPERATORS[name].bind(_as_group(args[-1]), args)
+        for hook, began in self._marks():
+            hook._on_call(call, result, began)
+
     def _marks(self) -> list[tuple[CollectiveHook, Any]]:
         return [(hook, hook._mark()) for hook in self._hooks]
 
@@ -303,6 +309,20 @@ class _Wrappers:
 
 
 _WRAPPERS = _Wrappers()
+
+
+def report_functional(name: str, args: tuple[Any, ...], result: Any) -> None:
+    """Report a call of a functional collective to every hook that is entered.
+
+    For tensors without memory, which reach no kernel of a device and so none of the wrappers.
+
+    Args:
+        name: Name of the operator in ``_c10d_functional``; ``wait_tensor`` is no call.
+        args: Its arguments, the group last.
+        result: What it gave.
+    """
+    if name in _OPERATORS:
+        _WRAPPERS.report(name, args, result)
 
 
 def _as_group(given: Any) -> dist.ProcessGroup:

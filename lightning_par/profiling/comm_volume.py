@@ -45,7 +45,7 @@ from lightning_par.engine.clock import Clock
 from lightning_par.profiling.collective_hooks import Call, CollectiveHook
 from lightning_par.upstream.pytree import tree_leaves
 
-__all__ = ["CommVolume", "CommVolumeEntry", "Transfer", "ring_bytes"]
+__all__ = ["CommVolume", "CommVolumeEntry", "Transfer", "payload_of", "ring_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,11 @@ class Transfer:
 
 def _nbytes(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tree_leaves(value) if isinstance(t, Tensor))
+
+
+def payload_of(call: Call) -> int:
+    """Return the bytes of the unsharded tensors that a call is about."""
+    return _nbytes(call.tensors) * (call.group.size() if call.is_part else 1)
 
 
 def _own_part(call: Call, payload: int, ranks: int, rank: int) -> Fraction:
@@ -239,7 +244,7 @@ class CommVolume(CollectiveHook):
         if not self.enabled or call.group.size() == 1:
             return
         ranks, rank = call.group.size(), call.group.rank()
-        payload = _nbytes(call.tensors) * (ranks if call.is_part else 1)
+        payload = payload_of(call)
         if call.operation == "all_to_all":
             # The splits may differ by rank, so that no formula of n alone holds.
             sent = payload - _own_part(call, payload, ranks, rank)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, cast
 
-__all__ = ["diverted"]
+__all__ = ["diverted", "replaced"]
 
 _TARGET = "lightning_par_diverted"
 
@@ -38,3 +38,22 @@ def diverted(function: Callable[..., Any], to: Callable[..., Any]) -> Iterator[N
         inner.__code__, inner.__defaults__, inner.__kwdefaults__ = kept
         del inner.__globals__[name]
         inner.__globals__.update(before)  # of an outer one, if there is one
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute of a class, a module or an object another value for a while.
+
+    Args:
+        owner: What has it, or inherits it.
+        name: Name of the attribute.
+        value: What stands in its place inside.
+    """
+    own = vars(owner)
+    absent = object()
+    before = own.get(name, absent)  # as it is stored: getattr would bind a method
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if before is absent else setattr(owner, name, before)

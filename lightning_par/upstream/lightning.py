@@ -14,8 +14,6 @@
 `plain_after_closure`         what every precision plugin does between closure and step, for one
                               that adds to it
 `reduce_tensor`               all-reduce with the names and the barrier of Lightning's strategies
-`set_threads`                 divide the cores among the processes of a node, unless the
-                              environment says otherwise
 ============================  ===============================================================
 """
 
@@ -31,7 +29,6 @@ from lightning_par.upstream.presence import names_of
 with names_of("lightning"):
     from lightning.fabric.utilities.distributed import (
         _init_dist_connection,
-        _set_num_threads_if_needed,
         _sync_ddp_if_available,
     )
     from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
@@ -60,7 +57,6 @@ __all__ = [
     "plain_after_closure",
     "reduce_tensor",
     "set_launcher",
-    "set_threads",
     "synchronizes_batchnorm",
     "trainer_of",
     "uses_distributed_sampler",
@@ -71,7 +67,6 @@ TunerExit = _TunerExitException
 compute_dtype = _plugin_to_compute_dtype
 init_process_group = _init_dist_connection
 reduce_tensor = _sync_ddp_if_available
-set_threads = _set_num_threads_if_needed
 
 
 def after_closure(plugin: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor, Shard
 
-from benchmarks._live import LiveBytes
+from lightning_par.engine.memory.live import LiveBytes
 from tests.support.ranks.api import ranks
 
 

@@ -20,6 +20,8 @@ KNOW_LIGHTNING = {
     "callbacks",
     "models",
     "commands",
+    "planner/rehearsal/absent_ranks.py",
+    "planner/rehearsal/rehearse.py",
     "cli.py",
     "demo.py",
     "upstream/lightning.py",

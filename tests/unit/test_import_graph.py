@@ -41,6 +41,10 @@ ORDER = """
     plan.lookup  plan.inference
     strategies  models
     callbacks  verification  demo
+    planner.rehearsal.known_results
+    planner.rehearsal.weightless
+    planner.rehearsal.absent_ranks
+    planner.rehearsal.rehearse
     registration
     lightning_par
     commands
@@ -49,7 +53,11 @@ ORDER = """
 """Rooms, each with the modules that no longer name claims; a line imports only lines above it."""
 
 KNOW_LIGHTNING = ("strategies", "callbacks", "models", "commands", "verification", "cli", "demo")
-KNOW_LIGHTNING += ("upstream.lightning",)
+KNOW_LIGHTNING += (
+    "planner.rehearsal.absent_ranks",
+    "planner.rehearsal.rehearse",
+    "upstream.lightning",
+)
 
 Graph = Mapping[str, set[str]]
 

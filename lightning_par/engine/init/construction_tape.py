@@ -47,10 +47,16 @@ class TensorView:
     offset: int
     dtype: torch.dtype
 
-    def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return this view of a real storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+    def of(self, held: Tensor) -> Tensor:
+        """Return this view of the memory of a tensor.
+
+        Args:
+            held: Any view of the buffer.
+        """
+        if held.dtype == self.dtype:
+            return held.as_strided(self.size, self.stride, self.offset)
+        empty = torch.empty(0, dtype=self.dtype, device=held.device)
+        return empty.set_(held.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,8 +93,8 @@ class ConstructionRecord:
         self._check(name, parameter, view, entries)
         target = torch.device(device)
         with torch.no_grad(), fork_torch_rng(target), _default_dtype_restored():
-            storage = self._replay(entries, view.buffer, name, seed, target)
-            value = view.of(storage).to(dtype or parameter.dtype)
+            held = self._replay(entries, view.buffer, name, seed, target)
+            value = view.of(held).to(dtype or parameter.dtype)
             whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
             return value if whole else value.clone()
 
@@ -136,14 +136,14 @@ class ConstructionRecord:
 
     def _replay(
         self, entries: list[TapeEntry], buffer: int, name: str, seed: int, device: torch.device
-    ) -> torch.UntypedStorage:
-        made: dict[int, torch.UntypedStorage] = {}
+    ) -> Tensor:
+        made: dict[int, Tensor] = {}
         # Every buffer is freed after its last use, so that one parameter at a time fits.
         last = {b: place for place, e in enumerate(entries) for b in e.reads | e.writes}
         for b in {buffer, *last}:
             constant = self._tape.constant(b)
             if constant is not None:
-                made[b] = constant.to(device, copy=True).untyped_storage()
+                made[b] = constant.to(device, copy=True)
         draws = 0
         for place, entry in enumerate(entries):
             if entry.random:
@@ -159,10 +159,8 @@ class ConstructionRecord:
         return made[buffer]
 
 
-def _run(
-    entry: TapeEntry, made: dict[int, torch.UntypedStorage], device: torch.device, name: str
-) -> None:
-    """Run one entry on `device`, on the storages in `made`, and add the new ones to it."""
+def _run(entry: TapeEntry, made: dict[int, Tensor], device: torch.device, name: str) -> None:
+    """Run one entry on `device`, on the buffers in `made`, and add the new ones to it."""
 
     def real(x: Any) -> Any:
         if isinstance(x, TensorView):
@@ -189,7 +187,7 @@ def _run(
         if result.stride() != view.stride or result.storage_offset() != view.offset:
             laid = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
             result = laid.copy_(result)
-        made[view.buffer] = result.untyped_storage()
+        made[view.buffer] = result
 
 
 @contextmanager

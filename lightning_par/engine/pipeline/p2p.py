@@ -131,15 +131,24 @@ class Channel:
         signature.
         """
         if signature not in self._seen:
-            size = torch.zeros(1, dtype=torch.long)
-            dist.recv(size, self._source, group=self._group)
-            text = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(text, self._source, group=self._group)
-            self._seen[signature] = pickle.loads(text.numpy().tobytes())
+            self._seen[signature] = self.receive_header(signature)
         header = self._seen[signature]
         pending = self.post_tensors(header.specs)
         pending.header = header
         return pending
+
+    def receive_header(self, signature: Hashable) -> PackedTree:
+        """Return the tree around the tensors of a message, which is sent once.
+
+        Args:
+            signature: Not used: headers arrive in the order in which they are needed.
+        """
+        size = torch.zeros(1, dtype=torch.long)
+        dist.recv(size, self._source, group=self._group)
+        text = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(text, self._source, group=self._group)
+        header: PackedTree = pickle.loads(text.numpy().tobytes())
+        return header
 
     def post_tensors(self, like: Sequence[Tensor | TensorSpec]) -> PendingMessage:
         """Post the receives of bare tensors.

@@ -31,6 +31,7 @@ from lightning_par.upstream.pytree import tree_flatten, tree_leaves, tree_map, t
 
 __all__ = [
     "AbsentModule",
+    "EarlierBlock",
     "GhostModule",
     "LaterBlock",
     "Message",
@@ -41,6 +42,7 @@ __all__ = [
     "earlier_block",
     "matching_modules",
     "poison",
+    "shape_of_block",
 ]
 
 Message = dict[str, Any]
@@ -301,7 +303,7 @@ class _Shape(StageStub):
         return type(self)(module, fqn)
 
 
-class _EarlierBlock(StageStub):
+class EarlierBlock(StageStub):
     """Stub of a block of an earlier stage; returns what was received in the place of its output.
 
     Its class also derives from that of the block, which a model may look for with `isinstance`.
@@ -320,6 +322,7 @@ class _EarlierBlock(StageStub):
             return getattr(self.__dict__["_shape"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what was received in the place of the block's output."""
         state = self._stage.current
         if state is None:
             raise PipelineError(f"block {self._number} lives on an earlier pipeline stage.")
@@ -344,10 +347,10 @@ class _EarlierBlock(StageStub):
 
 
 @cache
-def _stub_class(block: Hashable) -> type[_EarlierBlock]:
+def _stub_class(block: Hashable) -> type[EarlierBlock]:
     assert isinstance(block, type)
-    members = {"forward": torch.compiler.disable(_EarlierBlock.forward)}
-    return type(f"Earlier{block.__name__}", (_EarlierBlock, block), members)
+    members = {"forward": torch.compiler.disable(EarlierBlock.forward)}
+    return type(f"Earlier{block.__name__}", (EarlierBlock, block), members)
 
 
 def earlier_block(
@@ -370,6 +373,11 @@ def earlier_block(
     stub.__dict__["_shape"] = _Shape(block, fqn)
     stub.__dict__["_replay"] = add_stand_ins(stub, block, captured, StageStub)
     return stub
+
+
+def shape_of_block(stub: EarlierBlock) -> tuple[int, nn.Module]:
+    """Return the number of the block that a stub stands for, and the block on meta."""
+    return stub._number, stub._shape.__dict__["_shape_only"]
 
 
 class LaterBlock(_Shape):

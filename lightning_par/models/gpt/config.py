@@ -238,14 +238,17 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpt3-6.7b": _gpt2(32, 4096, 32, max_length=2048),
     "gpt3-13b": _gpt2(40, 5120, 40, max_length=2048),
     "gpt3-175b": _gpt2(96, 12_288, 96, max_length=2048),
+    "mt-nlg-530b": _gpt2(105, 20_480, 128, max_length=2048, vocab_size=51_200),
     "llama2-7b": _llama(32, 4096, 32, 11_008, vocab_size=32_000, max_length=4096),
     "llama3-8b": _llama(32, 4096, 32, 14_336, 8, **_LLAMA3),
     "llama3-70b": _llama(80, 8192, 64, 28_672, 8, **_LLAMA3),
+    "llama3-405b": _llama(126, 16_384, 128, 53_248, 8, **_LLAMA3),
 }
 """Name -> fields of `GPTConfig`.
 
 **Source**: GPT-2, Radford et al. 2019, table 2 and the released weights; GPT-3, Brown et al.
 (2005.14165), table 2.1, where two rows do not add up: "1.3b" takes 16 heads of 128 (the table says
 24), "13b" takes D = 5120 (the table says 5140). GPT-3's alternating sparse attention is dense here.
+MT-NLG, Smith et al. (2201.11990), section 3.1, with the vocabulary of Megatron.
 Llama 2 (2307.09288), Llama 3 (2407.21783).
 """

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from lightning_par.models.layers import SwiGLU
 from lightning_par.models.mixtral.config import MixtralConfig
 from lightning_par.models.mixtral.grouped_linear import GroupedBackend, GroupedLinear
+from lightning_par.upstream.autograd import is_in_backward
 
 __all__ = ["Beside", "Experts", "MoELayer", "ReplicaSum", "RoutedTokens", "Router", "RouterRecord"]
 
@@ -46,21 +47,35 @@ class RoutedTokens(NamedTuple):
     losses: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class RouterRecord:
     """Statistics of one router in training, summed over all replicas since the last reset.
 
-    Attributes:
-        load: [E], float64: number of assignments, dropped ones included.
-        dropped: Scalar: number of dropped assignments.
-        z: Scalar: sum over the tokens of the squared log-sum-exp of the logits.
-        tokens: Scalar: number of tokens.
+    Args:
+        sums: [E + 3], float64: `load`, `dropped`, `z` and `tokens`.
     """
 
-    load: Tensor
-    dropped: Tensor
-    z: Tensor
-    tokens: Tensor
+    sums: Tensor
+
+    @property
+    def load(self) -> Tensor:
+        """[E]: number of assignments of every expert, dropped ones included."""
+        return self.sums[:-3]
+
+    @property
+    def dropped(self) -> Tensor:
+        """Scalar: number of dropped assignments."""
+        return self.sums[-3]
+
+    @property
+    def z(self) -> Tensor:
+        """Scalar: sum over the tokens of the squared log-sum-exp of the logits."""
+        return self.sums[-2]
+
+    @property
+    def tokens(self) -> Tensor:
+        """Scalar: number of tokens."""
+        return self.sums[-1]
 
 
 class ReplicaSum(nn.Module):
@@ -208,14 +223,12 @@ class Router(nn.Module):
         # One all-reduce for all of them.
         others = torch.stack([dropped, z.double().sum(), counted.sum()])
         sums: Tensor = self.over_replicas(torch.cat([load, others]))
-        load, (dropped, squares, tokens) = sums[:-3], sums[-3:].unbind()
-        self.step_load = load if self.step_load is None else self.step_load + load
-        record = self.record
-        if record is None:
-            self.record = RouterRecord(load, dropped, squares, tokens)
-        else:
-            record.load, record.dropped = record.load + load, record.dropped + dropped
-            record.z, record.tokens = record.z + squares, record.tokens + tokens
+        load, nothing = sums[:-3], torch.zeros_like(sums)
+        # A recomputed forward has to run the operations of the first one, and counts nothing.
+        record = RouterRecord(sums + (nothing if self.record is None else self.record.sums))
+        step_load = load + (nothing[:-3] if self.step_load is None else self.step_load)
+        if not is_in_backward():
+            self.record, self.step_load = record, step_load
         return load
 
     @torch.no_grad()

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
 from lightning_par.upstream.lightning import (
     launch_scripts,
-    set_threads,
     SubprocessScriptLauncher,
     TunerExit,
 )
@@ -90,7 +90,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
             del os.environ[_LAUNCHER]
         with self._observed():
             if starts:
-                set_threads(num_processes=self.num_processes)
+                _divide_cores(self.num_processes)
             try:
                 return function(*args, **kwargs)
             except TunerExit:
@@ -140,6 +140,18 @@ class PreflightLauncher(SubprocessScriptLauncher):
             _logger.critical("%s All processes of this node end.", _describe(self.procs))
             self.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
             os._exit(1)
+
+
+def _divide_cores(num_processes: int) -> None:
+    """Divide the cores among the processes of a node, unless the environment says otherwise."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    # The cores that this process may use, which a container may restrict, where the system tells.
+    asks = getattr(os, "sched_getaffinity", None)
+    cores = len(asks(0)) if asks is not None else os.cpu_count() or 1
+    count = max(1, cores // num_processes)
+    torch.set_num_threads(count)
+    os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 def _describe(processes: Sequence["subprocess.Popen[bytes]"]) -> str:

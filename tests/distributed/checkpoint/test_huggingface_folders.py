@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from benchmarks._live import LiveBytes
 from lightning_par import cli, Hybrid3DStrategy
+from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.strategies.proof.determinism import DoublePrecision
 from tests.support.models.huggingface import auto_class, HFModule, MODELS, PaddedText
 from tests.support.models.toy_gpt import loader

@@ -1,5 +1,6 @@
 """Mixtral in one process: routing, balance, products per expert, numbers against transformers."""
 
+import copy
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_par.engine.activations.checkpointing import recompute
 from lightning_par.errors import ConfigurationError
 from lightning_par.models import from_hugging_face_mixtral, Mixtral, MixtralConfig
 from lightning_par.models.mixtral.grouped_linear import GroupedLinear, supports_grouped
@@ -259,3 +261,24 @@ def test_bad_sizes_are_refused(values, says):
         MixtralConfig.preset("tiny", **values)
     with pytest.raises(ConfigurationError, match=r"'huge' is none of tiny, small"):
         MixtralConfig.preset("huge")
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_recomputed_router_counts_every_token_once(mode):
+    model = Mixtral(MixtralConfig(**SIZES, balance="bias")).train()
+    plain = copy.deepcopy(model)
+    for block in model.blocks:
+        recompute(block, mode)
+    ids = torch.randint(0, 50, (2, 7))
+    for each in (plain, model):
+        # Two micro-batches, the first of which finds no record.
+        for part in ids.split(1):
+            logits, losses = each(part)
+            (logits.square().mean() + losses.sum()).backward()
+    for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, msg=name)
+    for block, other in zip(model.blocks, plain.blocks, strict=True):
+        got, want = block.moe.router, other.moe.router
+        assert int(got.record.tokens) == ids.numel()
+        assert torch.equal(got.record.load, want.record.load)
+        assert torch.equal(got.step_load, want.step_load)

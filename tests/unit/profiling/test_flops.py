@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks._live import LiveBytes
+from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.engine.memory.measured import bytes_held, SavedActivations
 from lightning_par.profiling.flops import FlopCounter
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks._live import LiveBytes
+from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.host_storage import allocate

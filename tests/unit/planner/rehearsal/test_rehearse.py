@@ -1,0 +1,107 @@
+"""A rehearsal runs one rank of any mesh alone, refuses what the run would, and leaves nothing."""
+
+import multiprocessing
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_par.engine.memory.live import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+)
+from lightning_par.engine.pipeline.executor import PipelineExecutor
+from lightning_par.engine.pipeline.p2p import Channel
+from lightning_par.engine.tensor_tree import BatchBroadcast
+from lightning_par.errors import ConfigurationError, LightningParError
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.planner.rehearsal.rehearse import distinct_ranks, rehearse, rehearse_apart
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.step import first_look
+from tests.support.models.rehearsed import build
+
+CUBE = {
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+    "data_parallel_size": 2,
+    "num_microbatches": 3,
+}
+WIDE = {"model_dim": 4096, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 50_000}
+
+
+def make(sizes, overrides, observer, environment):
+    plugins, callbacks = [environment], [observer]
+    return build(sizes, plugins, callbacks, overrides=overrides)
+
+
+def run(rank, sizes=CUBE, overrides=WIDE):
+    return rehearse_apart(partial(make, sizes, overrides), num_nodes=1, devices=8, rank=rank)
+
+
+def test_a_rank_of_a_large_model_takes_no_memory_and_says_what_it_would_take():
+    found = run(7)
+    assert found.place == "rank 7 (pp 1, dp_shard 1, tp 1)"
+    assert set(found.memory) == {ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS}
+    # Five blocks: the last stage has two, half of their weights, and half of those of the replica.
+    block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 11_008 // 2 * 2
+    assert found.parameters == pytest.approx((2 * block + 50_000 * 4096) / 4, rel=0.1)
+    # Adam's two moments in float32 of this rank's shard; ZeRO 1 keeps the gathered weights, too.
+    assert found.memory[OPTIMIZER] == pytest.approx(8 * found.parameters, rel=0.01)
+    assert found.memory[PARAMETERS] == pytest.approx(4 * (1 + 2) * found.parameters, rel=0.1)
+    assert found.peak > 2**30 > found.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "said"),
+    [
+        ({**CUBE, "pipeline_parallel_size": 4, "data_parallel_size": 1}, {"num_layers": 3}, "3"),
+        ({**CUBE, "tensor_parallel_size": 8, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+         {"num_heads": 4, "num_kv_heads": 2}, "not divisible by 8"),
+        ({**CUBE, "plan": ParallelPlan(blocks="model.layers", tensor={"nothing.*": "colwise"})},
+         {}, "nothing"),
+        ({**CUBE, "num_microbatches": 7}, {}, "7"),
+    ],
+    ids=["a rank without blocks", "heads", "a pattern that matches nothing", "micro-batches"],
+)  # fmt: skip
+def test_what_the_run_refuses_at_its_start_the_rehearsal_refuses(sizes, overrides, said):
+    with pytest.raises(LightningParError, match=said):
+        run(0, sizes, overrides)
+
+
+def test_a_rank_that_is_not_there_is_refused():
+    with pytest.raises(ConfigurationError, match=r"rank 8: 1 x 8 devices have the ranks 0 .. 7"):
+        run(8)
+
+
+def test_distinct_ranks_are_one_of_every_stage_and_the_last():
+    sizes = ParallelSizes(pipeline=3, data_shard=2, tensor=2)
+    assert distinct_ranks(sizes) == [0, 4, 8, 11]
+
+
+def places():
+    patched = (dist, "broadcast_object_list"), (BatchBroadcast, "broadcast"), (dist, "recv")
+    patched += (Channel, "receive_header"), (PipelineExecutor, "run"), (first_look, "rule_error")
+    patched += ((torch.UntypedStorage, "resize_"),)
+    return [vars(owner).get(name) for owner, name in patched]
+
+
+def left_behind(sizes):
+    before, error = places(), None
+    try:
+        rehearse(partial(make, sizes, {}), num_nodes=1, devices=8, rank=5)
+    except LightningParError as caught:
+        error = str(caught)
+    tensor = torch.empty(100_000).fill_(3)
+    return error, dist.is_initialized(), places() == before, float(tensor.sum())
+
+
+@pytest.mark.parametrize("sizes", [CUBE, {**CUBE, "num_microbatches": 7}], ids=["ran", "refused"])
+def test_nothing_is_left_behind(sizes):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        error, has_group, is_restored, total = pool.apply(left_behind, (sizes,))
+    assert (error is None) == (sizes is CUBE)
+    assert (has_group, is_restored, total) == (False, True, 300_000.0)
