@@ -93,7 +93,11 @@ class Channel:
             _check(self._read(len(_MAGIC)), _MAGIC, "is no server of islands")
             nonces = bytes(self._read(32)) + mine
             self._write(mine + _mac(key, b"client proof", nonces))
-            _check(self._read(_MAC), _mac(key, b"server proof", nonces), "does not know the key")
+            try:
+                proof = self._read(_MAC)
+            except MessageError as error:
+                raise MessageError("closed the connection; has it the same key?") from error
+            _check(proof, _mac(key, b"server proof", nonces), "does not know the key")
         keys = [_mac(key, b"from server", nonces), _mac(key, b"from client", nonces)]
         self._keys = keys if is_server else keys[::-1]
 
@@ -103,7 +107,7 @@ class Channel:
         if seconds is None:
             self._socket.settimeout(None)
 
-    def send(self, header: Mapping[str, Any], payload: bytes = b"") -> None:
+    def send(self, header: Mapping[str, Any], payload: bytes | memoryview = b"") -> None:
         """Send one message.
 
         Args:
@@ -167,11 +171,11 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _sign(self, side: int, *parts: bytes | bytearray) -> bytes:
+    def _sign(self, side: int, *parts: bytes | bytearray | memoryview) -> bytes:
         self._counts[side] += 1
         return _mac(self._keys[side], self._counts[side].to_bytes(8), *parts)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         for low in range(0, len(view), _CHUNK):
             self._set_remaining_time()
@@ -198,7 +202,7 @@ class Channel:
             self._socket.settimeout(remaining)
 
 
-def _mac(key: bytes, *parts: bytes | bytearray) -> bytes:
+def _mac(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
     made = hmac.new(key, digestmod="sha256")
     for part in parts:
         made.update(part)
