@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "plan": "say what every rank would hold of a model, before anything runs",
     "schedule": "print and draw a pipeline schedule before anything runs it",
     "search": "find the layout with the shortest predicted step on such a machine",
+    "serve": "hold the weights that islands share, and merge what they learn",
     "verify": "compare a few steps of the configured layout with one process, number by number",
 }
 """Name of a command, which is also that of its module -> what it does, in one line."""
