@@ -57,6 +57,10 @@ class IslandRounds(Callback):
         self._samples = self._steps = self._missed = 0
         self._own: list[tuple[Tensor, Tensor]] = []
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callback:
+        """Return a callback that does nothing: the run that proves the first step meets nobody."""
+        return Callback()
+
     def attach(self, trainer: pl.Trainer) -> None:
         """Become the first callback of a Trainer.
 

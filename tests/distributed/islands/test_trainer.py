@@ -90,7 +90,7 @@ def test_islands_of_tensor_and_of_pipeline_parallelism_hold_the_same_bits(tmp_pa
         {**ONES, "tensor_parallel_size": 2},
         {**ONES, "pipeline_parallel_size": 2, "num_microbatches": 2},
     ]
-    run = {"batch_size": [2, 2], "size": 12}
+    run = {"batch_size": [2, 2], "size": 12, "proves": True}
     results = run_islands([2, 2], options, tmp_path, run, every=3, quantize="int8")
     first, _, second, _ = results
     assert first["weights"].keys() == second["weights"].keys()

@@ -1,5 +1,6 @@
 """Where an island is, and what cannot be combined with it."""
 
+import copy
 import re
 from typing import Any
 
@@ -72,10 +73,13 @@ def test_what_would_not_be_exchanged_is_refused(
 def test_nothing_is_left_in_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_PAR_KEY", "a key of 16 bytes")
     seen: list[pl.Trainer] = []
+    copies: list[type] = []
 
     class Keep(pl.Callback):
         def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             seen.append(trainer)
+            callbacks = copy.deepcopy(trainer.callbacks)  # type: ignore[attr-defined]
+            copies.extend(type(callback) for callback in callbacks)
             raise KeyError("stop")
 
     with pytest.raises(KeyError):
@@ -84,3 +88,4 @@ def test_nothing_is_left_in_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [type(callback).__name__ for callback in seen[0].callbacks]  # type: ignore[attr-defined]
     assert "Keep" in names
     assert "IslandRounds" not in names
+    assert copies[0] is pl.Callback  # the proof of the first step copies them, and meets nobody
