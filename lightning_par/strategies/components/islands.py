@@ -171,6 +171,8 @@ class IslandRounds(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._own:
+            return
         self._model().sharding.release()
         for values, own in self._own:
             values.copy_(own)

@@ -329,6 +329,8 @@ class IslandClient:
             context = ssl.create_default_context(cafile=self._outer.ca_file)
             connection = context.wrap_socket(connection, server_hostname=host)
         channel = self._channel = Channel(connection, self._place.key, is_server=False)
+        if self._closed.is_set():  # `close` came while this connected
+            raise ConnectionError("closed")
         channel.set_timeout(self._outer.timeout)
         regions = [held.region for held in self._held]
         hello = Hello(

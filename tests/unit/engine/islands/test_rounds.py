@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_par.engine.data.islands.coding import encode
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.errors import IslandError, NonFiniteError
+from tests.support.exhaustive import some
 from tests.support.islands import Island, serving, SHAPES, together
 
 FAST = {"timeout": 60.0}
@@ -121,7 +122,7 @@ def test_streamed_rounds_equal_their_definition(kind: str) -> None:
         assert [fragment.version for fragment in held.fragments] == [3, 3]
 
 
-@pytest.mark.parametrize("kind", ["none", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("kind", some(["none", "bf16", "int8", "int4"], large=["bf16", "int4"]))
 def test_islands_of_other_meshes_hold_the_same_bits(kind: str) -> None:
     outer = lock_step(every=2, quantize=kind, min_islands=3)
     first = start(dtype=torch.float32)
