@@ -31,7 +31,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Channel", "MessageError"]
+__all__ = ["Answer", "Channel", "MessageError"]
+
+Answer = tuple[dict[str, Any], bytes | memoryview]
+"""Header and payload of an answer."""
 
 _MAGIC = b"LPI1"
 _LENGTHS = struct.Struct(">IQ")

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from lightning_par.checkpoint.pieces import Piece
 from lightning_par.dtensor import Box
-from lightning_par.engine.data.islands.channel import Channel, MessageError
+from lightning_par.engine.data.islands.channel import Answer, Channel, MessageError
 from lightning_par.engine.data.islands.coding import encode
-from lightning_par.engine.data.islands.meeting import Answer
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.data.islands.regions import Hello, read_regions, Region
 from lightning_par.errors import IslandError, NonFiniteError

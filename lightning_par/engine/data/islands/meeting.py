@@ -26,18 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.engine.data.islands.channel import MessageError
+from lightning_par.engine.data.islands.channel import Answer, MessageError
 from lightning_par.engine.data.islands.coding import cut
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.data.islands.regions import Hello, number, read_regions, Region
 from lightning_par.engine.data.islands.weights import load_weights, SharedWeights
 
-__all__ = ["Answer", "Meeting", "Member", "RefusalError"]
+__all__ = ["Meeting", "Member", "RefusalError"]
 
 _log = logging.getLogger(__name__)
-
-Answer = tuple[dict[str, Any], bytes | memoryview]
-"""Header and payload of an answer."""
 
 
 class RefusalError(Exception):

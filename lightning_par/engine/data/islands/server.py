@@ -8,8 +8,8 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_par.engine.data.islands.channel import Channel, MessageError
-from lightning_par.engine.data.islands.meeting import Answer, Meeting, Member, RefusalError
+from lightning_par.engine.data.islands.channel import Answer, Channel, MessageError
+from lightning_par.engine.data.islands.meeting import Meeting, Member, RefusalError
 from lightning_par.engine.data.islands.regions import Hello
 
 __all__ = ["IslandServer"]
