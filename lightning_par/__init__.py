@@ -16,6 +16,7 @@ __all__ = [
     "GradientCompression",
     "Hybrid3DStrategy",
     "LightningParError",
+    "Outer",
     "ParallelPlan",
     "ParallelSizes",
     "Pipeline1F1BStrategy",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_par.engine.context.attention import attention
     from lightning_par.engine.context.options import ContextOptions
     from lightning_par.engine.data.compression.options import GradientCompression
+    from lightning_par.engine.data.islands.options import Outer
     from lightning_par.errors import LightningParError
     from lightning_par.plan.inference.infer import infer_plan
     from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
@@ -58,6 +60,7 @@ else:
         "GradientCompression": "engine.data.compression.options",
         "Hybrid3DStrategy": "strategies",
         "LightningParError": "errors",
+        "Outer": "engine.data.islands.options",
         "ParallelPlan": "plan.parallel_plan",
         "ParallelSizes": "sizes",
         "Pipeline1F1BStrategy": "strategies",

@@ -13,6 +13,7 @@ working::
     |-- OffloadError      (RuntimeError)  the host cannot hold or step the optimizer
     |-- UpstreamError     (RuntimeError)  torch or Lightning lacks a private name that is needed
     |-- VerificationError (RuntimeError)  a run differs from the same run on one process
+    |-- IslandError       (RuntimeError)  an island does not reach its server, or is refused
     `-- CheckpointError   (RuntimeError)  a checkpoint does not fit the model
 """
 
@@ -22,6 +23,7 @@ from difflib import get_close_matches
 __all__ = [
     "CheckpointError",
     "ConfigurationError",
+    "IslandError",
     "LightningParError",
     "MeshError",
     "NonFiniteError",
@@ -75,6 +77,10 @@ class UpstreamError(LightningParError, RuntimeError):
 
 class VerificationError(LightningParError, RuntimeError):
     """The first step on the mesh differs from the same step on one process."""
+
+
+class IslandError(LightningParError, RuntimeError):
+    """An island does not reach the server of its run, or is refused by it."""
 
 
 class CheckpointError(LightningParError, RuntimeError):

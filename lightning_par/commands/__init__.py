@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "rehearse": "set one rank of a run of any size up on this machine, and run one step of it",
     "schedule": "print and draw a pipeline schedule before anything runs it",
     "search": "find the layout with the shortest predicted step on such a machine",
+    "serve": "hold the weights that islands share, and merge what they learn",
     "verify": "compare a few steps of the configured layout with one process, number by number",
 }
 """Name of a command, which is also that of its module -> what it does, in one line."""

@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression
+from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.init.deferred_init import ConstructionRecord, record_construction
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.pipeline.actions import TimedAction
@@ -36,6 +37,7 @@ from lightning_par.strategies.components.host_offload import (
     HostOffload,
     offload_precision,
 )
+from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
@@ -94,10 +96,10 @@ class MeshStrategy(ParallelStrategy):
             they differ: ``"first_step"`` always, ``"auto"`` where the model is small, False never.
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
         gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
-            ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or a `GradientCompression` (or its
-            fields).
+            ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or `GradientCompression` fields.
         gather_after_run: Give every rank the whole, plain module again once a run has ended;
             "auto": where one for each rank takes no more than a quarter of the host's free memory.
+        outer: Make this run one of several islands that meet at a server: `Outer`, or its fields.
 
     Attributes:
         options: What the user chose, and what callbacks added; see `change_options`.
@@ -142,6 +144,7 @@ class MeshStrategy(ParallelStrategy):
         offload_options: OffloadOptions | dict[str, Any] | None = None,
         gradient_compression: GradientCompression | dict[str, Any] | str | None = None,
         gather_after_run: bool | str = "auto",
+        outer: Outer | dict[str, Any] | None = None,
         **lightning_options: Any,
     ) -> None:
         names = {field.name for field in fields(MeshOptions)}
@@ -157,6 +160,7 @@ class MeshStrategy(ParallelStrategy):
         self.offload: HostOffload | None = None
         self._saving = CheckpointSave(self.options, self.processes)
         self._loading = CheckpointLoad(self.processes)
+        self._islands: IslandRounds | None = None
         self._precision = AdoptedPrecision()
         self._record: ConstructionRecord | None = None
         self._parallel_model: ParallelModel | None = None
@@ -164,7 +168,7 @@ class MeshStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, and what holds them, behind."""
-        left = ("_record", "_parallel_model", "_launcher", "_step", "offload")
+        left = ("_record", "_parallel_model", "_launcher", "_step", "offload", "_islands")
         plugin = self._precision.given or self.precision_plugin
         own = {"_precision_plugin": plugin, "_precision": AdoptedPrecision()}
         return {**super().__getstate__(), **dict.fromkeys(left), **own}
@@ -177,20 +181,12 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def sizes(self) -> ParallelSizes:
-        """The size of every axis.
-
-        Raises:
-            MeshError: They do not fit the devices.
-        """
+        """The size of every axis; a MeshError if they do not fit the devices."""
         return self.processes.sizes
 
     @property
     def mesh(self) -> ParallelMesh:
-        """The mesh of this run.
-
-        Raises:
-            MeshError: The processes have not been set up.
-        """
+        """The mesh of this run; a MeshError before its processes are set up."""
         return self.processes.mesh
 
     @property
@@ -233,13 +229,13 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning has to shard the data: only over replicas."""
-        return self.sizes.data > 1
+        """Whether Lightning has to shard the data: only over replicas, and over islands."""
+        return self.processes.samplers["num_replicas"] > 1
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.sizes.data, "rank": self.sizes.data_rank(self.global_rank)}
+        return self.processes.samplers
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
@@ -271,6 +267,10 @@ class MeshStrategy(ParallelStrategy):
         super().setup_environment()
         self.processes.set_up()
         defer_averages(self.lightning_module.trainer)
+        if self.options.outer is not None:
+            rest = self.processes, self._saving, lambda: self.parallel_model
+            self._islands = IslandRounds(self.options.outer, *rest)
+            self._islands.attach(self.lightning_module.trainer)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -367,11 +367,8 @@ class MeshStrategy(ParallelStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        if not self._is_set_up():
-            return super().batch_to_device(batch, device, dataloader_idx)
-        steps = self.parallel_model.steps
-        steps.begin_batch()
-        return steps.prepare_batch(super().batch_to_device(batch, device, dataloader_idx))
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        return self.parallel_model.steps.prepare_batch(moved) if self._is_set_up() else moved
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -587,6 +584,8 @@ class MeshStrategy(ParallelStrategy):
         self.finish_saving()
         self._drop_step()
         self._close_offload()
+        if self._islands is not None and self.lightning_module is not None:
+            self._islands.detach(self.lightning_module.trainer)
         if self._parallel_model is not None:
             self._parallel_model.proof.end_run()
             gather_after_run(self._parallel_model, self.options, self.processes)

@@ -13,6 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression, read_compression
+from lightning_par.engine.data.islands.options import Outer, read_outer
 from lightning_par.engine.offload.options import OffloadOptions, read_offload_options
 from lightning_par.engine.option_fields import read_fields
 from lightning_par.engine.pipeline.actions import Schedule
@@ -33,8 +34,8 @@ CHECKPOINT_FORMATS = ("auto", "file", "folder")
 class MeshOptions:
     """The options of a `MeshStrategy`, where each is explained, and what callbacks add to them.
 
-    `context_options`, `offload_options` and `gradient_compression` may be given as dicts of their
-    fields; they are read into their classes.
+    `context_options`, `offload_options`, `gradient_compression` and `outer` may be given as dicts
+    of their fields; they are read into their classes.
 
     Attributes:
         auto_rule: What sizes left to "auto" become; see `fit_sizes`.
@@ -70,6 +71,7 @@ class MeshOptions:
     offload_options: OffloadOptions | None = None
     gradient_compression: GradientCompression | None = None
     gather_after_run: bool | str = "auto"
+    outer: Outer | None = None
     auto_rule: AutoRule = "balanced"
     recomputation: Recomputation | None = None
     reduce_dtype: torch.dtype | None = None
@@ -78,7 +80,13 @@ class MeshOptions:
         read: dict[str, Any] = {
             "offload_options": read_offload_options(self.offload_options),
             "gradient_compression": read_compression(self.gradient_compression, self.zero_stage),
+            "outer": read_outer(self.outer),
         }
+        if self.outer is not None and self.offload_options is not None:
+            raise ConfigurationError(
+                "outer= with offload_options=: the optimizer on the host keeps weights of its own, "
+                "which an exchange does not change. Use one of the two."
+            )
         read["checkpoint_format"] = self._read_checkpoint_format()
         raise_problems(ConfigurationError, [*self._schedule_problems(), *self._count_problems()])
         read["context_options"] = _read_context_options(self.context_options)

@@ -1,7 +1,7 @@
 """Saving checkpoints of a mesh: what the Trainer's `save_checkpoint` does."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,11 @@ class CheckpointSave:
     Args:
         options: The form of checkpoints, and whether training goes on while one is written.
         processes: The processes that save together.
+
+    Attributes:
+        leads: Whether these processes save; of several islands the first one does.
+        share: Replaces weights in this rank's part of a state dict, as by those of all islands;
+            None: they are saved as they are.
     """
 
     def __init__(self, options: MeshOptions, processes: MeshProcesses) -> None:
@@ -53,6 +58,8 @@ class CheckpointSave:
         self._in_background = options.async_save
         self._processes = processes
         self._saver = CheckpointSaver(options.timeout)
+        self.leads = True
+        self.share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def check(self, checkpoint_io: CheckpointIO, callbacks: Iterable[Checkpoint]) -> None:
         """Refuse plugins and callbacks that the options cannot serve.
@@ -91,7 +98,8 @@ class CheckpointSave:
         if not self._processes.interruption.ranks_are_together():
             return {}
         model.sharding.release()
-        return LocalWeights(model.module.state_dict())
+        state = model.module.state_dict()
+        return LocalWeights(state if self.share is None else self.share(state))
 
     def optimizer(self, model: ParallelModel, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer: this rank's part, by names."""
@@ -128,6 +136,8 @@ class CheckpointSave:
         if not self._processes.interruption.ranks_are_together():
             _log.error("%s is not saved: other ranks did not stop here.", filepath)
             return
+        if not self.leads:
+            return
         checkpoint = self._gather_averages(model, checkpoint)
         path, as_file = self._processes.broadcast((str(filepath), self._is_file(str(filepath))))
         is_elsewhere = storage_options is not None or "://" in path
@@ -141,7 +151,20 @@ class CheckpointSave:
             self._save_gathered(whole, filepath, storage_options, checkpoint_io)
             return
         part = self._make_part(model, checkpoint, as_file=as_file)
-        order = SaveMetadata(
+        order = self._metadata(model, checkpoint)
+        try:
+            self._saver.save(Path(path), part, order, background=self._in_background)
+        except CheckpointError as error:
+            if self._processes.world_size > 1 or self._form != "auto" or self._in_background:
+                raise
+            # What a plain Trainer can save, one device can, too; or it says why as that would.
+            _log.info("%s is saved without random states: %s", path, error)
+            whole = self._gather(model, checkpoint)
+            self._save_gathered(whole, filepath, storage_options, checkpoint_io)
+
+    def _metadata(self, model: ParallelModel, checkpoint: dict[str, Any]) -> SaveMetadata:
+        """Return what rank 0 writes about the run."""
+        return SaveMetadata(
             manifest=Manifest(
                 world_size=self._processes.world_size,
                 layout=mesh_sizes(self._processes.sizes),
@@ -157,15 +180,6 @@ class CheckpointSave:
             place=model.states.place,
             state_order=model.states.order,
         )
-        try:
-            self._saver.save(Path(path), part, order, background=self._in_background)
-        except CheckpointError as error:
-            if self._processes.world_size > 1 or self._form != "auto" or self._in_background:
-                raise
-            # What a plain Trainer can save, one device can, too; or it says why as that would.
-            _log.info("%s is saved without random states: %s", path, error)
-            whole = self._gather(model, checkpoint)
-            self._save_gathered(whole, filepath, storage_options, checkpoint_io)
 
     def _gather_averages(self, model: ParallelModel, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint with whole states where callbacks gave those of this rank's part;
@@ -270,7 +284,7 @@ class CheckpointSave:
 
     def remove(self, filepath: Any, checkpoint_io: CheckpointIO) -> None:
         """Remove a checkpoint; rank 0 does it."""
-        if self._processes.rank == 0:
+        if self._processes.rank == 0 and self.leads:
             if "://" in str(filepath):
                 checkpoint_io.remove_checkpoint(filepath)
             else:

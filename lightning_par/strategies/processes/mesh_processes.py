@@ -23,6 +23,7 @@ from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.deferred_signals import DeferredSignals
 from lightning_par.strategies.processes.interruption import Interruption
+from lightning_par.strategies.processes.island_place import find_island
 from lightning_par.strategies.processes.launcher import PreflightLauncher
 from lightning_par.strategies.processes.rendezvous import (
     INTERFACE,
@@ -92,7 +93,9 @@ class MeshProcesses:
             rank = environment.node_rank() * self.num_local + environment.local_rank()
             environment.set_global_rank(rank)
             environment.set_world_size(num_nodes * self.num_local)
-        rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
+        # Only the first rank of the first island logs.
+        others = 0 if self._options.outer is None else self.island << 20
+        rank_zero_only.rank = self.rank + others  # type: ignore[attr-defined]
 
     @property
     def num_nodes(self) -> int:
@@ -141,6 +144,22 @@ class MeshProcesses:
             num_devices = self._num_nodes * self.num_local
             self._sizes = self._options.fit_sizes(num_devices, self.num_local)
         return self._sizes
+
+    @property
+    def island(self) -> int:
+        """Number of the island that these processes are; see `Outer`."""
+        return find_island(self._options.outer)[0]
+
+    @property
+    def samplers(self) -> dict[str, int]:
+        """Into how many parts the samples are divided, and which one is of this process.
+
+        Islands may have different numbers of replicas: the samples are divided among the islands,
+        and then among their replicas.
+        """
+        island, islands = find_island(self._options.outer)
+        rank = self.sizes.data_rank(self.rank) * islands + island
+        return {"num_replicas": self.sizes.data * islands, "rank": rank}
 
     @property
     def mesh(self) -> ParallelMesh:

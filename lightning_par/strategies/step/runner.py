@@ -195,11 +195,6 @@ class StepRunner:
             self._sharding.hold()
         return join_ranks(dataloader, trainer, device)
 
-    def begin_batch(self) -> None:
-        """Write down that a batch is on its way to the device."""
-        self._activity.step = self.module.trainer.global_step
-        self._activity.begin("broadcast of the batch")
-
     def prepare_batch(self, batch: Any) -> Any:
         """Return the batch that all ranks of the replica use.
 
@@ -209,6 +204,8 @@ class StepRunner:
 
         **Communicates**: the batch, from the first rank of the replica to the others.
         """
+        self._activity.step = self.module.trainer.global_step
+        self._activity.begin("broadcast of the batch")
         batch = self._broadcast.broadcast(batch)
         self._check_tokens(batch, predicts=bool(self.module.trainer.predicting))
         self._activity.begin("start of the batch")

@@ -1,0 +1,380 @@
+"""A rank of an island: sends how far its part of the island moved, takes what became of it."""
+
+import logging
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.checkpoint.pieces import Piece
+from lightning_par.dtensor import Box
+from lightning_par.engine.data.islands.channel import Answer, Channel, MessageError
+from lightning_par.engine.data.islands.coding import encode
+from lightning_par.engine.data.islands.options import Outer
+from lightning_par.engine.data.islands.regions import Hello, read_regions, Region
+from lightning_par.errors import IslandError, NonFiniteError
+
+__all__ = ["IslandClient", "Place"]
+
+_log = logging.getLogger(__name__)
+_RETRY = 0.2
+"""Seconds between two attempts to reach a server that is away, times 1 to 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        server: ``host:port``.
+        key: The shared key.
+        island: Number of its island.
+        rank: Rank within the island.
+        world: Ranks of the island.
+        incarnation: Random name of this start of the island, the same on its ranks.
+    """
+
+    server: str
+    key: bytes
+    island: int
+    rank: int
+    world: int
+    incarnation: str
+
+
+@dataclass(eq=False)
+class _Held:
+    """A part of a parameter on this rank.
+
+    `values` is what trains, in its own memory. `base` is what all islands share, as of the last
+    exchange, on the CPU. `owed` is what encoding left out of the movements sent so far.
+    """
+
+    region: Region
+    values: Tensor
+    base: Tensor
+    owed: Tensor | None = None
+
+    def now(self) -> Tensor:
+        """Return a copy of the values on the CPU, in the dtype of the exchange."""
+        return self.values.detach().to("cpu", self.base.dtype, copy=True)
+
+    def start(self) -> Tensor:
+        """Return the base as the values had it; they may have fewer bits."""
+        return self.base.to(self.values.dtype).to(self.base.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """A movement on its way: the fragment, the step at which it left, and the weights then."""
+
+    number: int
+    step: int
+    there: list[Tensor]
+    answer: "Future[Answer]"
+
+
+class IslandClient:
+    """Exchanges the weights of one rank with the server; see `Meeting`.
+
+    Args:
+        outer: The options of the run.
+        place: Where this rank is.
+        pieces: Its parts of the parameters; their values are changed in place.
+        sends: Which of their boxes this rank sends; another rank of the island holds the others.
+        trained: Names of the parameters that change.
+
+    Attributes:
+        step: Optimizer steps since the run began, of the island that made most, as last heard.
+        rounds: Exchanges so far.
+        waited: Seconds that training waited for them.
+        islands: Islands whose movements made up the last update.
+        late: Islands that were live, but too late for it.
+    """
+
+    def __init__(
+        self,
+        outer: Outer,
+        place: Place,
+        pieces: Sequence[Piece],
+        sends: frozenset[Box],
+        trained: frozenset[str],
+    ) -> None:
+        self._outer, self._place = outer, place
+        self._held = [_hold(piece, sends, trained) for piece in pieces]
+        self._channel: Channel | None = None
+        self._closed = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="islands")
+        self._flight: _Flight | None = None
+        self._fragments: list[list[_Held]] = []
+        self._versions: list[tuple[str, int]] = []
+        self._own_steps = self._exchange = self._first = self._samples = 0
+        self._samples_before = [0] * outer.fragments
+        self.step = self.rounds = 0
+        self.waited = 0.0
+        self.islands: list[int] = []
+        self.late: list[int] = []
+        self._bytes = [0, 0]
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent by this rank, of everything."""
+        return self._bytes[0] + (0 if self._channel is None else self._channel.sent)
+
+    @property
+    def received(self) -> int:
+        """Bytes received by this rank, of everything."""
+        return self._bytes[1] + (0 if self._channel is None else self._channel.received)
+
+    @property
+    def exchanges_next(self) -> bool:
+        """Whether the next `after_step` sends a movement."""
+        return self._own_steps + 1 == self._due
+
+    @property
+    def _due(self) -> int:
+        """The own step after which the next movement leaves."""
+        every, count = self._outer.every, self._outer.fragments
+        start = self._first * every // count
+        return (self._first + self._exchange + 1) * every // count - start
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Meet the server, and take its weights.
+
+        Raises:
+            IslandError: It is not there, or this island is none of its run.
+        """
+        header, payload = self._try(lambda: self._connect(None))
+        regions = [held.region for held in self._held]
+        for held, new in zip(
+            self._held, read_regions(memoryview(payload), regions, "none", alone=False), strict=True
+        ):
+            held.base = new
+            held.values.copy_(new)
+        names = header["fragments"]
+        self._fragments = [[h for h in self._held if h.region.name in set(part)] for part in names]
+        self._versions = [(header["era"], version) for version in header["versions"]]
+        # The fragment whose turn it is; so that islands in lock step send the same one.
+        self._first = header["versions"].index(min(header["versions"]))
+        self.step = header["step"]
+
+    def after_step(self, samples: int) -> None:
+        """Exchange what is due after an optimizer step; every rank of the island calls this.
+
+        Args:
+            samples: Samples of the island in this step and those before it that were not counted.
+
+        Raises:
+            IslandError: The server is away for too long.
+            NonFiniteError: A weight is NaN or infinite; nothing was sent of it.
+        """
+        self._own_steps += 1
+        self._samples += samples
+        self.step += 1
+        flight = self._flight
+        if flight is not None and self._own_steps >= flight.step + self._outer.overlap:
+            self._finish()
+        if self._own_steps == self._due:
+            self._start((self._first + self._exchange) % self._outer.fragments)
+            self._exchange += 1
+            if not self._outer.overlap:
+                self._finish()
+
+    def finish(self) -> None:
+        """Take what is on its way, and give every parameter the value that all islands share."""
+        if self._flight is not None:
+            self._finish()
+        for held in self._held:
+            held.values.copy_(held.base)
+
+    def shared(self) -> dict[Box, Tensor]:
+        """Return the parts of this rank as all islands share them, as of their last exchanges."""
+        return {held.region.box: held.base for held in self._held}
+
+    def leave(self) -> None:
+        """Tell the server that this island has finished its run, and close."""
+        if self._channel is not None and not self._closed.is_set():
+            try:
+                self._channel.set_timeout(5)
+                self._channel.send({"op": "bye"})
+                self._channel.receive()
+            except OSError as error:
+                _log.info("the server did not hear that this island has finished: %s", error)
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, also while something is on its way."""
+        self._closed.set()
+        self._disconnect()
+        self._pool.shutdown()
+
+    @torch.no_grad()
+    def _start(self, number: int) -> None:
+        parts, there = [], []
+        for held in self._fragments[number]:
+            now = held.now()
+            there.append(now)
+            if not now.isfinite().all():
+                raise NonFiniteError(
+                    f"{held.region.name} has entries that are not finite after "
+                    f"{self._own_steps} steps of island {self._place.island}; its movement was "
+                    "not sent. Restart the island: it takes the weights of the server."
+                )
+            if held.region.sends:
+                moved = held.start() - now
+                moved = moved if held.owed is None else moved.add_(held.owed)
+                coded = encode(moved, self._outer.quantize)
+                if self._outer.quantize != "none":
+                    held.owed = moved - coded.values(moved.dtype)
+                parts.append(coded.pack(held.region.alone))
+        header = {
+            "op": "move",
+            "fragment": number,
+            "ticket": f"{self._place.incarnation}-{self._own_steps}",
+            "base": self._versions[number],
+            "samples": self._samples - self._samples_before[number],
+            "step": self.step,
+        }
+        self._samples_before[number] = self._samples
+        answer = self._pool.submit(self._deliver, header, b"".join(parts))
+        self._flight = _Flight(number, self._own_steps, there, answer)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        assert self._flight is not None
+        flight, self._flight = self._flight, None
+        began = time.monotonic()
+        header, payload = flight.answer.result()
+        self.waited += time.monotonic() - began
+        parts = self._fragments[flight.number]
+        whole = header["whole"]
+        kind = "none" if whole else self._outer.quantize
+        new = read_regions(memoryview(payload), [held.region for held in parts], kind, alone=False)
+        for held, values, before in zip(parts, new, flight.there, strict=True):
+            held.base = values if whole else held.base.add_(values)
+            # And what was learned meanwhile; without overlap that is 0.
+            held.values.copy_(held.base + (held.now() - before))
+        self._versions[flight.number] = header["era"], header["version"]
+        self.step = max(self.step, header["step"])
+        self.islands, self.late = header["islands"], header["late"]
+        self.rounds += 1
+
+    def _deliver(self, header: dict[str, Any], payload: bytes) -> Answer:
+        """Send a movement until it is answered; see Note [Tickets]."""
+
+        def exchange() -> Answer:
+            era, channel = header["base"][0], self._channel
+            if channel is None:
+                welcome, values = self._connect((header["fragment"], header["ticket"]))
+                number, era = header["fragment"], welcome["era"]
+                if welcome["counted"][number] == header["ticket"]:
+                    answer = {"version": welcome["versions"][number], "era": era}
+                    about = {"step": welcome["step"], "islands": [], "late": []}
+                    return {**answer, **about, "whole": True}, values
+                channel = self._channel
+            if channel is None:
+                raise ConnectionError("closed")
+            channel.set_timeout(self._outer.timeout)
+            channel.send(header, payload)
+            answer, values = channel.receive(self._limit())
+            return {**answer, "era": era}, values
+
+        return self._try(exchange)
+
+    def _try(self, exchange: Callable[[], Answer]) -> Answer:
+        """Return what the server answers; while it is away, try again."""
+        end, is_said = time.monotonic() + self._outer.timeout, False
+        while True:
+            try:
+                answer: Answer = exchange()
+            except OSError as error:
+                self._disconnect()
+                left = end - time.monotonic()
+                hopeless = self._closed.is_set() or isinstance(error, ssl.SSLCertVerificationError)
+                if left <= 0 or hopeless:
+                    raise IslandError(
+                        f"island {self._place.island} has not reached its server at "
+                        f"{self._place.server} (timeout={self._outer.timeout:g}): {error}"
+                    ) from error
+                if not is_said:
+                    is_said = True
+                    _log.warning(
+                        "island %d rank %d: the server at %s is away (%s); trying again for %.0f s",
+                        *(self._place.island, self._place.rank, self._place.server, error, left),
+                    )
+                self._closed.wait(min(left, _RETRY * (1 + random.random())))
+            except BaseException:
+                self._disconnect()
+                raise
+            else:
+                if is_said:
+                    _log.warning("island %d: the server is back", self._place.island)
+                return answer
+
+    def _connect(self, pending: tuple[int, str] | None) -> Answer:
+        """Introduce this rank, and give the model if it is asked for; return the welcome."""
+        host, _, port = self._place.server.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=10)
+        if self._outer.ca_file is not None:
+            context = ssl.create_default_context(cafile=self._outer.ca_file)
+            connection = context.wrap_socket(connection, server_hostname=host)
+        channel = self._channel = Channel(connection, self._place.key, is_server=False)
+        if self._closed.is_set():  # `close` came while this connected
+            raise ConnectionError("closed")
+        channel.set_timeout(self._outer.timeout)
+        regions = [held.region for held in self._held]
+        hello = Hello(
+            island=self._place.island,
+            rank=self._place.rank,
+            world=self._place.world,
+            incarnation=self._place.incarnation,
+            outer=self._outer.agreement(),
+            regions=regions,
+            pending=pending,
+        )
+        channel.send(hello.header())
+        answer, payload = channel.receive(self._limit())
+        if answer["op"] == "seed":
+            seeds = [h for h in self._held if h.region.sends]
+            packed = (encode(h.base, "none").pack(h.region.alone) for h in seeds)
+            channel.send({"op": "seed"}, b"".join(packed))
+            answer, payload = channel.receive(self._limit())
+        if answer["op"] == "refused":
+            raise IslandError(f"the server at {self._place.server} refuses: {answer['reason']}")
+        if answer["op"] != "welcome":
+            raise MessageError(f"answered a hello with {answer['op']!r}.")
+        return answer, payload
+
+    def _limit(self) -> int:
+        """Return the bytes of the longest answer."""
+        return sum(torch.Size(h.region.size).numel() * 8 + 16 for h in self._held)
+
+    def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self._bytes[0] += channel.sent
+            self._bytes[1] += channel.received
+            channel.close()
+
+
+def _hold(piece: Piece, sends: frozenset[Box], trained: frozenset[str]) -> _Held:
+    wide = torch.float64 if piece.values.dtype is torch.float64 else torch.float32
+    region = Region(
+        name=piece.box.name,
+        offset=piece.box.offset,
+        size=piece.box.shape,
+        shape=piece.global_shape,
+        dtype=str(wide).removeprefix("torch."),
+        sends=piece.box in sends,
+        trains=piece.box.name in trained,
+    )
+    return _Held(region, piece.values, piece.values.detach().to("cpu", wide, copy=True))

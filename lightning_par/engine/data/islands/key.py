@@ -1,0 +1,34 @@
+"""The key that the server and all islands of a run share."""
+
+from pathlib import Path
+
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["KEY_VARIABLE", "read_key"]
+
+KEY_VARIABLE = "LIGHTNING_PAR_KEY"
+"""Variable of the environment that holds the key where no file does."""
+_SHORTEST = 16
+
+
+def read_key(file: str | Path | None, variable: str | None) -> bytes:
+    """Return the key, without the space around it.
+
+    Args:
+        file: File that holds it, if any.
+        variable: Value of `KEY_VARIABLE`, if it is set.
+
+    Raises:
+        ConfigurationError: There is none, or one that could be guessed.
+    """
+    try:
+        key = Path(file).read_bytes().strip() if file is not None else (variable or "").encode()
+    except OSError as error:
+        raise ConfigurationError(f"the key of the islands cannot be read: {error}.") from error
+    if len(key) < _SHORTEST:
+        raise ConfigurationError(
+            f"the key of the islands has {len(key)} bytes; it needs {_SHORTEST} or more, the same "
+            f"on the server and on all islands. Set {KEY_VARIABLE} or key_file=, as with `openssl "
+            "rand -hex 32`."
+        )
+    return key

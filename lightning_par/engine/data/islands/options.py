@@ -1,0 +1,149 @@
+"""Options of islands, checked before anything is built."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, get_args, Literal
+
+from lightning_par.engine.option_fields import read_fields
+from lightning_par.errors import ConfigurationError, either, raise_problems
+
+__all__ = ["Outer", "read_outer"]
+
+OuterOptimizer = Literal["nesterov", "average", "sgd"]
+Quantization = Literal["none", "bf16", "int8", "int4"]
+_OF_A_PROCESS = ("server", "island", "islands", "key_file", "ca_file", "timeout")
+"""Fields that may differ between the islands of one run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """When islands exchange how far their weights moved, in which form, and what is made of it.
+
+    `min_islands=1, grace=0` is the asynchronous parameter server, ``grace=inf`` DiLoCo in lock
+    step.
+
+    Attributes:
+        every: Optimizer steps between two exchanges of the same fragment (H).
+        fragments: Parts of the model, each exchanged at its own step of the `every`.
+        overlap: Optimizer steps that go on while a fragment is on its way.
+        optimizer: What the server does with the mean movement: ``"nesterov"`` and ``"sgd"`` are
+            `torch.optim.SGD` with `lr` and `momentum`; ``"average"`` takes the mean as it is.
+        lr: Rate of the outer optimizer; None: 0.7 for ``"nesterov"``, else 1.
+        momentum: Of the outer optimizer; None: 0.9 for ``"nesterov"``, else 0.
+        quantize: Form of movements and updates on the wire: ``"none"`` (float32, or float64 of
+            such weights), ``"bf16"``, or ``"int8"`` and ``"int4"`` with a scale for every 256.
+        min_islands: Contributions without which nothing is merged.
+        grace: Seconds that live islands are waited for once the first contribution has come.
+        server: ``"host:port"`` of ``lightning-par serve``; None: LIGHTNING_PAR_SERVER says it.
+        island: Number of this island, from 0; None: LIGHTNING_PAR_ISLAND says ``"island/islands"``.
+        islands: Number of islands among which the samples are divided.
+        key_file: File that holds the shared key; None: LIGHTNING_PAR_KEY holds it.
+        ca_file: Certificates (PEM) that a server with TLS is checked against; None: no TLS.
+        timeout: Seconds after which an island that does not reach the server gives up.
+
+    Raises:
+        ConfigurationError: With every value that is not possible.
+    """
+
+    every: int = 50
+    fragments: int = 1
+    overlap: int = 0
+    optimizer: OuterOptimizer = "nesterov"
+    lr: float | None = None
+    momentum: float | None = None
+    quantize: Quantization = "int8"
+    min_islands: int = 1
+    grace: float = math.inf
+    server: str | None = None
+    island: int | None = None
+    islands: int | None = None
+    key_file: str | None = None
+    ca_file: str | None = None
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, least in (("every", 1), ("fragments", 1), ("overlap", 0), ("min_islands", 1)):
+            if not _is_whole(getattr(self, name), least):
+                problems.append(
+                    f"{name}={getattr(self, name)!r} must be a whole number of {least} or more."
+                )
+        for name, valid in (("optimizer", OuterOptimizer), ("quantize", Quantization)):
+            if getattr(self, name) not in get_args(valid):
+                names = either([repr(v) for v in get_args(valid)])
+                problems.append(f"{name}={getattr(self, name)!r} must be {names}.")
+        problems += self._number_problems()
+        if not problems:
+            problems += self._place_problems()
+        raise_problems(ConfigurationError, problems)
+        nesterov = self.optimizer == "nesterov"
+        for name, value in (("lr", 0.7 if nesterov else 1.0), ("momentum", 0.9 * nesterov)):
+            if getattr(self, name) is None:  # how a frozen dataclass sets its own fields
+                object.__setattr__(self, name, value)
+
+    def _number_problems(self) -> list[str]:
+        problems = []
+        if self.lr is not None and not (_is_number(self.lr) and 0 < self.lr < math.inf):
+            problems.append(f"lr={self.lr!r} must be a number of more than 0.")
+        if self.momentum is not None and not (_is_number(self.momentum) and 0 <= self.momentum < 1):
+            problems.append(f"momentum={self.momentum!r} must be at least 0 and less than 1.")
+        for name in ("grace", "timeout"):
+            value = getattr(self, name)
+            if not _is_number(value) or not value >= 0:
+                problems.append(f"{name}={value!r} must be a number of seconds, 0 or more.")
+        if self.optimizer == "average" and (self.lr or 1, self.momentum or 0) != (1, 0):
+            problems.append(
+                f"optimizer='average' has no lr={self.lr} or momentum={self.momentum}: it takes "
+                "the mean as it is. Use optimizer='sgd' or 'nesterov' with them."
+            )
+        if self.optimizer == "nesterov" and self.momentum == 0:
+            problems.append("optimizer='nesterov' needs a momentum of more than 0; or use 'sgd'.")
+        return problems
+
+    def _place_problems(self) -> list[str]:
+        problems = []
+        if self.overlap * self.fragments >= max(self.every, self.fragments):
+            problems.append(
+                f"overlap={self.overlap} with every={self.every} and fragments={self.fragments}: a "
+                "fragment leaves every "
+                f"{self.every / self.fragments:g} steps, and has to be back before the next one. "
+                f"Use overlap={max(0, (self.every - 1) // self.fragments)} or less."
+            )
+        if self.fragments > self.every:
+            problems.append(
+                f"fragments={self.fragments} with every={self.every}: every fragment needs its own "
+                f"step. Use fragments={self.every} or fewer."
+            )
+        if (self.island is None) != (self.islands is None):
+            problems.append("island= and islands= go together, as in island=0, islands=4.")
+        elif self.island is not None and not (
+            _is_whole(self.island, 0) and _is_whole(self.islands, self.island + 1)
+        ):
+            problems.append(
+                f"island={self.island!r} of islands={self.islands!r}: islands are numbered from 0."
+            )
+        return problems
+
+    def agreement(self) -> dict[str, Any]:
+        """Return the fields on which the server and all islands have to agree."""
+        return {n: v for n, v in asdict(self).items() if n not in _OF_A_PROCESS}
+
+
+def read_outer(chosen: Outer | Mapping[str, Any] | None) -> Outer | None:
+    """Return the options, also of a dict of their fields; None: there are no islands.
+
+    Raises:
+        ConfigurationError: There is no such field or value.
+    """
+    if chosen is None or isinstance(chosen, Outer):
+        return chosen
+    return read_fields(Outer, chosen, "outer")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

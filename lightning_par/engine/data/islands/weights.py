@@ -1,0 +1,177 @@
+"""The weights that count, in fragments: merged from what islands learned, saved, and read again."""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import SGD
+
+from lightning_par.checkpoint.storage import replacing, sync_files
+from lightning_par.dtensor import Box
+from lightning_par.engine.data.islands.coding import Coded, cut, encode
+from lightning_par.engine.data.islands.options import Outer
+
+__all__ = ["Fragment", "SharedWeights", "load_weights"]
+
+
+@dataclass(eq=False)
+class Fragment:
+    """A part of the model that is exchanged at once.
+
+    Attributes:
+        names: Its parameters.
+        version: How often it was merged.
+        counted: Island -> ticket of the last movement of it that was merged.
+    """
+
+    names: list[str]
+    version: int = 0
+    counted: dict[str, str] = field(default_factory=dict)
+
+
+class SharedWeights:
+    """The weights that all islands share, and the state of the outer optimizer.
+
+    Note [Two copies]: `shown` is what the islands hold, to the bit: the sum of the encoded updates.
+    `exact` is what the outer optimizer made. Their difference is what encoding has left out so far,
+    and is part of the next update. Without encoding they are one.
+
+    Args:
+        outer: The options of the run.
+        tensors: Global FQN -> whole parameter, in float32 or float64, on the CPU.
+        trained: Names of those that change.
+        era: Random name of this run, for which versions count.
+    """
+
+    def __init__(
+        self, outer: Outer, tensors: Mapping[str, Tensor], trained: Collection[str], era: str
+    ) -> None:
+        self.outer, self.era, self.step = outer, era, 0
+        self.exact = dict(tensors)
+        copies = outer.quantize != "none"
+        self.shown = {n: t.clone() if copies else t for n, t in self.exact.items()}
+        self.frozen = sorted(self.exact.keys() - set(trained))
+        self.fragments = _balance({n: self.exact[n].numel() for n in trained}, outer.fragments)
+        assert outer.lr is not None
+        assert outer.momentum is not None
+        self._optimizer = SGD(
+            [self.exact[name] for fragment in self.fragments for name in fragment.names],
+            lr=outer.lr,
+            momentum=outer.momentum,
+            nesterov=outer.optimizer == "nesterov",
+        )
+
+    @torch.no_grad()
+    def merge(
+        self, number: int, movements: Iterable[tuple[float, Iterable[tuple[Box, Tensor]]]]
+    ) -> dict[str, Coded]:
+        """Make one step of the outer optimizer; return the encoded update of every parameter.
+
+        Args:
+            number: Of the fragment.
+            movements: For each island its weight, and the boxes of ``shared - own`` weights. The
+                weights sum to 1.
+        """
+        fragment = self.fragments[number]
+        means = {name: torch.zeros_like(self.exact[name]) for name in fragment.names}
+        for weight, boxes in movements:
+            for box, values in boxes:
+                cut(means[box.name], box).add_(values, alpha=weight)
+        for name, mean in means.items():
+            self.exact[name].grad = mean
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        fragment.version += 1
+        if self.outer.quantize == "none":
+            return {}
+        updates = {}
+        for name in fragment.names:
+            updates[name] = encode(self.exact[name] - self.shown[name], self.outer.quantize)
+            self.shown[name] += updates[name].values(self.shown[name].dtype)
+        return updates
+
+    def whole(self, box: Box) -> bytes:
+        """Return the bytes of a box of the weights that the islands hold."""
+        return encode(self.shown[box.name], "none").pack(box)
+
+    def save(self, folder: Path, number: int) -> None:
+        """Save one fragment; the file is complete, or it is the one before.
+
+        Raises:
+            OSError: The disk is full, for example.
+        """
+        fragment = self.fragments[number]
+        parts = {"exact": self.exact, "momentum": self._momenta()}
+        if self.outer.quantize != "none":
+            parts["shown"] = self.shown
+        names = [*fragment.names, *(self.frozen if number == 0 else ())]
+        tensors = {f"{k}/{n}": held[n] for k, held in parts.items() for n in names if n in held}
+        about = {**vars(fragment), "era": self.era, "step": self.step}
+        about["outer"] = self.outer.agreement()
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(_file(folder, number, len(self.fragments))) as partial:
+            save_file(tensors, partial, {"islands": json.dumps(about)})
+        sync_files([folder])
+
+    def _momenta(self) -> dict[str, Tensor]:
+        state = self._optimizer.state
+        found = {n: state.get(t, {}).get("momentum_buffer") for n, t in self.exact.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def restore(self, fragments: list[Fragment], step: int, rest: Mapping[str, Any]) -> None:
+        """Take what was saved beside the exact weights: versions, momenta, and what is shown."""
+        self.fragments, self.step = fragments, step
+        for key, value in rest.items():
+            kind, _, name = key.partition("/")
+            if kind == "shown":
+                self.shown[name] = value
+            else:
+                self._optimizer.state[self.exact[name]]["momentum_buffer"] = value
+
+
+def load_weights(folder: Path) -> SharedWeights | None:
+    """Return what `SharedWeights.save` wrote of every fragment; None: a fragment is not there, or
+    is of another run, as when a server ended before the run had begun.
+    """
+    first = next(iter(sorted(folder.glob("fragment-0-of-*.safetensors"))), None)
+    if first is None:
+        return None
+    count = int(first.stem.rpartition("-")[2])
+    tensors: dict[str, Tensor] = {}
+    about = []
+    for number in range(count):
+        file = _file(folder, number, count)
+        if not file.is_file():
+            return None
+        with safe_open(file, "pt") as stored:
+            about.append(json.loads(stored.metadata()["islands"]))
+            tensors |= {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+    if len({each["era"] for each in about}) != 1:
+        return None
+    fragments = [Fragment(each["names"], each["version"], each["counted"]) for each in about]
+    exact = {k.partition("/")[2]: t for k, t in tensors.items() if k.startswith("exact/")}
+    trained = [name for fragment in fragments for name in fragment.names]
+    found = SharedWeights(Outer(**about[0]["outer"]), exact, trained, about[0]["era"])
+    rest = {k: t for k, t in tensors.items() if not k.startswith("exact/")}
+    found.restore(fragments, max(each["step"] for each in about), rest)
+    return found
+
+
+def _file(folder: Path, number: int, count: int) -> Path:
+    return folder / f"fragment-{number}-of-{count}.safetensors"
+
+
+def _balance(sizes: Mapping[str, int], count: int) -> list[Fragment]:
+    """Divide parameters into fragments with about as many entries each."""
+    fragments, load = [Fragment([]) for _ in range(count)], [0] * count
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        lightest = load.index(min(load))
+        fragments[lightest].names.append(name)
+        load[lightest] += sizes[name]
+    return fragments

@@ -1,0 +1,220 @@
+"""Islands inside Lightning: when an island meets the others, and which weights the Trainer sees."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_par.checkpoint.pieces import assign_writers, Piece
+from lightning_par.dtensor import local_box, local_part
+from lightning_par.engine.batch import batch_size
+from lightning_par.engine.data.islands.client import IslandClient
+from lightning_par.engine.data.islands.options import Outer
+from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.components.checkpoint_save import CheckpointSave
+from lightning_par.strategies.processes.island_place import find_place
+from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
+from lightning_par.strategies.setup.parallel_model import ParallelModel
+
+__all__ = ["IslandRounds"]
+
+_log = logging.getLogger(__name__)
+
+
+class IslandRounds(Callback):
+    """Exchanges weights with the other islands after optimizer steps of a fit.
+
+    The first of the Trainer's callbacks, from `attach` to `detach`. A step is a batch after which
+    an optimizer has stepped. Validation and checkpoints see the weights that all islands share.
+
+    Args:
+        outer: The options of the run.
+        processes: The ranks of this island.
+        saving: Saves checkpoints, on the first island only.
+        model: Returns the model on its mesh.
+
+    Attributes:
+        client: The connection of this rank; None: there is no fit.
+    """
+
+    def __init__(
+        self,
+        outer: Outer,
+        processes: MeshProcesses,
+        saving: CheckpointSave,
+        model: Callable[[], ParallelModel],
+    ) -> None:
+        self._outer, self._processes, self._saving, self._model = outer, processes, saving, model
+        self.client: IslandClient | None = None
+        self._samples = self._steps = self._missed = 0
+        self._own: list[tuple[Tensor, Tensor]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callback:
+        """Return a callback that does nothing: the run that proves the first step meets nobody."""
+        return Callback()
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Become the first callback of a Trainer.
+
+        Raises:
+            ConfigurationError: Another callback averages weights, too; or nothing says where the
+                server is, or which island this is.
+        """
+        find_place(self._outer, self._processes.rank, self._processes.world_size)
+        if averaging_callbacks(trainer):
+            raise ConfigurationError(
+                "outer= with a callback that averages weights: the average would be of one island. "
+                "Leave the callback out; optimizer='average' averages the islands."
+            )
+        if self not in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
+        self._saving.leads = self._processes.island == 0
+        self._saving.share = self._share
+
+    def detach(self, trainer: pl.Trainer) -> None:
+        """Leave a Trainer as it was, and close the connection."""
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+        self._saving.leads, self._saving.share = True, None
+        if self in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.remove(self)  # type: ignore[attr-defined]
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        place = find_place(self._outer, self._processes.rank, self._processes.world_size)
+        place = replace(place, incarnation=self._processes.broadcast(place.incarnation))
+        model = self._model()
+        model.sharding.release()
+        named = dict(model.module.named_parameters())
+        pieces, _ = model.states.weight_pieces(named)
+        canonical = model.resolved.canonical
+        trained = {canonical.get(n, n) for n, p in named.items() if p.requires_grad}
+        _check_dtypes(pieces, trained)
+        sends = assign_writers(self._gather([(p.box, p.nbytes) for p in pieces]))
+        mine = sends[self._processes.rank]
+        self.client = IslandClient(self._outer, place, pieces, mine, frozenset(trained))
+        self.client.step = self._steps = trainer.global_step
+        self.client.join()
+        self._samples, self._missed = 0, self.client.step - trainer.global_step
+        _log.info("island %d begins at step %d", place.island, self.client.step)
+
+    def _gather(self, held: list[Any]) -> list[list[Any]]:
+        """Return what every rank of this island holds."""
+        every: list[Any] = [held] * self._processes.world_size
+        if len(every) > 1:
+            dist.all_gather_object(every, held)
+        return every
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._samples += batch_size(batch)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        client = self.client
+        if client is None or trainer.global_step == self._steps:  # gradients accumulate
+            return
+        self._steps = trainer.global_step
+        self._catch_up(trainer)
+        exchanges, rounds = client.exchanges_next, client.rounds
+        self._model().sharding.release()
+        client.after_step(self._count_samples() if exchanges else 0)
+        # At its own last step Lightning ends a run by itself, and does not validate once more.
+        if client.rounds > rounds and trainer.global_step < trainer.max_steps:
+            is_over = client.step >= trainer.max_steps
+            # Decided together: a rank that came back after a lost answer may know of a later step.
+            trainer.should_stop |= self._processes.decide(is_over, unanimous=False)
+
+    def _count_samples(self) -> int:
+        """Return the samples of this island since the last call.
+
+        **Communicates**: one all-reduce of one number over the replicas.
+        """
+        mine, self._samples = torch.tensor(self._samples, device=self._processes.device), 0
+        return int(self._processes.reduce(mine, reduce_op="sum"))
+
+    def _catch_up(self, trainer: pl.Trainer) -> None:
+        """Give the schedules the steps that were made before this island came."""
+        missed, self._missed = self._missed, 0
+        for config in trainer.lr_scheduler_configs if missed > 0 else ():
+            if config.interval == "step" and not config.reduce_on_plateau:
+                for _ in range(missed // config.frequency):
+                    config.scheduler.step()  # type: ignore[call-arg]
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.client is None:
+            return
+        self._model().sharding.release()
+        for piece in self._pieces():
+            self._own.append((piece.values, piece.values.clone()))
+        for piece, shared in zip(self._pieces(), self.client.shared().values(), strict=True):
+            piece.values.copy_(shared)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._own:
+            return
+        self._model().sharding.release()
+        for values, own in self._own:
+            values.copy_(own)
+        self._own.clear()
+
+    def _pieces(self) -> list[Piece]:
+        model = self._model()
+        return model.states.weight_pieces(dict(model.module.named_parameters()))[0]
+
+    def _share(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict of this rank's part with the weights that all islands share."""
+        if self.client is None:
+            return state
+        shared, canonical = self.client.shared(), self._model().resolved.canonical
+        found = dict(state)
+        for name, value in state.items():
+            if name not in canonical:
+                continue  # a buffer
+            found[name] = value.detach().clone()
+            box = local_box(canonical[name], value)
+            local_part(found[name]).copy_(shared[box])
+        return found
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.client is not None:
+            self._model().sharding.release()
+            self.client.finish()
+            self.client.leave()
+            self.client = None
+
+
+def _check_dtypes(pieces: list[Piece], trained: set[str]) -> None:
+    """Refuse weights of which the optimizer keeps wider copies, which an exchange does not change.
+
+    Raises:
+        ConfigurationError: A trained weight has 16 bits.
+    """
+    for piece in pieces:
+        dtype = piece.values.dtype
+        if piece.box.name in trained and dtype not in (torch.float32, torch.float64):
+            raise ConfigurationError(
+                f"outer= with {piece.box.name} in {dtype}: islands exchange float32 or float64 "
+                "weights. Use precision='bf16-mixed' in place of 'bf16-true'."
+            )

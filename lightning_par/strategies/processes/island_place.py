@@ -1,0 +1,57 @@
+"""Which island of a run this process belongs to, from options or from the environment."""
+
+import os
+import re
+import secrets
+
+from lightning_par.engine.data.islands.client import Place
+from lightning_par.engine.data.islands.key import KEY_VARIABLE, read_key
+from lightning_par.engine.data.islands.options import Outer
+from lightning_par.errors import ConfigurationError
+
+__all__ = ["find_island", "find_place"]
+
+_ISLAND, _SERVER = "LIGHTNING_PAR_ISLAND", "LIGHTNING_PAR_SERVER"
+
+
+def find_island(outer: Outer | None) -> tuple[int, int]:
+    """Return the number of this island, and that of all; (0, 1) without islands.
+
+    Raises:
+        ConfigurationError: Nothing says it.
+    """
+    if outer is None:
+        return 0, 1
+    if outer.island is not None:
+        assert outer.islands is not None
+        return outer.island, outer.islands
+    given = os.environ.get(_ISLAND, "")
+    found = re.fullmatch(r"(\d+)/(\d+)", given)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ConfigurationError(
+            f"outer= needs to know which island this is, but {_ISLAND} is {given!r}. Set it as in "
+            f"{_ISLAND}=0/4 for the first of four, or give island= and islands=."
+        )
+    return int(found[1]), int(found[2])
+
+
+def find_place(outer: Outer, rank: int, world: int) -> Place:
+    """Return where a rank is; its `incarnation` is that of this rank alone.
+
+    Raises:
+        ConfigurationError: There is no server or no key.
+    """
+    server = outer.server or os.environ.get(_SERVER, "")
+    if not re.fullmatch(r"\S+:\d{1,5}", server):
+        raise ConfigurationError(
+            f"outer= needs the address of a server (lightning-par serve), but it is {server!r}. "
+            f"Set {_SERVER}=host:port, or give server=."
+        )
+    return Place(
+        server=server,
+        key=read_key(outer.key_file, os.environ.get(KEY_VARIABLE)),
+        island=find_island(outer)[0],
+        rank=rank,
+        world=world,
+        incarnation=secrets.token_hex(8),
+    )
