@@ -19,6 +19,8 @@ def main() -> None:
         # Before Lightning's parser is built, which does not know these and takes seconds.
         if sys.argv[1:] and sys.argv[1] in COMMANDS:
             sys.exit(find_command(sys.argv[1])(sys.argv[2:]))
+        if sys.argv[1:2] == ["fit"] and any(a.split("=")[0] == "--islands" for a in sys.argv):
+            sys.exit(find_command("fit_islands")(sys.argv[2:]))
         make_cli()
     except (ValueError, CheckpointError) as error:
         # One line for a mistake in the configuration; a failure of the run keeps its traceback.

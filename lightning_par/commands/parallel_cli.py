@@ -4,6 +4,7 @@ Importing lightning_par registers its strategies, so that their names work in YA
 ``trainer.strategy``.
 """
 
+import os
 import re
 import sys
 from typing import NoReturn
@@ -16,6 +17,8 @@ import lightning_par
 import lightning_par.strategies  # so that their classes are known by name alone
 from lightning_par.commands import COMMANDS
 from lightning_par.errors import ConfigurationError, nearest
+from lightning_par.strategies import MeshStrategy
+from lightning_par.strategies.processes.island_place import ISLAND_VARIABLE
 
 __all__ = ["ParallelCLI", "make_cli"]
 
@@ -72,6 +75,22 @@ class ParallelCLI(LightningCLI):
             parser: Parser of one subcommand.
         """
         parser.set_defaults(_DEFAULTS)
+
+    def before_fit(self) -> None:
+        """Check that one of several islands knows that it is one.
+
+        Raises:
+            ConfigurationError: The environment says so, and the strategy does not.
+        """
+        place, strategy = os.environ.get(ISLAND_VARIABLE), self.trainer.strategy
+        options = strategy.options if isinstance(strategy, MeshStrategy) else None
+        if place is not None and (options is None or options.outer is None):
+            raise ConfigurationError(
+                f"{ISLAND_VARIABLE}={place} says that this run is one of several islands, but "
+                f"{type(strategy).__name__} has no outer=, so each would train by itself. Give it, "
+                "as in --trainer.strategy=lightning_par.Hybrid3DStrategy "
+                "--trainer.strategy.outer.every=50."
+            )
 
     def before_instantiate_classes(self) -> None:
         """Check the name of the strategy.

@@ -9,9 +9,9 @@ from lightning_par.engine.data.islands.key import KEY_VARIABLE, read_key
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.errors import ConfigurationError
 
-__all__ = ["find_island", "find_place"]
+__all__ = ["ISLAND_VARIABLE", "SERVER_VARIABLE", "find_island", "find_place"]
 
-_ISLAND, _SERVER = "LIGHTNING_PAR_ISLAND", "LIGHTNING_PAR_SERVER"
+ISLAND_VARIABLE, SERVER_VARIABLE = "LIGHTNING_PAR_ISLAND", "LIGHTNING_PAR_SERVER"
 
 
 def find_island(outer: Outer | None) -> tuple[int, int]:
@@ -25,12 +25,12 @@ def find_island(outer: Outer | None) -> tuple[int, int]:
     if outer.island is not None:
         assert outer.islands is not None
         return outer.island, outer.islands
-    given = os.environ.get(_ISLAND, "")
+    given = os.environ.get(ISLAND_VARIABLE, "")
     found = re.fullmatch(r"(\d+)/(\d+)", given)
     if found is None or int(found[1]) >= int(found[2]):
         raise ConfigurationError(
-            f"outer= needs to know which island this is, but {_ISLAND} is {given!r}. Set it as in "
-            f"{_ISLAND}=0/4 for the first of four, or give island= and islands=."
+            f"outer= needs to know which island this is, but {ISLAND_VARIABLE} is {given!r}. Set "
+            f"it as in {ISLAND_VARIABLE}=0/4 for the first of four, or give island= and islands=."
         )
     return int(found[1]), int(found[2])
 
@@ -41,11 +41,11 @@ def find_place(outer: Outer, rank: int, world: int) -> Place:
     Raises:
         ConfigurationError: There is no server or no key.
     """
-    server = outer.server or os.environ.get(_SERVER, "")
+    server = outer.server or os.environ.get(SERVER_VARIABLE, "")
     if not re.fullmatch(r"\S+:\d{1,5}", server):
         raise ConfigurationError(
             f"outer= needs the address of a server (lightning-par serve), but it is {server!r}. "
-            f"Set {_SERVER}=host:port, or give server=."
+            f"Set {SERVER_VARIABLE}=host:port, or give server=."
         )
     return Place(
         server=server,
