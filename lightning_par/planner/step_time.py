@@ -109,7 +109,8 @@ class StepCost:
 
     def gathers(self) -> float:
         """Return the time in which ZeRO stage 3 gathers a block twice and sums its gradients."""
-        held = self.shape.block_weights(self.layout.sizes.tensor)
+        sizes = self.layout.sizes
+        held = self.shape.block_weights(sizes.tensor, sizes.expert)
         gathered = 2 * self.over_data("all_gather", self.code.gather_bytes * held)
         return gathered + self.over_data("reduce_scatter", self.code.reduce_bytes * held)
 

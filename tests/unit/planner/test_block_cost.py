@@ -9,6 +9,7 @@ from lightning_par.planner.constants import Constants, fitted_constants
 from lightning_par.planner.operations import Clock, ranks_inside
 from lightning_par.planner.profiles import load_profile
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
+from lightning_par.planner.step_time import StepCost
 from lightning_par.sizes import ParallelSizes
 
 H100 = load_profile("h100")
@@ -122,3 +123,15 @@ def test_devices_take_the_constants_of_their_family() -> None:
             n: v for n, v in vars(constants).items() if n.startswith(("pro", "mem", "li", "net"))
         }
         assert all(0 < share <= 1 for share in shares.values())
+
+
+def test_zero_3_gathers_the_experts_of_a_rank_only() -> None:
+    """At the peak rates, a gather takes the time of its bytes."""
+    sparse = replace(SHAPE, experts=8, experts_per_token=2)
+
+    def gathered(expert: int) -> float:
+        layout = Layout(sizes=ParallelSizes(data_shard=8, expert=expert), zero_stage=3)
+        return StepCost(sparse, layout, H100, Implementation(), IDEAL).gathers()
+
+    held = [sparse.attention_weights + 8 / e * sparse.expert_weights for e in (1, 4)]
+    assert gathered(4) / gathered(1) == pytest.approx(held[1] / held[0], rel=1e-6)
