@@ -2,6 +2,7 @@
 the whole model.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -40,6 +41,11 @@ class Materializer:
     experts: ExpertParallel | None = None
     _visited: set[nn.Module] = field(default_factory=set)
     _done: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+    _ties: Counter[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Only what is met again is kept: FSDP has to be able to free the others once they are cut.
+        self._ties = Counter(self.canonical.values())
 
     def materialize(self, model: nn.Module, prefix: str = "") -> None:
         """Replace every parameter below `model`, and move its buffers to the device.
@@ -95,7 +101,8 @@ class Materializer:
         else:  # the same object, which the user's code may hold
             placed, parameter.data = parameter, full
         placed.__dict__.update(parameter.__dict__)
-        self._done[id(parameter)] = (placed, parameter)
+        if self._ties[self.canonical[fqn]] > 1:
+            self._done[id(parameter)] = (placed, parameter)
         return placed
 
 
