@@ -59,8 +59,9 @@ def train(layout: str, steps: int, blocks: int) -> None:
     data = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
     devices, options = LAYOUTS[layout]
     strategy = Hybrid3DStrategy(**options)
-    if hasattr(strategy.options, "verify"):  # the proof would call `Turns` once more
-        strategy.options = dataclasses.replace(strategy.options, verify=False)
+    chosen = getattr(strategy, "options", None)  # earlier commits have none
+    if hasattr(chosen, "verify"):  # the proof would call `Turns` once more
+        strategy.options = dataclasses.replace(chosen, verify=False)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
