@@ -12,6 +12,7 @@ __all__ = ["COMMANDS", "find_command"]
 
 COMMANDS: dict[str, str] = {
     "backends": "list the attention kernels, and why one cannot be used here",
+    "calibrate": "measure this machine, and write a device profile for search and forecast",
     "export": "write a checkpoint folder as files for programs that do not know this package",
     "forecast": "predict time and memory of a configured run on a machine that need not be here",
     "inspect": "say what a checkpoint folder holds, and verify it",

@@ -2,7 +2,7 @@
 
 import argparse
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
@@ -10,14 +10,14 @@ from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.model_shape import read_shape
-from lightning_par.planner.profiles import load_profile
+from lightning_par.planner.profiles import DeviceProfile, load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.options import MeshOptions
 
-__all__ = ["PlannedRun", "add_machine_options", "read_run"]
+__all__ = ["PlannedRun", "add_machine_options", "implementation", "read_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,9 @@ def read_run(
     callbacks = [c for c in trainer.callbacks if isinstance(c, ActivationCheckpointing)]
     shape = _shape(run, options.length or data.get("length"))
     return PlannedRun(
-        planner=Planner(shape=shape, device=device, code=_code(str(run.trainer.precision))),
+        planner=Planner(
+            shape=shape, device=device, code=implementation(str(run.trainer.precision), device)
+        ),
         nodes=trainer.num_nodes,
         devices=trainer.num_devices,
         batch_size=int(data.get("batch_size", 1)),
@@ -142,12 +144,20 @@ def _shape(run: ConfiguredRun, length: int | None) -> TransformerShape:
     return read_shape(config, length)
 
 
-def _code(precision: str) -> Implementation:
+def implementation(precision: str, device: DeviceProfile) -> Implementation:
     """Return what Adam holds and sends per parameter under a precision of the Trainer."""
+    code = _held(precision)
+    if device.calibration is None:
+        return code
+    return replace(code, attention_rates=device.calibration.attention_rates)
+
+
+def _held(precision: str) -> Implementation:
     if precision.endswith("-true") and precision != "32-true":
         return Implementation(gradient_bytes=2, state_bytes=4, reduce_bytes=2, step_traffic=14)
     # Parameters and gradients in float32, also where products are in 16 bits.
     return Implementation(
+        activation_bytes=2 if "mixed" in precision else 4,
         weight_bytes=4,
         state_bytes=8,
         gather_bytes=2 if "mixed" in precision else 4,

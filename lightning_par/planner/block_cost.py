@@ -99,7 +99,8 @@ class BlockCost:
     def _weight_gradients(self) -> float:
         """Return the seconds of the weights' gradients, added to those of earlier micro-batches."""
         held = self.shape.block_weights(self.tensor, self.layout.sizes.expert)
-        added = 2 + 2 * self.code.gradient_bytes if self.layout.microbatches > 1 else 0
+        width = self.code.activation_bytes
+        added = width + 2 * self.code.gradient_bytes if self.layout.microbatches > 1 else 0
         return self._products("weight") + self.clock.stream(added * held, 4)
 
     # The rest of a block --------------------------------------------------------------------------
@@ -126,15 +127,18 @@ class BlockCost:
         if self.code.fused_attention:
             flops = 4 * heads * length * m.length * m.head_dim * (0.5 if m.causal else 1.0)
             share = self.code.attention_rates[backward]
-            rate = clock.device.flops * clock.constants.product * share
-            return flops * (2.5 if backward else 1.0) / rate + 2 * clock.constants.kernel
+            return flops * (2.5 if backward else 1.0) / (clock.flops * share) + 2 * clock.kernel
         scores = heads * length * m.length
         products = clock.product(length, m.length, m.head_dim, heads)
         products += clock.product(length, m.head_dim, m.length, heads)
-        # Softmax with scale and mask 4, dropout 5; backward 6 and 5.
-        if backward:
-            return 2 * products + clock.stream((6 + 5 * m.dropout) * scores, 2)
-        return products + clock.stream((4 + 5 * m.dropout) * scores, 2)
+        # In 16 bits, softmax with scale and mask 4, dropout 5; backward 6 and 5.
+        size = ((6 if backward else 4) + 5 * m.dropout) * scores * self._wider
+        return products * (2 if backward else 1) + clock.stream(size, 2)
+
+    @property
+    def _wider(self) -> float:
+        """Bytes of an element over those of 16 bits, in which traffic is counted."""
+        return self.code.activation_bytes / 2
 
     def _elementwise(self, *, backward: bool) -> float:
         """Return the time of norms, residual sums, dropout, activation and changes of layout."""
@@ -153,15 +157,15 @@ class BlockCost:
         norms = (34 if backward else 22) * between
         # Tokens are sorted by expert, and back.
         moved = (8 * n * m.model_dim * m.experts_per_token) if m.experts > 1 else 0
-        size = (norms + inner + heads + moved) * self.code.fused_elementwise
+        size = (norms + inner + heads + moved) * self.code.fused_elementwise * self._wider
         return self.clock.stream(size, 10 if backward else 8)
 
     # Communication --------------------------------------------------------------------------------
 
     @property
     def hidden_bytes(self) -> float:
-        """Bytes of the hidden states of a micro-batch, 16 bits."""
-        return 2 * self.tokens * self.shape.model_dim
+        """Bytes of the hidden states of a micro-batch."""
+        return self.code.activation_bytes * self.tokens * self.shape.model_dim
 
     def _tensor_exchange(self) -> float:
         """Return the seconds of a forward's, or of a backward's, two sums over the tensor axis."""
@@ -176,7 +180,8 @@ class BlockCost:
         m, c = self.shape, self.context
         if c == 1:
             return 0.0
-        block = 4 * self.tokens * m.kv_heads * m.head_dim / self.tensor
+        width = self.code.activation_bytes
+        block = 2 * width * self.tokens * m.kv_heads * m.head_dim / self.tensor
         between = self._context_inside < c
         hop = self.clock.message(block, between_nodes=between) * (2 if backward else 1)
         work = self._attention(backward=backward) / c
@@ -218,7 +223,7 @@ class BlockCost:
 
     def stage(self, blocks: int, *, first: bool, last: bool) -> StageTime:
         """Return the times of a stage with so many blocks, with embedding or head."""
-        host = self.clock.constants.host
+        host = self.clock.constants.host * self.clock.crowding
         forward = blocks * self.forward.seconds(host)
         again = self.recomputed.seconds(host)
         backward = blocks * (self.backward.seconds(host) + again)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["FITTED", "Constants", "fitted_constants"]
+__all__ = ["FITTED", "Calibration", "Constants", "fitted_constants"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,34 @@ class Constants:
     inner_half: float = 64.0
     link_start: float = 30e-6
     network_start: float = 30e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was measured on a machine, in place of what was fitted on published runs.
+
+    Attributes:
+        constants: What is reached of the profile's numbers.
+        attention_rates: Speed of attention, forward and backward, relative to a large product.
+        slowdown: Entry k - 1: time of an operation while k devices of a node compute, over that of
+            one that computes alone; more than 1 where they share cores or power.
+    """
+
+    constants: Constants
+    attention_rates: tuple[float, float]
+    slowdown: tuple[float, ...] = (1.0,)
+
+    def crowding(self, busy: float) -> float:
+        """Return the slowdown while so many devices of a node compute, on average.
+
+        Args:
+            busy: From 1; between two entries on a straight line, beyond the last one that.
+        """
+        at = min(max(busy, 1.0), float(len(self.slowdown)))
+        low = int(at)
+        high = min(low + 1, len(self.slowdown))
+        share = at - low
+        return self.slowdown[low - 1] * (1 - share) + self.slowdown[high - 1] * share
 
 
 FITTED: Mapping[str, Constants] = MappingProxyType(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
+from lightning_par.planner.shapes import Implementation, Layout, Recompute, TransformerShape
 
 __all__ = ["MemoryPrediction", "block_activations", "in_flight", "peak_bytes", "predict_memory"]
 
@@ -51,10 +51,18 @@ def block_activations(
     **Source**: Korthikanti et al. (2205.05198), equations 1 to 4, taken apart for grouped queries,
     gated MLPs, experts and fused attention.
     """
+    recompute = "none" if whole else layout.recompute
+    # Counted for 16 bits. The masks of dropout, a byte each, are widened with the rest.
+    return code.activation_bytes / 2 * _activations(shape, layout, code, recompute)
+
+
+def _activations(
+    shape: TransformerShape, layout: Layout, code: Implementation, recompute: Recompute
+) -> float:
+    """Return the bytes that a block keeps, in 16 bits."""
     m, t = shape, layout.sizes.tensor
     n = layout.micro_batch * m.length / layout.sizes.context
     between = n * m.model_dim / (t if layout.sequence_parallel else 1)
-    recompute = "none" if whole else layout.recompute
     if recompute == "full":
         return 2 * between
     used = m.experts_per_token + m.shared_experts
@@ -198,7 +206,7 @@ def _buffers(
     """Return the bytes of messages on their way, of gathered blocks and of reduced gradients."""
     n = layout.micro_batch * shape.length / layout.sizes.context
     split = layout.sequence_parallel or code.sharded_p2p
-    hidden = 2 * n * shape.model_dim / (layout.sizes.tensor if split else 1)
+    hidden = code.activation_bytes * n * shape.model_dim / (layout.sizes.tensor if split else 1)
     messages = 4 * hidden if layout.sizes.pipeline > 1 else 0.0
     if layout.sizes.shares == 1:
         return messages

@@ -34,28 +34,45 @@ class Clock:
     Attributes:
         device: Physics.
         constants: What is reached of it.
+        width: Bytes of an element of products and hidden states.
+        crowding: Slowdown by the other devices of the node that compute.
     """
 
     device: DeviceProfile
     constants: Constants
+    width: float = 2.0
+    crowding: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s that large products reach."""
+        return self.device.flops * self.constants.product / self.crowding
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of the memory that streams reach."""
+        return self.device.bandwidth * self.constants.memory / self.crowding
+
+    @property
+    def kernel(self) -> float:
+        """Seconds of a kernel, whatever it does."""
+        return self.constants.kernel * self.crowding
 
     def product(
         self, M: float, N: float, K: float, batch: float = 1, *, fp8: bool = False
     ) -> float:
-        """Return the time of [M, K] x [K, N] in 16 or 8 bits: tiles in waves, or memory."""
+        """Return the time of [M, K] x [K, N]: tiles in waves, or memory."""
         device, share = self.device, self.constants
         fp8 = fp8 and device.fp8_flops > 0
-        rate = device.fp8_flops * share.product_fp8 if fp8 else device.flops * share.product
-        bandwidth, width = device.bandwidth * share.memory, 1 if fp8 else 2
+        rate = device.fp8_flops * share.product_fp8 / self.crowding if fp8 else self.flops
+        bandwidth, width = self.bandwidth, 1 if fp8 else self.width
         time = _tiles(device.processors, rate, bandwidth, share.inner_half, M, N, K, batch)
-        read = batch * (width * (M * K + K * N) + 2 * M * N)
-        return max(time, read / bandwidth) + share.kernel
+        read = batch * (width * (M * K + K * N) + self.width * M * N)
+        return max(time, read / bandwidth) + self.kernel
 
     def stream(self, size: float, kernels: float = 1) -> float:
         """Return the time of element-wise work that moves `size` bytes through memory."""
-        return (
-            size / (self.device.bandwidth * self.constants.memory) + kernels * self.constants.kernel
-        )
+        return size / self.bandwidth + kernels * self.kernel
 
     def collective(self, kind: Collective, size: float, ranks: int, inside: int) -> float:
         """Return the time of a collective.

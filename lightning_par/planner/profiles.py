@@ -7,13 +7,14 @@ Names that a user's file does not define are those of the shipped one.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from lightning_par.errors import ConfigurationError, nearest, raise_problems
+from lightning_par.planner.constants import Calibration, Constants, fitted_constants
 
-__all__ = ["DeviceProfile", "device_names", "load_profile"]
+__all__ = ["DeviceProfile", "device_names", "load_profile", "reached"]
 
 _SHIPPED = Path(__file__).with_name("profiles.json")
 _NUMBERS = ("flops", "processors", "bandwidth", "memory")
@@ -36,6 +37,7 @@ class DeviceProfile:
         network: To another node, bytes/s in one direction; of one device, a node has `node` times.
         host_link: To the memory of the host, bytes/s in one direction.
         node: Devices that share the fast links.
+        calibration: What was measured on the machine; None: nothing was.
     """
 
     name: str
@@ -48,6 +50,7 @@ class DeviceProfile:
     network: float
     host_link: float = 25e9
     node: int = 8
+    calibration: Calibration | None = None
 
 
 def load_profile(name: str, path: str | Path | None = None) -> DeviceProfile:
@@ -71,7 +74,18 @@ def load_profile(name: str, path: str | Path | None = None) -> DeviceProfile:
     raise_problems(ConfigurationError, list(_problems(name, entry, networks)))
     given = {key: entry[key] for key in (*_NUMBERS, *_OPTIONAL) if entry.get(key) is not None}
     link, network = (float(networks[entry[key]]["bandwidth"]) for key in ("link", "network"))
-    return DeviceProfile(name=name, link=link, network=network, **given)
+    return DeviceProfile(
+        name=name,
+        link=link,
+        network=network,
+        calibration=_calibration(name, entry.get("calibration")),
+        **given,
+    )
+
+
+def reached(device: DeviceProfile) -> Constants:
+    """Return what is reached of a device's numbers: as measured, else as fitted on its family."""
+    return device.calibration.constants if device.calibration else fitted_constants(device.name)
 
 
 def device_names(path: str | Path | None = None) -> list[str]:
@@ -105,6 +119,28 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
+def _calibration(name: str, entry: Any) -> Calibration | None:
+    """Return what ``lightning-par calibrate`` wrote."""
+    if entry is None:
+        return None
+    numbers = {field.name for field in fields(Constants)}
+    try:
+        constants = {key: float(value) for key, value in entry["constants"].items()}
+        forward, backward = map(float, entry["attention_rates"])
+        slowdown = tuple(map(float, entry["slowdown"]))
+        every = (*constants.values(), forward, backward, *slowdown)
+        if set(constants) != numbers or not slowdown or min(every) <= 0:
+            raise ValueError("a number is missing, unknown or not positive")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"device {name}: its calibration cannot be read ({error}); write it again by "
+            "lightning-par calibrate."
+        ) from error
+    return Calibration(
+        constants=Constants(**constants), attention_rates=(forward, backward), slowdown=slowdown
+    )
+
+
 def _problems(name: str, entry: Mapping[str, Any], networks: Mapping[str, Any]) -> Iterator[str]:
     """Yield a problem for every number that is missing, not positive or without a source."""
     for key in (*_NUMBERS, *(k for k in _OPTIONAL if entry.get(k) is not None)):
@@ -120,7 +156,7 @@ def _problems(name: str, entry: Mapping[str, Any], networks: Mapping[str, Any]) 
             yield f"device {name}: {key}={entry.get(key)!r} is no network{near}"
         elif not network.get("bandwidth", 0) > 0 or not network.get("source"):
             yield f"network {entry[key]}: needs a bandwidth greater than 0 and a source."
-    known = {*_NUMBERS, *_OPTIONAL, "link", "network", "note"}
+    known = {*_NUMBERS, *_OPTIONAL, "link", "network", "note", "calibration"}
     for key in entry:
         if key.removesuffix("_source") not in known:
             yield f"device {name}: {key!r} is unknown{nearest(key, known)}"

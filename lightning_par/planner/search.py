@@ -9,13 +9,12 @@ from typing import Any
 from lightning_par.errors import MeshError
 from lightning_par.plan.block_partition import partition_blocks
 from lightning_par.planner.block_cost import BlockCost
-from lightning_par.planner.constants import Constants, fitted_constants
+from lightning_par.planner.constants import Constants
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.memory import MemoryPrediction, peak_bytes, predict_memory
-from lightning_par.planner.operations import Clock
-from lightning_par.planner.profiles import DeviceProfile
+from lightning_par.planner.profiles import DeviceProfile, reached
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
-from lightning_par.planner.step_time import StepCost, StepTime
+from lightning_par.planner.step_time import make_clock, StepCost, StepTime
 
 __all__ = ["Candidate", "Planner", "Rejection", "SearchResult"]
 
@@ -83,7 +82,8 @@ class Planner:
         shape: The model.
         device: What every device can do.
         code: What the training code does.
-        constants: What is reached of the peaks; None: what was fitted on the device's family.
+        constants: What is reached of the peaks; None: what was measured, else fitted on the
+            device's family.
         margin: Share of the device's memory that a prediction may take: the context, the
             allocator's gaps and the model's own error take the rest.
     """
@@ -97,7 +97,7 @@ class Planner:
     @property
     def reached(self) -> Constants:
         """The constants in use."""
-        return self.constants or fitted_constants(self.device.name)
+        return self.constants or reached(self.device)
 
     def predict(self, layout: Layout) -> Candidate:
         """Return the prediction of a layout, whether it fits or not."""
@@ -183,10 +183,12 @@ class Planner:
 
     def _estimate(self, layouts: list[Layout]) -> dict[Layout, float]:
         blocks: dict[tuple[Any, ...], BlockCost] = {}
-        clock, found = Clock(self.device, self.reached), {}
+        found = {}
         for one in layouts:
             key = _block_key(one)
             if key not in blocks:
+                busy = one.sizes.world_size
+                clock = make_clock(self.device, self.reached, self.code, busy)
                 blocks[key] = BlockCost(self.shape, one, self.code, clock)
             cost = StepCost(self.shape, one, self.device, self.code, self.reached, blocks[key])
             found[one] = cost.estimate()

@@ -223,6 +223,7 @@ class Implementation:
         async_p2p: Stages send without waiting.
         sharded_p2p: Tensor-parallel ranks send a part each, also without sequence parallelism.
         overlap_data: Gradients are sent during the last backward.
+        activation_bytes: Bytes of an element of products and hidden states.
         weight_bytes, gradient_bytes, state_bytes: Bytes held per parameter.
         reduce_bytes: Bytes of a gradient that replicas send.
         gather_bytes: Bytes of a weight that replicas gather.
@@ -243,6 +244,7 @@ class Implementation:
     async_p2p: bool = True
     sharded_p2p: bool = False
     overlap_data: bool = True
+    activation_bytes: float = 2.0
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
     state_bytes: float = 12.0

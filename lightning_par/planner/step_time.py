@@ -4,16 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_par.planner.block_cost import BlockCost, StageTime
-from lightning_par.planner.constants import Constants, fitted_constants
+from lightning_par.planner.constants import Constants
 from lightning_par.planner.operations import Clock, Collective, ranks_inside
 from lightning_par.planner.pipeline_time import pipeline_seconds, quick_pipeline
-from lightning_par.planner.profiles import DeviceProfile
+from lightning_par.planner.profiles import DeviceProfile, reached
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
 
 _CONTENTION = 0.1
 """Share of hidden traffic by which what hides it becomes slower."""
 
-__all__ = ["StepCost", "StepTime", "predict_step"]
+__all__ = ["StepCost", "StepTime", "make_clock", "predict_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class StepCost:
         constants: What is reached of the peaks.
         block: Work of the model's parts, if it has been computed for a layout that differs only in
             the pipeline and the replicas.
+        busy: Share of the devices that compute at any time; less than 1 in a pipeline.
 
     Attributes:
         block: Work of the model's parts.
@@ -57,9 +58,10 @@ class StepCost:
         code: Implementation,
         constants: Constants,
         block: BlockCost | None = None,
+        busy: float = 1.0,
     ) -> None:
-        self.shape, self.layout, self.code = shape, layout, code
-        self.clock = Clock(device, constants)
+        self.shape, self.layout, self.code, self._busy = shape, layout, code, busy
+        self.clock = make_clock(device, constants, code, layout.sizes.world_size * busy)
         self.block = block or BlockCost(shape, layout, code, self.clock)
         blocks, last = layout.split(shape.layers), layout.stages - 1
         kinds = [(count, i == 0, i == last) for i, count in enumerate(blocks)]
@@ -133,7 +135,9 @@ class StepCost:
         again = 1 if layout.recompute == "full" else 0
         hidden, shares = self.block.hidden_bytes, sizes.data_shard * sizes.context
         of_tokens = passes * (2 + again) * hidden
-        keys = 4 * self.block.tokens * m.kv_heads * m.head_dim / sizes.tensor
+        keys = (
+            2 * code.activation_bytes * self.block.tokens * m.kv_heads * m.head_dim / sizes.tensor
+        )
         split = layout.sequence_parallel or code.sharded_p2p
         reductions, gathers = 1, 1
         if layout.zero_stage == 3:
@@ -217,7 +221,20 @@ class StepCost:
 
     def predict(self) -> StepTime:
         """Return the time of the step and what it is made of."""
-        return self._compose(self.body())
+        time, clock = self._compose(self.body()), self.clock
+        idle = self._busy == 1.0 and time.bubble > 0
+        if not idle or clock.crowding == 1.0:
+            return time
+        # Devices that share cores are faster while others wait in the pipeline.
+        again = StepCost(
+            self.shape,
+            self.layout,
+            clock.device,
+            self.code,
+            clock.constants,
+            busy=1 - time.bubble,
+        )
+        return again.predict()
 
     def estimate(self) -> float:
         """Return the time of the step with the pipeline in closed form, see `quick_pipeline`."""
@@ -252,6 +269,22 @@ def _sent(ranks: int, size: float) -> float:
     return (ranks - 1) / ranks * size
 
 
+def make_clock(
+    device: DeviceProfile, constants: Constants, code: Implementation, busy: float
+) -> Clock:
+    """Return the times of operations while so many devices compute.
+
+    Args:
+        device: Physics.
+        constants: What is reached of it.
+        code: What the training code does.
+        busy: Devices of all nodes that compute at any time, on average.
+    """
+    calibration = device.calibration
+    crowding = calibration.crowding(min(busy, device.node)) if calibration else 1.0
+    return Clock(device, constants, code.activation_bytes, crowding)
+
+
 def predict_step(
     shape: TransformerShape,
     layout: Layout,
@@ -268,7 +301,5 @@ def predict_step(
         code: What the training code does; None: this package.
         constants: What is reached of the peaks; None: what was fitted on the device's family.
     """
-    cost = StepCost(
-        shape, layout, device, code or Implementation(), constants or fitted_constants(device.name)
-    )
+    cost = StepCost(shape, layout, device, code or Implementation(), constants or reached(device))
     return cost.predict()

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.planner.profiles import device_names, load_profile
+from lightning_par.planner.constants import Constants
+from lightning_par.planner.profiles import device_names, load_profile, reached
 
 OWN = {
     "flops": 1e14,
@@ -78,3 +79,31 @@ def test_a_name_without_profile_and_a_file_without_devices_are_refused(tmp_path:
     path.write_text("[]")
     with pytest.raises(ConfigurationError, match="needs an object 'devices'"):
         load_profile("h100", path)
+
+
+CALIBRATION = {
+    "constants": dict.fromkeys(Constants.__dataclass_fields__, 1.0),
+    "attention_rates": [0.5, 0.4],
+    "slowdown": [1.0, 1.2, 1.6],
+}
+
+
+def test_what_was_measured_is_read_and_used(tmp_path: Path) -> None:
+    device = load_profile("v100", write(tmp_path, calibration=CALIBRATION))
+    assert device.calibration is not None
+    assert reached(device).product == 1.0
+    assert [device.calibration.crowding(busy) for busy in (0.5, 1, 1.5, 3, 8)] == [
+        *(1.0, 1.0),
+        pytest.approx(1.1),
+        *(1.6, 1.6),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"constants": {}}, {"slowdown": []}, {"attention_rates": [0.5]}, {"slowdown": [-1]}],
+)
+def test_a_damaged_calibration_is_refused(tmp_path: Path, changes: dict) -> None:
+    path = write(tmp_path, calibration={**CALIBRATION, **changes})
+    with pytest.raises(ConfigurationError, match="write it again by lightning-par calibrate"):
+        load_profile("v100", path)

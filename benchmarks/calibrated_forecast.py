@@ -1,0 +1,128 @@
+"""Step times that the planner predicts for this machine, against those that are measured.
+
+The machine is measured by what ``lightning-par calibrate`` calls; then twelve layouts of one GPT
+train on 1 to 4 ranks with the same samples in a step. Nothing is fitted on those.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _gpt import BenchModule, CONFIG, loader, TOKENS
+from _paired import add_arguments, Arguments, compare, fit, launch, read_arguments, Turn
+
+from lightning_par.commands.calibrate import as_profile
+from lightning_par.commands.planned_run import implementation
+from lightning_par.planner.model_shape import read_shape
+from lightning_par.planner.profiles import load_profile
+from lightning_par.planner.search import Candidate, Planner
+from lightning_par.planner.shapes import Layout
+from lightning_par.profiling.calibration import measure
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies import Hybrid3DStrategy
+
+RANKS, SAMPLES = 4, 8
+ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+TWO, FOUR = {"num_microbatches": 2}, {"num_microbatches": 4}
+Options = dict[str, Any]
+LAYOUTS: dict[str, tuple[int, Options]] = {
+    "one device": (1, ONES),
+    "tp 2": (2, {**ONES, "tensor_parallel_size": 2}),
+    "pp 2": (2, {**ONES, "pipeline_parallel_size": 2, **FOUR}),
+    "dp 2, ZeRO 1": (2, {**ONES, "zero_stage": 1}),
+    "dp 2, ZeRO 3": (2, {**ONES, "zero_stage": 3}),
+    "cp 2": (2, {**ONES, "context_parallel_size": 2, "zero_stage": 1}),
+    "tp 4": (4, {**ONES, "tensor_parallel_size": 4}),
+    "pp 4": (4, {**ONES, "pipeline_parallel_size": 4, **FOUR}),
+    "dp 4, ZeRO 1": (4, {**ONES, "zero_stage": 1}),
+    "tp 2 x pp 2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, **TWO}),
+    "tp 2 x dp 2": (4, {**ONES, "tensor_parallel_size": 2, "zero_stage": 1}),
+    "pp 2 x dp 2": (4, {**ONES, "pipeline_parallel_size": 2, "zero_stage": 1, **TWO}),
+}
+
+
+def calibrate(path: Path, arguments: Arguments) -> None:
+    """Measure the machine on every rank, and write the profile on rank 0."""
+    found = measure(torch.device("cpu"), torch.float32, RANKS)
+    if dist.get_rank() == 0:
+        entry, networks = as_profile("here", found, local=RANKS, source="measured")
+        path.write_text(json.dumps({"devices": {"here": entry}, "networks": networks}))
+        print(found, flush=True)
+
+
+def train(path: Path, arguments: Arguments) -> None:
+    """Train every layout of this number of ranks, in turns; write their step times."""
+    ranks = dist.get_world_size()
+
+    def run(options: Options, turn: Turn) -> None:
+        strategy = Hybrid3DStrategy(**options, verify=False)
+        replicas = strategy.options.fit_sizes(ranks, ranks).data
+        fit(BenchModule(), loader(SAMPLES // replicas), strategy, turn, arguments)
+
+    chosen = {
+        name: partial(run, options) for name, (size, options) in LAYOUTS.items() if size == ranks
+    }
+    found = compare(f"{ranks} ranks", chosen, arguments, targets={})
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(found))
+
+
+def predict(planner: Planner, ranks: int, options: Options) -> Candidate:
+    """Return the prediction for the options of a strategy."""
+    chosen = Hybrid3DStrategy(**options).options
+    sizes: ParallelSizes = chosen.fit_sizes(ranks, ranks)
+    pieces = options.get("num_microbatches", 1)
+    layout = Layout(
+        sizes=sizes,
+        micro_batch=SAMPLES // sizes.data // pieces,
+        microbatches=pieces,
+        zero_stage=chosen.zero_stage,
+        schedule=chosen.schedule,
+        sequence_parallel=chosen.sequence_parallel,
+    )
+    return planner.predict(layout)
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return Spearman's coefficient of two lists without ties."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (a, b)]
+    return statistics.correlation(*ranks)
+
+
+def main() -> None:
+    """Measure, predict, and print both."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    arguments = read_arguments(parser.parse_args())
+    with tempfile.TemporaryDirectory() as folder:
+        profile, times = Path(folder) / "profile.json", Path(folder) / "times.json"
+        launch(partial(calibrate, profile), arguments, ranks=RANKS)
+        device = load_profile("here", profile)
+        measured: dict[str, float] = {}
+        for ranks in (1, 2, 4):
+            launch(partial(train, times), arguments, ranks=ranks)
+            measured |= json.loads(times.read_text())
+    code = implementation("32-true", device)
+    planner = Planner(shape=read_shape(CONFIG, TOKENS), device=device, code=code)
+    predicted = {name: predict(planner, *LAYOUTS[name]).time for name in measured}
+    print(f"{'':14}  measured  predicted  error  where the prediction goes, ms")
+    for name, seconds in measured.items():
+        time = predicted[name]
+        parts = ", ".join(f"{k} {1e3 * v:.0f}" for k, v in time.parts.items() if v > 5e-4)
+        error = time.seconds / seconds - 1
+        print(f"{name:14}  {1e3 * seconds:8.1f}  {1e3 * time.seconds:9.1f}  {error:+5.0%}  {parts}")
+    pairs = [(predicted[name].seconds, seconds) for name, seconds in measured.items()]
+    error = statistics.mean(abs(p / m - 1) for p, m in pairs)
+    correlation = rank_correlation(*zip(*pairs, strict=True))
+    print(f"mean error {error:.1%} (<= 20 %), rank correlation {correlation:.2f} (>= 0.9)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Measure this machine, and write a device profile that ``search``, ``forecast`` and the like take.
+
+Starts ranks as ``lightning-par fit`` does: on one machine by itself, on many by their scheduler or
+torchrun. Run it while the machine does nothing else.
+"""
+
+import argparse
+import json
+import platform
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_par.errors import ConfigurationError
+from lightning_par.planner.constants import Constants
+from lightning_par.profiling.calibration import measure, Measures
+
+__all__ = ["as_profile", "main"]
+
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, write the profile, and print what was found.
+
+    Args:
+        arguments: What follows ``lightning-par calibrate``.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ConfigurationError: The file's folder does not exist, or the file holds something else.
+    """
+    options = _parser().parse_args(arguments)
+    path = Path(options.out)
+    content = _content(path)
+    trainer = pl.Trainer(
+        accelerator=options.accelerator,
+        devices=options.devices,
+        num_nodes=options.nodes,
+        strategy="ddp" if options.devices * options.nodes > 1 else "auto",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = _Measurement(options.dtype, options.seconds)
+    trainer.predict(module, DataLoader([0]), return_predictions=False)  # type: ignore[arg-type]
+    if trainer.is_global_zero:
+        found = module.found
+        content["devices"][options.name], networks = as_profile(
+            options.name, found, local=options.devices, source=_source(options, module.kind)
+        )
+        content["networks"] |= networks
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(_report(found))
+        print(f"written: {path}; use it as --profile {path} --device {options.name}")
+    return 0
+
+
+class _Measurement(pl.LightningModule):
+    """Measures where a prediction would begin: the ranks and their group are there.
+
+    Args:
+        dtype: Of products and messages; None: bfloat16 on a GPU, float32 on a CPU.
+        round_seconds: Of a round of each measurement.
+    """
+
+    def __init__(self, dtype: str | None, round_seconds: float) -> None:
+        super().__init__()
+        self._asked, self._seconds = dtype, round_seconds
+
+    @override
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Measure; what is returned is not kept, but Lightning asks for something."""
+        device = self.trainer.strategy.root_device
+        self.kind = self._asked or ("float32" if device.type == "cpu" else "bfloat16")
+        # A prediction runs without gradients; a training step, which is measured, needs them.
+        with torch.inference_mode(False), torch.enable_grad():
+            self.found = measure(
+                device, _TYPES[self.kind], self.trainer.num_devices, round_seconds=self._seconds
+            )
+        return batch
+
+
+def as_profile(
+    name: str, found: Measures, *, local: int, source: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entry of a device and those of its networks, as `load_profile` reads them.
+
+    Args:
+        name: Of the device.
+        found: What was measured.
+        local: Devices of a node.
+        source: Where the numbers are from, in words.
+    """
+    link = found.link or found.network
+    network = found.network or found.link
+    numbers = {
+        "flops": found.flops,
+        "processors": found.processors,
+        "bandwidth": found.bandwidth,
+        "memory": found.memory,
+        "host_link": found.host_link,
+        "node": local,
+    }
+    entry: dict[str, Any] = {}
+    for key, value in numbers.items():
+        entry |= {key: value, f"{key}_source": source}
+    # The rates are measured as they are reached: nothing is left to multiply them by.
+    reached = Constants(
+        product=1.0,
+        product_fp8=1.0,
+        memory=found.elementwise,
+        link=1.0,
+        network=1.0,
+        network_joint=1.0,
+        network_part=1.0,
+        host=found.host,
+        kernel=found.kernel,
+        inner_half=found.inner_half,
+    )
+    networks = {}
+    if link and network:
+        networks[f"{name}-link"] = {"bandwidth": link.rate, "source": source}
+        networks[f"{name}-network"] = {"bandwidth": network.rate, "source": source}
+        entry |= {"link": f"{name}-link", "network": f"{name}-network"}
+        reached = replace(reached, link_start=link.start, network_start=network.start)
+    else:
+        # Nothing to measure: a search over more devices takes those of a datasheet.
+        entry |= {"link": "pcie4", "network": "hdr-200", "note": "links were not measured"}
+    entry["calibration"] = {
+        "constants": asdict(reached),
+        "attention_rates": list(found.attention),
+        "slowdown": list(found.slowdown),
+    }
+    return entry, networks
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Return what the file holds, or an empty profile."""
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"--out {path}: there is no folder {path.parent}.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return {
+            "devices": dict(content.get("devices", {})),
+            "networks": dict(content.get("networks", {})),
+        }
+    except (AttributeError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"--out {path}: holds no device profiles ({error}); name another file."
+        ) from error
+
+
+def _source(options: argparse.Namespace, dtype: str) -> str:
+    ranks = f"{options.nodes} x {options.devices} ranks"
+    machine = f"torch {torch.__version__}, {platform.machine()}"
+    return f"lightning-par calibrate, {ranks}, {dtype}, {machine}"
+
+
+def _report(found: Measures) -> str:
+    forward, backward = found.attention
+    slowdown = ", ".join(f"{factor:.2f}" for factor in found.slowdown)
+    rows = {
+        "products": f"{found.flops / 1e9:.4g} GFLOP/s, half of it at an inner length of "
+        f"{found.inner_half:.3g}",
+        "memory": f"{found.bandwidth / 1e9:.4g} GB/s, of which norms, sums and activations reach "
+        f"{found.elementwise:.0%}",
+        "attention": f"{forward:.0%} and {backward:.0%} of products, forward and backward",
+        "a kernel": f"{found.kernel * 1e6:.3g} us, of the host {found.host * 1e6:.3g} us",
+        "slowdown": f"{slowdown}, with 1 to {len(found.slowdown)} devices of a node at work",
+    }
+    for name, link in (("inside a node", found.link), ("between nodes", found.network)):
+        if link:
+            rows[name] = (
+                f"{link.rate / 1e9:.4g} GB/s after {link.start * 1e6:.3g} us; off by "
+                f"{link.error:.0%} in the mean"
+            )
+    return "\n".join(f"{name:<15}{value}" for name, value in rows.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-par calibrate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", required=True, help="JSON file; other devices in it are kept")
+    parser.add_argument("--name", default="here", help="of the device (default: here)")
+    parser.add_argument("--accelerator", default="auto", help="as for fit (default: auto)")
+    parser.add_argument("--devices", type=int, default=1, help="of each node (default: 1)")
+    parser.add_argument("--nodes", type=int, default=1, help="default: 1")
+    parser.add_argument(
+        "--seconds", type=float, default=0.04, help="of a timed round, of which there are some 300"
+    )
+    parser.add_argument("--dtype", choices=list(_TYPES), help="default: bfloat16, on a CPU float32")
+    return parser

@@ -1,0 +1,36 @@
+"""Ranks that measure their machine agree on it, and predict from it."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_par.commands.calibrate import as_profile
+from lightning_par.planner.profiles import load_profile
+from lightning_par.planner.shapes import Layout, TransformerShape
+from lightning_par.planner.step_time import predict_step
+from lightning_par.profiling.calibration import measure
+from lightning_par.sizes import ParallelSizes
+from tests.support.ranks.api import ranks
+
+SHAPE = TransformerShape(layers=2, model_dim=64, heads=4, length=128, vocab=256)
+
+
+@ranks(3)
+@pytest.mark.parametrize("local", [3, 1])
+def test_ranks_agree_and_their_profile_predicts(rank, world, local, tmp_path):
+    found = measure(torch.device("cpu"), torch.float32, local, round_seconds=0.001)
+    assert len(found.slowdown) == local
+    assert (found.link is None) == (local == 1)
+    assert (found.network is None) == (local == 3)
+    every: list = [None] * world
+    dist.all_gather_object(every, found)
+    assert every == [found] * world
+    entry, networks = as_profile("here", found, local=local, source="measured")
+    path = tmp_path / f"{rank}.json"
+    path.write_text(json.dumps({"devices": {"here": entry}, "networks": networks}))
+    device = load_profile("here", path)
+    assert device.node == local
+    layout = Layout(sizes=ParallelSizes(data_shard=3))
+    assert predict_step(SHAPE, layout, device).seconds > 0
