@@ -31,7 +31,11 @@ from lightning_par.strategies.processes.rendezvous import (
     loopback_store,
     use_loopback,
 )
-from lightning_par.strategies.processes.watchdog import open_status_file, RankWatch
+from lightning_par.strategies.processes.watchdog import (
+    is_communication_error,
+    open_status_file,
+    RankWatch,
+)
 from lightning_par.upstream.lightning import init_process_group, reduce_tensor, trainer_of
 
 __all__ = ["MeshProcesses"]
@@ -207,7 +211,8 @@ class MeshProcesses:
     def _explain(self, error: BaseException) -> BaseException | None:
         """Tell the other ranks of an exception, and the user of its cause; return a clearer one."""
         clearer = None
-        if self.copy is not None and self.activity.now().action == BETWEEN_STEPS:
+        raised_here = not is_communication_error(error)
+        if self.copy and raised_here and self.activity.now().action == BETWEEN_STEPS:
             clearer = explain_copy(error, self.copy)
         if self._watch is not None:
             self._watch.explain(clearer or error)
