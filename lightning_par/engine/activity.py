@@ -9,7 +9,11 @@ import struct
 from dataclasses import dataclass
 from time import monotonic  # by name: nobody who replaces time.monotonic sees ours
 
-__all__ = ["RECORD_SIZE", "Activity", "ActivityRecord"]
+__all__ = ["BETWEEN_STEPS", "RECORD_SIZE", "Activity", "ActivityRecord"]
+
+BETWEEN_STEPS = "between steps"
+"""Action of a rank after an optimizer step, where hooks of the user run."""
+
 
 _LAYOUT = struct.Struct("<dqqq40s")
 RECORD_SIZE = _LAYOUT.size

@@ -374,7 +374,8 @@ def _sharded_sizes(
     """Return what must divide by the degree: the FQN, the words about it and the size."""
     spec = TENSOR_STYLES[style]
     dim, ndim = spec.weight_dim, spec.weight_ndim
-    weight = getattr(module, "weight", None)
+    # Not getattr: a parametrization would compute the weight, and spectral norms count how often.
+    weight = module._parameters.get("weight")
     if style == "fused_qkv_transposed" and isinstance(weight, nn.Parameter):
         third, rest = divmod(weight.shape[-1], 3)
         words = f" has {weight.shape[-1]} columns, {third} each of query, key and value"

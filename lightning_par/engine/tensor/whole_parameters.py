@@ -73,6 +73,9 @@ _SIGNS = re.compile(
 )
 
 
+_IN_PLACE = "_ToTorchTensor is a view and its base or another view of its base has been modified"
+
+
 def explain_shards(model: nn.Module, error: RuntimeError) -> PlanError | None:
     """Return which module failed, and which style to give, where a shard met what wants it whole.
 
@@ -83,6 +86,14 @@ def explain_shards(model: nn.Module, error: RuntimeError) -> PlanError | None:
     Returns:
         None if no parameter is sharded, or if torch says something else.
     """
+    if _IN_PLACE in str(error):
+        name, module = failing_module(model, error.__traceback__)
+        return PlanError(
+            f"{name or 'the step'} ({type(module).__name__}) changes its weight in place while it "
+            "computes, as an embedding with max_norm does, and its weight may be a part of the "
+            "whole one. Change it in on_train_batch_end (for max_norm: torch.renorm), or use "
+            "tensor_parallel_size=1."
+        )
     if not _SIGNS.search(str(error)) or not any(isinstance(p, DTensor) for p in model.parameters()):
         return None
     name, module = failing_module(model, error.__traceback__)

@@ -183,6 +183,7 @@ def _trace(model: nn.Module, run: Callable[[Any], Any], example: Any, *, on_meta
 
     recorder = _Recorder()
     with ExitStack() as stack:
+        stack.callback(recorder.rewind)
         stack.enter_context(fork_all_rng(torch.device("cpu")))
         stack.enter_context(_preserved(model))
         stack.enter_context(torch.enable_grad())
@@ -238,6 +239,12 @@ class _Recorder(TorchFunctionMode):
         self._values: dict[int, Value] = {}  # by id of the tensor
         self._alive: list[Any] = []  # so that no id is used twice
         self._sharing: dict[int, list[Tensor]] = {}  # by key of the storage
+        self._generators: dict[torch.Generator, Tensor] = {}
+
+    def rewind(self) -> None:
+        """Put the user's own generators back to where they were before the first draw."""
+        for generator, state in self._generators.items():
+            generator.set_state(state)
 
     def take_over(self, model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> None:
         """Replace parameters and buffers by stand-ins; ties stay ties."""
@@ -321,6 +328,9 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self._generators:
+            self._generators[generator] = generator.get_state()
         given = tensors_in((args, kwargs))
         inputs = self.values(given)
         before = [count_of_changes(tensor) for tensor in given]

@@ -39,7 +39,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
         num_processes: Number of devices on this node.
         num_nodes: Number of nodes.
         preflight: Called with the trainer and the model before any process starts; raises to stop.
-        explain: Called with an exception of the run; may add a note to it.
+        explain: Called with an exception of the run; may add a note to it, or return a clearer one.
 
     Attributes:
         weights_only: What the user passed to the Trainer's method under this name.
@@ -54,7 +54,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         preflight: Callable[[pl.Trainer | None, Any], None],
-        explain: Callable[[BaseException], None],
+        explain: Callable[[BaseException], BaseException | None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._preflight, self._explain = preflight, explain
@@ -96,7 +96,9 @@ class PreflightLauncher(SubprocessScriptLauncher):
             except TunerExit:
                 raise
             except BaseException as error:
-                self._explain(error)
+                clearer = self._explain(error)
+                if clearer is not None:
+                    raise clearer from error
                 raise
 
     @contextmanager

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_par.engine.activity import Activity
+from lightning_par.engine.activity import Activity, BETWEEN_STEPS
 from lightning_par.engine.rng import collect_random_states, restore_random_states
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
@@ -25,12 +25,17 @@ from lightning_par.strategies.processes.deferred_signals import DeferredSignals
 from lightning_par.strategies.processes.interruption import Interruption
 from lightning_par.strategies.processes.island_place import find_island
 from lightning_par.strategies.processes.launcher import PreflightLauncher
+from lightning_par.strategies.processes.module_copies import explain_copy
 from lightning_par.strategies.processes.rendezvous import (
     INTERFACE,
     loopback_store,
     use_loopback,
 )
-from lightning_par.strategies.processes.watchdog import open_status_file, RankWatch
+from lightning_par.strategies.processes.watchdog import (
+    is_communication_error,
+    open_status_file,
+    RankWatch,
+)
 from lightning_par.upstream.lightning import init_process_group, reduce_tensor, trainer_of
 
 __all__ = ["MeshProcesses"]
@@ -51,6 +56,7 @@ class MeshProcesses:
     Attributes:
         activity: What this rank is doing, for messages about ranks that fail.
         interruption: Whether an exception is being handled, and on which ranks.
+        copy: Under a pipeline, a module and its copy inside of the user's module, if there is one.
     """
 
     def __init__(self, options: MeshOptions) -> None:
@@ -67,6 +73,7 @@ class MeshProcesses:
         self.activity = Activity()
         self.interruption = Interruption(options.timeout)
         self._signals = DeferredSignals()
+        self.copy: tuple[str, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
@@ -201,10 +208,15 @@ class MeshProcesses:
         )
         return self._launcher
 
-    def _explain(self, error: BaseException) -> None:
-        """Tell the other ranks of an exception, and the user of its cause."""
+    def _explain(self, error: BaseException) -> BaseException | None:
+        """Tell the other ranks of an exception, and the user of its cause; return a clearer one."""
+        clearer = None
+        raised_here = not is_communication_error(error)
+        if self.copy and raised_here and self.activity.now().action == BETWEEN_STEPS:
+            clearer = explain_copy(error, self.copy)
         if self._watch is not None:
-            self._watch.explain(error)
+            self._watch.explain(clearer or error)
+        return clearer
 
     def set_up(self) -> None:
         """Make the process group and the mesh, and start to watch the ranks of this node.

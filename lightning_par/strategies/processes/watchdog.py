@@ -28,7 +28,7 @@ from lightning_par.errors import LightningParError
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.processes.rank_status import RankState, RankStatus, RankStatusFile
 
-__all__ = ["RankWatch", "open_status_file"]
+__all__ = ["RankWatch", "is_communication_error", "open_status_file"]
 
 _PERIOD = 0.2
 """Seconds between two looks."""
@@ -108,7 +108,7 @@ class RankWatch:
         If this rank failed in communication and no rank of the node died or raised, it waits up to
         3 s for the others; those that neither failed nor ended by then are killed.
         """
-        cut_off = _is_communication(error)
+        cut_off = is_communication_error(error)
         status = RankStatus.CUT_OFF if cut_off else RankStatus.FAILED
         self._file.say(status, f"{type(error).__name__}: {error}".partition("\n")[0])
         if not cut_off:
@@ -222,7 +222,7 @@ def _few(texts: Sequence[str]) -> str:
     return "; ".join([*texts[:_NAMED], *more])
 
 
-def _is_communication(error: BaseException) -> bool:
+def is_communication_error(error: BaseException) -> bool:
     """Whether a rank failed only because it could not reach another one."""
     if isinstance(error, dist.DistError):
         return True

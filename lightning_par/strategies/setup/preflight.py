@@ -6,6 +6,7 @@ from lightning_par.errors import LightningParError
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.processes.module_copies import find_copy
 from lightning_par.strategies.setup.block_wrapping import check_recomputation
 from lightning_par.strategies.setup.checks import check_module, check_trainer, check_whole
 from lightning_par.strategies.setup.memory_check import MemoryCheck
@@ -47,6 +48,8 @@ def _check(
     check_trainer(trainer, module, sizes)
     check_whole(module)
     resolved = check_module(module, options, sizes)
+    if sizes.pipeline > 1:
+        processes.copy = find_copy(name for name, _ in module.named_parameters())
     memory = MemoryCheck(
         module=module,
         resolved=resolved,

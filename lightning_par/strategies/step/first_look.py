@@ -55,8 +55,8 @@ whether it drew random numbers that cannot be cut; the same on every rank of the
 def untouched(module: nn.Module) -> Iterator[None]:
     """Leave parameters, buffers, hooks and attributes of a module and its children as they were.
 
-    Parameters are put back where the copy of this rank's part is small. Tensors, arrays, lists,
-    dicts, sets and deques in attributes keep their contents, too.
+    Parameters are put back where the copy of this rank's part is small. Tensors, arrays, random
+    generators, lists, dicts, sets and deques in attributes keep their contents, too.
 
     Args:
         module: Code that changes it may run inside.
@@ -108,6 +108,8 @@ def _restore(value: Any) -> Callable[[], Any] | None:
             return None
         copied = value.detach().clone()
         return partial(value.data.copy_, copied)
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
     if isinstance(value, np.ndarray):
         array = value.copy()
         return partial(np.copyto, value, array)

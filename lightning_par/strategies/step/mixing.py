@@ -1,4 +1,6 @@
-"""A plain tensor that meets a sharded weight: torch's error, told in terms of the plan."""
+"""Errors of torch in a step, told in terms of the plan: a plain tensor that meets a sharded weight,
+gradients inside of a step that a pipeline cuts.
+"""
 
 import re
 import traceback
@@ -9,12 +11,31 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_par.engine.tensor.whole_parameters import failing_module
-from lightning_par.errors import PlanError
+from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 
-__all__ = ["explain_mixing"]
+__all__ = ["explain_inner_gradients", "explain_mixing"]
 
 _MIXED = re.compile(r"(aten\.\w+)\S* got mixed torch\.Tensor and DTensor")
+
+
+def explain_inner_gradients(error: RuntimeError) -> ConfigurationError | None:
+    """Return what to do about a step that asks for gradients by itself, under a pipeline.
+
+    Args:
+        error: What code of the user raised.
+
+    Returns:
+        None if it was raised elsewhere.
+    """
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = Path("torch", "autograd", "__init__.py").parts
+    if not any(Path(code.co_filename).parts[-3:] == inside for code in frames):
+        return None
+    return ConfigurationError(
+        f"training_step asks for gradients by itself (torch.autograd.grad or backward), which do "
+        f"not pass the stages of a pipeline: {error} Use pipeline_parallel_size=1."
+    )
 
 
 def explain_mixing(module: nn.Module, error: RuntimeError) -> PlanError | None:

@@ -199,10 +199,10 @@ class PipelinedSteps:
                 "training_step", context, batches, rest, ("first look",), calls
             )
         found = None
-        if run.results:
+        if run.results and None not in run.results.values():  # a step that was refused gives None
             losses = [(float(loss_of(run.results[i])),) for i in sorted(run.results)]
             found = losses, [numbers_of(made) for made in calls]
-        losses, logs = self.from_last_stage(found)
+        losses, logs = self.from_last_stage(found) or ([], [])
         return Seen(losses=losses, logs=logs)
 
     def _forward_only(

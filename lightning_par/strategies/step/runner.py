@@ -24,7 +24,7 @@ from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.tensor.whole_parameters import explain_shards
 from lightning_par.engine.tensor_tree import BatchBroadcast
-from lightning_par.errors import ConfigurationError, PlanError
+from lightning_par.errors import ConfigurationError, LightningParError, PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
@@ -43,7 +43,7 @@ from lightning_par.strategies.step.logs import adjust_logs, LogCall, numbers_of,
 from lightning_par.strategies.step.loss_rule import Seen
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
-from lightning_par.strategies.step.mixing import explain_mixing
+from lightning_par.strategies.step.mixing import explain_inner_gradients, explain_mixing
 from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
@@ -341,7 +341,7 @@ class StepRunner:
     def _look(
         self, context: StepContext, rest: Sequence[Any], parts: Sequence[tuple[Any, int]]
     ) -> tuple[Seen, bool]:
-        """Run the step on some samples, and on parts of them, without gradients and other traces.
+        """Run the step on some samples, and on parts of them, without leaving a trace.
 
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
@@ -377,8 +377,8 @@ class StepRunner:
     def _losses_of(self, step: Callable[[], Any]) -> tuple[float, ...]:
         """Run a step without a trace; return the losses of its backwards."""
         if not self.manual.is_used:
-            with torch.no_grad():
-                output = self._sharding.call(step)
+            # With a graph, as the step may ask for gradients of its input.
+            output = self._sharding.call(step)
             return (float("nan") if output is None else float(loss_of(output)),)
         # Each batch from the same weights, which a step may change by hand.
         with untouched(self.module), self.manual.looked_at() as losses:
@@ -424,7 +424,12 @@ class StepRunner:
             with self._random.user_step(key, microbatch):
                 yield
         except RuntimeError as error:
+            told: LightningParError | None
             told = explain_mixing(self.module, error) or explain_shards(self.module, error)
+            if told is None and self.pipeline is not None:
+                told = explain_inner_gradients(error)
+                if told is not None and self._random.refuse(str(told)):
+                    return  # the other ranks, on which nothing failed, will be told
             if told is None:
                 raise
             raise told from error

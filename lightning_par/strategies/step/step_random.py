@@ -23,7 +23,7 @@ from lightning_par.engine.rng import (
     seed_of,
 )
 from lightning_par.engine.tensor_tree import broadcast_object
-from lightning_par.errors import ConfigurationError
+from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.step.random_draws import Rows, Tokens, WholeDraws
 
@@ -163,6 +163,20 @@ class StepRandom:
         finally:
             self._looked = None
 
+    def refuse(self, text: str) -> bool:
+        """Note what `judge` then raises on every rank, also on those where the step did not fail.
+
+        Args:
+            text: What is wrong, and what to do.
+
+        Returns:
+            False, and nothing is noted, outside of `look`.
+        """
+        if self._looked is None:
+            return False
+        self._draws.refusal = self._draws.refusal or text
+        return True
+
     @contextmanager
     def _look_at(self, part: int) -> Iterator[None]:
         assert self._looked is not None
@@ -172,6 +186,17 @@ class StepRandom:
             with self._draws.forward(self._rows[part]):
                 yield
             ended = True
+        except LightningParError:
+            raise
+        except Exception as error:
+            if part == 0:  # the whole batch: the step fails on one process, too
+                raise
+            rows = self._rows[part]
+            self.refuse(
+                f"training_step runs on {rows.size} samples, but not on {rows.length} of them, "
+                f"which micro-batches and replicas need: {type(error).__name__}: {error} Write it "
+                "for any number of samples, or use num_microbatches=1 and data_parallel_size=1."
+            )
         finally:
             self._draws.learn()
             self._draws.rewind()

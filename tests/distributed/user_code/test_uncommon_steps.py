@@ -1,0 +1,110 @@
+"""Steps and modules of models without a plan that do more than forward and loss."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+
+from tests.support.models.plain_language_model import token_pairs
+from tests.support.models.structures import LanguageModel, Planless
+from tests.support.user_code import Cases
+
+CASES = Cases()
+
+
+def vectors() -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    made = torch.randn(32, 16, generator=generator).unbind()
+    return [(row, torch.tensor(i % 4)) for i, row in enumerate(made)]
+
+
+def layers(first: nn.Module | None = None) -> nn.Module:
+    hidden = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()]
+    return nn.Sequential(first or nn.Linear(16, 32), nn.ReLU(), *hidden, nn.Linear(32, 4))
+
+
+class Classifier(Planless):
+    """A classifier of vectors; cases change its loss."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__(net or layers())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+@CASES.add(equal="tp2 pp2 zero3")
+def a_generator_that_the_module_keeps() -> Any:
+    class Module(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(5)
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            scale = torch.rand(len(x), 1, generator=self.generator, dtype=x.dtype)
+            return F.mse_loss(self.net(x * scale), x[:, :4])
+
+    return Module(), vectors()
+
+
+@CASES.add(equal="tp2 zero3")
+def a_norm_that_iterates_when_the_weight_is_read() -> Any:
+    return Classifier(layers(spectral_norm(nn.Linear(16, 32)))), vectors()
+
+
+@CASES.add(equal="tp2 zero3", refused={"pp2": "asks for gradients by itself"})
+def penalty_on_the_gradient_of_the_input() -> Any:
+    class Module(Classifier):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            out = self.net(x)
+            (slope,) = torch.autograd.grad(out.logsumexp(-1).sum(), x, create_graph=True)
+            return F.cross_entropy(out, y) + 0.1 * slope.square().sum(1).mean()
+
+    return Module(), vectors()
+
+
+@CASES.add(equal="tp2", refused={"pp2": "samples, but not on 1 of them"})
+def the_hardest_samples_of_a_batch() -> Any:
+    class Module(Classifier):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.net(x), y, reduction="none").topk(2).values.mean()
+
+    return Module(), vectors()
+
+
+@CASES.add(refused={"tp2": "net.tokens .Embedding. changes its weight in place"})
+def an_embedding_of_limited_norm() -> Any:
+    net = LanguageModel()
+    net.tokens = nn.Embedding(64, 32, max_norm=1.0)
+    return Planless(net), token_pairs()
+
+
+@CASES.add(equal="tp2")
+def an_average_that_the_module_keeps() -> Any:
+    class Module(Planless):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__(net)
+            self.average = copy.deepcopy(net).requires_grad_(False)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            weights = dict(self.net.named_parameters())
+            for name, average in self.average.named_parameters():
+                average.data.lerp_(weights[name].data, 0.1)
+
+    return Module(LanguageModel()), token_pairs()
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)
