@@ -18,7 +18,9 @@ PYTEST_ARGS ?=
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 # What runs on the simulated device.
 SIMULATED = tests/cuda_simulation $(addprefix tests/distributed/,test_parity.py \
-	test_mixed_precision.py context/test_parity.py faults/test_nonfinite.py)
+	test_mixed_precision.py context/test_parity.py faults/test_nonfinite.py data/test_no_labels.py \
+	data/test_masked_mean.py offload/test_parity.py offload/test_axes.py \
+	pipeline/test_parity_schedules.py)
 
 .PHONY: help setup demo test test-all test-cuda-sim lint format types bench pictures clean
 

@@ -69,7 +69,7 @@ def test_memory_that_another_stream_uses_is_not_freed(stream):
     with torch.cuda.stream(stream):
         y = x * 3
     del x
-    with pytest.raises(RuntimeError, match=r"freed while .* no record_stream keeps"):
+    with pytest.raises(RuntimeError, match="freed without record_stream"):
         torch.zeros(1, device="cuda")
     stream.synchronize()
     del y

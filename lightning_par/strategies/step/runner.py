@@ -162,7 +162,7 @@ class StepRunner:
                 schedule=cache(partial(options.build_schedule, sizes.pipeline)),
                 rank_of_stage=rank_of_stage,
             )
-        bind_metrics(module, mesh, rank_of_stage, lambda: self._in_step)
+        bind_metrics(module, mesh, device, rank_of_stage, lambda: self._in_step)
 
     @property
     def last_run(self) -> PipelineRun | None:

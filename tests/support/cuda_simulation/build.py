@@ -83,11 +83,11 @@ def _link(folder, shared):
     """Compiles the parts that changed, and links all of them."""
     sources = [_NATIVE / f"{part}.cpp" for part in _PARTS]
     targets = [folder / f"{s.stem}-{shared}-{_digest(s)}.o" for s in sources]
+    whole = folder / f"device-{shared}-{_digest(*sources)}.so"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = list(pool.map(lambda t, s: _made(t, "-c", s), targets, sources))
     where = [f"-L{_torch() / 'lib'}", f"-Wl,-rpath,{_torch() / 'lib'}"]
     needed = [f"-l{library}" for library in ("torch", "torch_cpu", "c10", "torch_python")]
-    whole = folder / f"device-{shared}-{_digest(*sources)}.so"
     return _made(whole, "-shared", *parts, *where, *needed)
 
 

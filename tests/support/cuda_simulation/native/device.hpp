@@ -41,6 +41,8 @@ struct Clock {
 std::recursive_mutex& state_lock();
 Clock& clock_of(StreamKey stream);
 Clock& host_clock();
+// What a stream knows now.
+Clock known_to(StreamKey stream);
 StreamKey current_stream(DeviceIndex device);
 StreamKey new_stream_key();
 DeviceIndex current_device();
@@ -57,7 +59,8 @@ void record_use(const at::Tensor& tensor, const c10::Stream& stream);
 // Gives a storage other memory of its own; what fits is kept.
 void resize_storage(c10::StorageImpl* storage, size_t size);
 
-// The host waits: until what a clock knows is over, hence copies up to there are.
+// The host waits: until what a clock knows is over, hence copies up to there are. Nobody may hold
+// the lock.
 void host_waits_for(const Clock& clock);
 
 // The same memory as a tensor of the CPU.

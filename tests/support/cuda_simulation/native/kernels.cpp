@@ -33,8 +33,7 @@ static bool on_device(const at::Tensor& tensor) {
 static void wait_for_stream(DeviceIndex device, const std::string& cause, const std::string& name,
                             int64_t bytes) {
   tell(Kind::wait, cause, name, bytes);
-  std::lock_guard guard(state_lock());
-  host_waits_for(clock_of(current_stream(device)));
+  host_waits_for(known_to(current_stream(device)));
 }
 
 template <class Function>

@@ -55,20 +55,42 @@ static std::string name_of(StreamKey stream) {
   return id == 0 ? "the default stream" : "stream " + std::to_string(id);
 }
 
+// What may still use memory that was freed: whatever its owner allocates next may lie there.
+static std::vector<Access>& uses_of_freed(StreamKey owner) {
+  static auto* held = new std::map<StreamKey, std::vector<Access>>();
+  return (*held)[owner];
+}
+
 static void free_block(void* context) {
   std::lock_guard guard(state_lock());
   auto* block = static_cast<Block*>(context);
   Clock known = clock_of(block->owner);
   known.join(host_clock());
-  for (const auto& access : block->accesses) {
-    if (known.covers(access.moment) || block->recorded.count(access.moment.stream)) continue;
-    fault() = "memory was freed while '" + access.name + "' on " + name_of(access.moment.stream) +
-              " may still use it: no event orders it before the work of " +
-              name_of(block->owner) + ", and no record_stream keeps the memory";
+  // The allocator waits for what these streams have been given, and wait for, by now.
+  for (const auto stream : block->recorded) known.join(clock_of(stream));
+  for (auto& access : block->accesses) {
+    if (known.covers(access.moment)) continue;
+    access.name += " (of memory freed without record_stream)";
+    uses_of_freed(block->owner).push_back(access);
   }
   usage().allocated -= block->size;
   std::free(block->memory);
   delete block;
+}
+
+static Block* make_block(void* memory, size_t size) {
+  auto* block = new Block{memory, size, current_stream(-1), {}, {}};
+  auto& freed = uses_of_freed(block->owner);
+  Clock known = clock_of(block->owner);
+  known.join(host_clock());
+  std::erase_if(freed, [&](const Access& access) { return known.covers(access.moment); });
+  const auto* begin = static_cast<const char*>(memory);
+  for (auto access : freed) {
+    access.begin = begin;
+    access.end = begin + size;
+    block->accesses.push_back(access);
+  }
+  return block;
 }
 
 struct DeviceAllocator final : public c10::Allocator {
@@ -81,8 +103,7 @@ struct DeviceAllocator final : public c10::Allocator {
     }
     usage().allocated += size;
     usage().peak = std::max(usage().peak, usage().allocated);
-    auto* block = new Block{memory, size, current_stream(-1), {}, {}};
-    return {memory, block, &free_block, Device(DeviceType::CUDA, current_device())};
+    return {memory, make_block(memory, size), &free_block, Device(DeviceType::CUDA, current_device())};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* target, const void* source, std::size_t size) const override {
@@ -252,50 +273,63 @@ static void deliver(const Copy& copy) {
               " while its copy to the device was under way";
 }
 
+// Takes those copies out that fulfill a condition. They are destroyed where nobody holds the lock:
+// the last reference to a tensor of Python needs Python's own lock.
+template <class Condition>
+static std::vector<Copy> take_copies(Condition is_over) {
+  std::vector<Copy> over, rest;
+  for (auto& copy : copies()) (is_over(copy) ? over : rest).push_back(std::move(copy));
+  copies() = std::move(rest);
+  for (const auto& copy : over) deliver(copy);
+  return over;
+}
+
 void host_waits_for(const Clock& clock) {
+  std::vector<Copy> over;
   std::lock_guard guard(state_lock());
   host_clock().join(clock);
-  std::erase_if(copies(), [](const Copy& copy) {
-    if (!host_clock().covers(copy.moment)) return false;
-    deliver(copy);
-    return true;
-  });
+  over = take_copies([](const Copy& copy) { return host_clock().covers(copy.moment); });
   raise_fault();
 }
 
 // What is under way at the same pinned memory has to be ordered before; then it is over.
-static void finish_copies_at(const at::Tensor& host, bool writes, const Moment& moment) {
+static std::vector<Copy> finish_copies_at(const at::Tensor& host, bool writes,
+                                          const Moment& moment) {
   const auto [begin, end] = extent(host);
   const auto& known = clock_of(moment.stream);
-  std::erase_if(copies(), [&, begin = begin, end = end](const Copy& copy) {
+  return take_copies([&, begin = begin, end = end](const Copy& copy) {
     const auto [other_begin, other_end] = extent(copy.host);
     const bool meets = other_begin < end && begin < other_end;
     if (!meets || (!writes && !copy.to_host)) return false;
-    TORCH_CHECK(known.covers(copy.moment), "simulated CUDA: pinned memory is copied ",
-                writes ? "from" : "to", " the device on ", name_of(moment.stream),
-                " while it is copied ", copy.to_host ? "from" : "to", " the device on ",
-                name_of(copy.moment.stream), ", and no event orders the two");
-    deliver(copy);
+    if (!known.covers(copy.moment))
+      fault() = std::string("pinned memory is copied ") + (writes ? "from" : "to") +
+                " the device on " + name_of(moment.stream) + " while it is copied " +
+                (copy.to_host ? "from" : "to") + " the device on " + name_of(copy.moment.stream) +
+                ", and no event orders the two";
     return true;
   });
 }
 
 void begin_copy_to_host(const at::Tensor& target, const at::Tensor& source, const Moment& moment) {
+  std::vector<Copy> over;
   std::lock_guard guard(state_lock());
-  finish_copies_at(target, true, moment);
+  over = finish_copies_at(target, true, moment);
   const auto bytes = at::empty_like(target).copy_(on_host(source));
   const bool real = target.is_floating_point() || target.is_complex();
   const auto type = target.scalar_type();
   const int whole = type == at::kBool ? 1 : type == at::kByte ? 255 : -1;
   target.fill_(real ? c10::Scalar(std::nan("")) : c10::Scalar(whole));
   copies().push_back({target, bytes, true, moment});
+  raise_fault();
 }
 
 void begin_copy_from_host(const at::Tensor& target, const at::Tensor& source, const Moment& moment) {
+  std::vector<Copy> over;
   std::lock_guard guard(state_lock());
-  finish_copies_at(source, false, moment);
+  over = finish_copies_at(source, false, moment);
   on_host(target).copy_(source);
   copies().push_back({source, source.contiguous().clone(), false, moment});
+  raise_fault();
 }
 
 // ---- random numbers

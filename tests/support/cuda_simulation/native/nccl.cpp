@@ -196,8 +196,7 @@ class Nccl final : public c10d::Backend {
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     tell(Kind::wait, "barrier", "barrier", 0);
-    std::lock_guard guard(state_lock());
-    host_waits_for(clock_of(current_stream(-1)));
+    host_waits_for(known_to(current_stream(-1)));
     return gloo_->barrier(options);
   }
 

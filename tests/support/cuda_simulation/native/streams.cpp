@@ -45,6 +45,11 @@ Clock& host_clock() {
   return *clock;
 }
 
+Clock known_to(StreamKey stream) {
+  std::lock_guard guard(state_lock());
+  return clock_of(stream);
+}
+
 StreamKey new_stream_key() {
   return (static_cast<StreamKey>(current_device()) << 48) | next_stream++;
 }
@@ -110,8 +115,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     return reinterpret_cast<void*>(key_of(given));
   }
   bool queryStream(const c10::Stream& given) const override {
-    std::lock_guard guard(state_lock());
-    host_waits_for(clock_of(key_of(given)));
+    host_waits_for(known_to(key_of(given)));
     return true;
   }
   void synchronizeStream(const c10::Stream& given) const override {
@@ -134,8 +138,13 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     if (event) clock_of(key_of(given)).join(static_cast<EventState*>(event)->clock);
   }
   bool queryEvent(void* event) const override {
-    std::lock_guard guard(state_lock());
-    if (event) host_waits_for(static_cast<EventState*>(event)->clock);
+    if (event == nullptr) return true;
+    Clock known;
+    {
+      std::lock_guard guard(state_lock());
+      known = static_cast<EventState*>(event)->clock;
+    }
+    host_waits_for(known);
     return true;
   }
   void synchronizeEvent(void* event) const override {
@@ -156,10 +165,9 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 // All streams: the host then knows of every piece of work that was begun.
 void Guard::synchronizeDevice(const DeviceIndex device) const {
   tell(Kind::wait, "device", "synchronize", 0);
-  std::lock_guard guard(state_lock());
   Clock all;
   const StreamKey base = static_cast<StreamKey>(device < 0 ? this_device : device) << 48;
-  for (c10::StreamId id = 0; id < next_stream; ++id) all.join(clock_of(base | id));
+  for (c10::StreamId id = 0; id < next_stream; ++id) all.join(known_to(base | id));
   host_waits_for(all);
 }
 
