@@ -16,8 +16,13 @@ CODE := lightning_par tests $(wildcard benchmarks docs examples)
 PYTEST_ARGS ?=
 # Where the few tests are that run alone; nothing else has to be collected for them.
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
+# What runs on the simulated device.
+SIMULATED = tests/cuda_simulation $(addprefix tests/distributed/,test_parity.py \
+	test_mixed_precision.py context/test_parity.py faults/test_nonfinite.py data/test_no_labels.py \
+	data/test_masked_mean.py offload/test_parity.py offload/test_axes.py \
+	pipeline/test_parity_schedules.py)
 
-.PHONY: help setup demo test test-all lint format types bench pictures clean
+.PHONY: help setup demo test test-all test-cuda-sim lint format types bench pictures clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -55,6 +60,9 @@ test: $(STAMP) ## Run the tests (PYTEST_ARGS="tests/unit -k plan" for a part)
 
 test-all: test ## Run the tests, and then every cell of the large matrices (long)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+test-cuda-sim: $(STAMP) ## Run tests on a simulated CUDA device (needs g++; compiles it the first time)
+	CUDA_SIMULATION=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not alone and not exhaustive" $(or $(PYTEST_ARGS),$(SIMULATED))
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/python -m ruff check $(CODE)

@@ -5,10 +5,17 @@ import sys
 
 import pytest
 
+from tests.support.cuda_simulation import refusal
 from tests.support.gloo_device import share_gloo_device
 from tests.support.ranks.api import close_ranks
 
 share_gloo_device()
+
+
+def pytest_collection_modifyitems(items):
+    if reason := refusal():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)

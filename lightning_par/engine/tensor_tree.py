@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.errors import PlanError
-from lightning_par.mesh import ParallelMesh
 from lightning_par.upstream.pytree import tree_flatten, tree_unflatten
 
 __all__ = [
-    "BatchBroadcast",
     "PackedTree",
     "TensorSpec",
+    "TreeBroadcast",
     "broadcast_object",
     "children",
     "map_tensors",
@@ -129,53 +128,63 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     return box[0]
 
 
-class BatchBroadcast:
-    """Gives every rank of a replica the batch of its first rank.
+class TreeBroadcast:
+    """Gives every rank of a group the tree of one of them, without a wait for the device.
 
-    Data loader workers are seeded by global rank, so that augmentations, and the order of a shuffle
-    without a seed, would differ between the ranks that hold parts of one model. Nothing would fail:
-    the gradients would be wrong.
+    What is not a tensor is sent through the host, and only where it changed since the last tree;
+    tensors stay on the kind of device where they are. Numbers travel together.
 
     Args:
-        mesh: Its replica group gets the batch of the group's first rank.
+        group: Ranks that get the tree.
+        source: Global rank whose tree it is.
     """
 
-    def __init__(self, mesh: ParallelMesh) -> None:
-        self._group = mesh.replica_group
-        self._source = dist.get_global_rank(mesh.replica_group, 0)
-        self._is_source = mesh.rank == self._source
+    def __init__(self, group: dist.ProcessGroup, source: int) -> None:
+        self._group, self._source = group, source
+        self._is_source = dist.get_rank() == source
         self._header = b""
 
-    def broadcast(self, batch: Any) -> Any:
-        """Return the first rank's batch.
+    def broadcast(self, tree: Any) -> Any:
+        """Return the source's tree.
 
         Args:
-            batch: This rank's batch, of which only the first rank's is used; tensors arrive on
-                the kind of device where they are there.
+            tree: This rank's tree, of which only the source's is used.
 
-        **Communicates**: over the replica, 16 bytes, then what is not a tensor if it changed, then
-        every tensor.
+        **Communicates**: 16 bytes, then what is not a tensor if it changed, then every tensor with
+        dims, then the numbers of every dtype, floating-point ones as float64.
         """
         if self._group.size() == 1:
-            return batch
-        header, tensors = pack(batch) if self._is_source else (None, [])
+            return tree
+        header, tensors = pack(tree) if self._is_source else (None, [])
         packed: PackedTree = pickle.loads(self._agree_on(pickle.dumps(header)))
-        received = []
+        received: list[Any] = [None] * len(packed.specs)
+        numbers: dict[tuple[str, torch.dtype], list[int]] = {}
         for index, spec in enumerate(packed.specs):
             at = "cpu" if spec.device.type == "cpu" else "cuda"
-            buffer = (
-                tensors[index].contiguous()
-                if self._is_source
-                else torch.empty(spec.shape, dtype=spec.dtype, device=at)
-            )
-            dist.broadcast(buffer, self._source, group=self._group)
-            received.append(buffer)
-        if self._is_source:
-            return batch
-        return unpack(packed, received)
+            if not spec.shape:
+                kind = torch.float64 if spec.dtype.is_floating_point else spec.dtype
+                numbers.setdefault((at, kind), []).append(index)
+                continue
+            own = tensors[index].detach().contiguous() if self._is_source else None
+            received[index] = self._send(own, spec.shape, spec.dtype, at)
+        for (at, kind), indices in numbers.items():
+            parts = [tensors[i].detach().to(kind) for i in indices] if self._is_source else None
+            own = None if parts is None else torch.stack(parts)
+            found = self._send(own, (len(indices),), kind, at)
+            for index, number in zip(indices, found.unbind(), strict=True):
+                received[index] = number.to(packed.specs[index].dtype)
+        return tree if self._is_source else unpack(packed, received)
+
+    def _send(
+        self, own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: str
+    ) -> Tensor:
+        """Return the source's tensor, which is `own` there."""
+        buffer = torch.empty(shape, dtype=dtype, device=device) if own is None else own
+        dist.broadcast(buffer, self._source, group=self._group)
+        return buffer
 
     def _agree_on(self, text: bytes) -> bytes:
-        """Return the text of the first rank; it is sent only when it changed."""
+        """Return the text of the source; it is sent only when it changed."""
         changed = int(self._is_source and text != self._header)
         note = torch.tensor([changed, len(text)])
         dist.broadcast(note, self._source, group=self._group)

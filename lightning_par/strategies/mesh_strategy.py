@@ -369,7 +369,7 @@ class MeshStrategy(ParallelStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         moved = super().batch_to_device(batch, device, dataloader_idx)
-        return self.parallel_model.steps.prepare_batch(moved) if self._is_set_up() else moved
+        return self.parallel_model.steps.prepare_batch(moved, batch) if self._is_set_up() else moved
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,8 @@
+"""What tests share. Whatever is imported from here comes after the simulated device, if any."""
+
+from tests.support.cuda_simulation import is_wanted
+
+if is_wanted():
+    from tests.support.cuda_simulation.runtime import activate
+
+    activate()

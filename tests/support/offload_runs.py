@@ -30,7 +30,7 @@ class HostDiary(Callback):
     ) -> None:
         parameters = [p.detach() for p in pl_module.parameters()]
         self.weights.append(
-            [(p.to_local() if isinstance(p, DTensor) else p).clone() for p in parameters]
+            [(p.to_local() if isinstance(p, DTensor) else p).clone().cpu() for p in parameters]
         )
 
     def on_train_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:

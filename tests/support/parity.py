@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 
+from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from tests.support.cuda_simulation import is_wanted
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.ranks.api import run_ranks
 
@@ -36,7 +38,7 @@ class Recorder(Callback):
             grad = parameter.grad
             if isinstance(grad, DTensor):
                 grad = grad.full_tensor()
-            found[name] = None if grad is None else grad.clone()
+            found[name] = None if grad is None else grad.clone().cpu()
         self.gradients.append(found)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -60,7 +62,7 @@ def quiet_trainer(*, proves: bool = False, **options: Any) -> pl.Trainer:
     if isinstance(strategy, MeshStrategy) and strategy.options.verify == "auto" and not proves:
         strategy.options = replace(strategy.options, verify=False)
     quiet = {
-        "accelerator": "cpu",
+        "accelerator": "cuda" if is_wanted() else "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -101,14 +103,17 @@ def train(
     validation = loader(ToyData(4, ignored), batch_size)
     made.fit(user, loader(samples, batch_size, sampler=order), validation)
     state = getattr(made.strategy, "gather_state_dict", user.state_dict)()
-    return {
-        "losses": recorder.losses,
-        "gradients": recorder.gradients,
-        "weights": {k: v.detach().clone() for k, v in state.items()},
-        "val_loss": float(made.callback_metrics["val_loss"]),
-        "shapes": recorder.shapes,
-        "states": recorder.states,
-    }
+    found: Result = to_cpu(
+        {
+            "losses": recorder.losses,
+            "gradients": recorder.gradients,
+            "weights": {k: v.detach().clone() for k, v in state.items()},
+            "val_loss": float(made.callback_metrics["val_loss"]),
+            "shapes": recorder.shapes,
+            "states": recorder.states,
+        }
+    )
+    return found
 
 
 def _momenta(user: Any, optimizer: Any) -> dict[str, Tensor]:

@@ -108,8 +108,8 @@ def _used_anywhere(
     """
     if not parameters:
         return []
-    device = local_part(parameters[0]).device
-    held = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
+    # On the host, which knows the answers and needs them: a device would have to be waited for.
+    held = torch.tensor([float(p.grad is not None) for p in parameters])
     dist.all_reduce(held, group=group)
     return [p for p, count in zip(parameters, held.tolist(), strict=True) if count]
 
@@ -195,13 +195,21 @@ def total_norm(
     dtype = torch.float64 if double else torch.float32
     norms: Any = foreach_norm(grads, 2, dtype=dtype) if grads else []
     square = torch.zeros((), dtype=torch.float64, device=device)
-    if grads:
-        # A copy weighs 0, which is NaN if the copy is not finite.
-        weights = [float(id(p) not in elsewhere and is_counted_here(g)) for p, g in held]
-        squares = torch.stack([n.to(device) for n in norms]).double().square()
-        square += (squares * squares.new_tensor(weights)).sum()
+    own: list[Tensor] = []
+    copies: list[Tensor] = []
+    for (parameter, grad), known in zip(held, norms, strict=True):
+        counts = id(parameter) not in elsewhere and is_counted_here(grad)
+        (own if counts else copies).append(known.to(device))
+    # A copy weighs 0, which is NaN if the copy is not finite. As numbers of Python, weights need no
+    # tensor that would have to be copied to the device.
+    for parts, weight in ((own, 1.0), (copies, 0.0)):
+        if parts:
+            square += torch.stack(parts).double().square().sum() * weight
+    on_host = torch.zeros((), dtype=torch.float64)
     for known, weight in offloaded_norms:
-        square += known.to(square).square() * weight
+        total = square if known.device == square.device else on_host
+        total += known.to(total).square() * weight
+    square += on_host
     if poison is not None:
         square += poison.to(square)
     dist.all_reduce(square)
@@ -215,12 +223,14 @@ def clip_by_norm(parameters: Sequence[Tensor], norm: Float[Tensor, ""], max_norm
 
     Args:
         parameters: The local parameters.
-        norm: Norm of the gradient of the whole model, from `total_norm`.
+        norm: Norm of the gradient of the whole model, from `total_norm`; may be on the CPU.
         max_norm: Upper bound of that norm.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in local_gradients(parameters):
-        grad.mul_(factor.to(grad.device, grad.dtype))
+        # A number of the CPU is an argument of the kernel; to move it would be a copy to wait for.
+        near = factor if factor.device.type == "cpu" else factor.to(grad.device)
+        grad.mul_(near.to(grad.dtype))
 
 
 @torch.no_grad()

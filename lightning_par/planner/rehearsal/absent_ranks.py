@@ -31,7 +31,7 @@ from lightning_par.engine.pipeline.stage import (
     StageExit,
 )
 from lightning_par.engine.tensor.sequence_parallel import SEQUENCE_DIM
-from lightning_par.engine.tensor_tree import BatchBroadcast, on_first_tensor, pack, PackedTree
+from lightning_par.engine.tensor_tree import on_first_tensor, pack, PackedTree, TreeBroadcast
 from lightning_par.planner.rehearsal.weightless import WeightlessTensors
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.processes import mesh_processes
@@ -127,7 +127,7 @@ def answered_alone(strategy: MeshStrategy, live: WeightlessTensors) -> Iterator[
         live: Entered by the caller.
     """
     stages = _AbsentStages(strategy, live)
-    send_objects, send_batch = dist.broadcast_object_list, BatchBroadcast.broadcast
+    send_objects, send_batch = dist.broadcast_object_list, TreeBroadcast.broadcast
 
     def broadcast_object_list(
         objects: list[Any], src: int = 0, group: Any = None, **options: Any
@@ -140,14 +140,14 @@ def answered_alone(strategy: MeshStrategy, live: WeightlessTensors) -> Iterator[
         dist.broadcast(sizes, src, group=group)
         dist.broadcast(torch.empty(int(sizes.sum()), dtype=torch.uint8), src, group=group)
 
-    def broadcast(batches: BatchBroadcast, batch: Any) -> Any:
+    def broadcast(batches: TreeBroadcast, batch: Any) -> Any:
         with replaced(batches, "_is_source", True):
             return send_batch(batches, batch)
 
     with ExitStack() as opened:
         for owner, name, value in (
             (dist, "broadcast_object_list", broadcast_object_list),
-            (BatchBroadcast, "broadcast", broadcast),
+            (TreeBroadcast, "broadcast", broadcast),
             (Channel, "receive_header", stages.receive_header),
             (PipelineExecutor, "run", stages.run),
             # Calls that move nothing end at once.

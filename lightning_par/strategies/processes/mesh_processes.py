@@ -330,6 +330,6 @@ class MeshProcesses:
         """
         if not dist.is_initialized() or not self.interruption.ranks_are_together():
             return decision
-        votes = torch.tensor(int(decision), device=self.device)
+        votes = torch.tensor(int(decision))  # on the host: nobody has to wait for the device
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if unanimous else bool(votes)

@@ -255,12 +255,18 @@ class BatchWeigher:
         dist.all_reduce(found, group=self._data_group)
         return bool(found > 0)
 
-    def weigh(self, microbatches: Sequence[Any], samples: Sequence[int]) -> BatchWeights:
+    def weigh(
+        self,
+        microbatches: Sequence[Any],
+        samples: Sequence[int],
+        zero: frozenset[int] | None = None,
+    ) -> BatchWeights:
         """Return the weights of this replica's micro-batches.
 
         Args:
             microbatches: This rank's tokens of them, in order.
             samples: Their numbers of samples.
+            zero: Numbers of those with weight 0, if they are known; else their device is asked.
 
         **Communicates**: one all-reduce of one number per micro-batch over the context ranks, and
         one of two numbers over the replicas, where there are several.
@@ -274,11 +280,12 @@ class BatchWeigher:
             dist.all_reduce(replica, group=self._context_group)
         total = replica.sum()
         if self._replicas > 1:
-            sums = torch.stack([total, total.new_tensor(float(sum(samples)))])
+            sums = torch.stack([total, torch.full_like(total, float(sum(samples)))])
             dist.all_reduce(sums, group=self._data_group)
             total, counted = sums[0], sums[1]
-        zero: frozenset[int] = frozenset()
-        if not self.rule.counts_all:
+        if self.rule.counts_all:
+            zero = frozenset()
+        elif zero is None:
             zero = frozenset(i for i, count in enumerate(replica.tolist()) if count == 0)
         valid = torch.where(total > 0, total, 1)
         scales = counts * self._ranks / valid

@@ -329,8 +329,9 @@ class GradientPath:
 
     def _refuse(self, passage: _Passage) -> None:
         """Raise, or leave the step out, if the loss or a gradient is not finite on any rank."""
-        norm = passage.norm
-        assert norm is not None
+        assert passage.norm is not None
+        # The one wait for the device in a step; from here on the norm is on the host.
+        norm = passage.norm = passage.norm.cpu()
         if bool(norm.isfinite()):
             return
         passage.norm = None

@@ -4,7 +4,7 @@ Micro-batches are combined with the weights of the loss. With ``sync_dist=True``
 too, so that a mean is the mean that one process would have logged.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -190,8 +190,8 @@ def combine_logs(
         last = pairs[-1][1]
         value = last.value
         if last.metric is None:
-            used = weights[[index for index, _ in pairs]].cpu()
-            values = torch.stack([torch.as_tensor(c.value).double().cpu() for _, c in pairs])
+            used = torch.stack([weights[index] for index, _ in pairs])
+            values = torch.stack([_number(call.value, weights) for _, call in pairs])
             kind = last.options.get("reduce_fx", "mean")
             adds = name in sums and reduction_name(kind) in ("mean", "avg")
             value = combine_values(values, used, "sum" if adds else kind)
@@ -206,16 +206,23 @@ def combine_logs(
 def combine_values(values: Tensor, weights: Tensor, reduce_fx: Any) -> Tensor:
     """Reduce [m] values; see Note [Weight 0] in `batch_weights.py`, unless all weights are 0."""
     name = reduction_name(reduce_fx)
-    has_weight = bool((weights > 0).any())
+    if name == "sum":
+        return values.sum()
+    # Decided on the device: a number on the host would have to be waited for.
+    has_weight = (weights > 0).any()
     if name in ("mean", "avg"):
-        return weighted_mean(values, weights)[0] if has_weight else values.mean()
-    counted = values[weights > 0] if has_weight else values
-    reductions: dict[str, Callable[[], Tensor]] = {
-        "sum": values.sum,
-        "max": counted.amax,
-        "min": counted.amin,
-    }
-    return reductions[name]()
+        return torch.where(has_weight, weighted_mean(values, weights)[0], values.mean())
+    counts = (weights > 0) | ~has_weight
+    if name == "max":
+        return values.where(counts, -torch.inf).amax()
+    return values.where(counts, torch.inf).amin()
+
+
+def _number(value: Any, like: Tensor) -> Tensor:
+    """Return a logged number as a float64 scalar on the device of `like`, where it may be."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.double().reshape(())
+    return torch.full((), float(value), dtype=torch.float64, device=like.device)
 
 
 def reduction_name(reduce_fx: Any) -> str:

@@ -6,6 +6,7 @@ Only the last pipeline stage gathers, as only there the user's step runs to its 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torchmetrics import Metric
 
@@ -19,6 +20,7 @@ __all__ = ["bind_metrics"]
 def bind_metrics(
     module: nn.Module,
     mesh: ParallelMesh,
+    device: torch.device,
     rank_of_stage: Sequence[int],
     in_step: Callable[[], bool],
 ) -> None:
@@ -30,14 +32,16 @@ def bind_metrics(
     Args:
         module: The user's LightningModule.
         mesh: Its token group reduces.
+        device: Of this rank; the metrics move there.
         rank_of_stage: The pipeline rank that holds each stage; the last one updates the metrics.
         in_step: Tells whether the user's step is running.
     """
-    if mesh.sizes.world_size == 1:
-        return  # they are right as they are; one that holds a group could not be copied
     for metric in module.modules():
         if not isinstance(metric, Metric):
             continue
+        metric.to(device)  # its states are no buffers, which are made where the parameters are
+        if mesh.sizes.world_size == 1:
+            continue  # it is right as it is; one that holds a group could not be copied
         if metric.process_group is None:
             metric.process_group = mesh.token_group
         if mesh.sizes.pipeline > 1 and "_lightning_par_compute" not in metric.__dict__:

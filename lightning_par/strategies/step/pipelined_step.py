@@ -20,7 +20,7 @@ from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
-from lightning_par.engine.tensor_tree import broadcast_object, to_cpu
+from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu, TreeBroadcast
 from lightning_par.errors import ConfigurationError, NonFiniteError, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.step.batch_weights import (
@@ -93,6 +93,7 @@ class PipelinedSteps:
         self._is_only_replica = mesh.sizes.data == 1
         self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
         self._group = mesh.group("pp")
+        self._results = TreeBroadcast(self._group, self._source)
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 
     def training(
@@ -102,6 +103,7 @@ class PipelinedSteps:
         dims: BatchDims,
         key: Any,
         scaler: MeshGradScaler | None,
+        zero: frozenset[int] | None,
     ) -> tuple[Any, Tensor]:
         """Run `training_step` and its backward on the batch of this replica.
 
@@ -111,13 +113,14 @@ class PipelinedSteps:
             dims: Which entries of the batch have a batch dim.
             key: Seed of the step, without its micro-batch.
             scaler: Scales the loss, and with it the small gradients between stages.
+            zero: Numbers of the micro-batches with weight 0, if they are known.
 
         Returns:
             What the step returned, the same on every stage, with a loss whose backward puts the
             gradients in place; and whether any entry of the global batch counts.
         """
-        parts, sizes = self._split(args[0], dims, self._num_microbatches)
-        weights = self._weigher.weigh(parts, sizes)
+        parts, sizes = self.cut(args[0], dims)
+        weights = self._weigher.weigh(parts, sizes, zero)
         calls: list[list[LogCall]] = [[] for _ in parts]
         step = self._stepper("training_step", context, parts, args[1:], key, calls)
         losses: dict[int, Tensor] = {}
@@ -167,7 +170,7 @@ class PipelinedSteps:
         """
         # Nobody knows which values of a step whose loss is a sum are sums, too.
         count = 1 if self._weigher.rule.is_sum else self._num_microbatches
-        parts, sizes = self._split(args[0], dims, count)
+        parts, sizes = self.cut(args[0], dims, count)
         # A prediction needs no labels, and replicas may have unequal numbers of batches.
         predicts = name == "predict_step"
         by_samples = BatchWeights.by_samples
@@ -219,8 +222,17 @@ class PipelinedSteps:
         schedule = forward_only(self._rank_of_stage, len(parts))
         return self.executor.run(schedule, step, signatures, None)
 
-    def _split(self, batch: Any, dims: BatchDims, count: int) -> tuple[list[Any], list[int]]:
-        """Return the micro-batches and their numbers of samples."""
+    def cut(
+        self, batch: Any, dims: BatchDims, count: int | None = None
+    ) -> tuple[list[Any], list[int]]:
+        """Return the micro-batches of a batch, and their numbers of samples.
+
+        Args:
+            batch: That of this replica.
+            dims: Which entries have a batch dim.
+            count: Number of micro-batches; None: as in training.
+        """
+        count = self._num_microbatches if count is None else count
         sizes = [length for _, length in split_rows(dims.size or 1, count)]
         return split_batch(batch, count, dims), sizes
 
@@ -287,21 +299,21 @@ class PipelinedSteps:
         """Give every stage the loss, the other results and the logs of the last one."""
         found = None
         if losses:
-            used = weights.shares.cpu()
-            values = torch.stack([losses[i] for i in sorted(losses)]).cpu()
-            mean, total = weighted_mean(values, used)
-            value = mean if bool(total > 0) else values.mean()
+            shares = weights.shares
+            values = torch.stack([losses[i] for i in sorted(losses)])
+            mean, total = weighted_mean(values, shares.to(values.device))
+            # Decided on the device: a number on the host would have to be waited for.
+            value = torch.where(total > 0, mean, values.mean()).to(values.dtype)
             value = values.sum() if weights.is_sum else value
             results = [run.results[i] for i in sorted(run.results)]
             extras = None
             if isinstance(results[0], Mapping):
                 others = [{k: v for k, v in r.items() if k != "loss"} for r in results]
-                extras = to_cpu(merge_results(others, used))
-            made = combine_logs(calls, used, weights.sums)
-            logs = [_log_to_cpu(call) for call in made]
-            found = (value.to(values.dtype), extras, logs)
+                extras = map_tensors(merge_results(others, shares), Tensor.detach)
+            found = value, extras, combine_logs(calls, shares, weights.sums)
         run.results.clear()
-        received: tuple[Tensor, dict[str, Any] | None, list[LogCall]] = self.from_last_stage(found)
+        received: tuple[Tensor, dict[str, Any] | None, list[LogCall]]
+        received = self._results.broadcast(found)
         return received
 
     def _deferred_loss(
@@ -445,7 +457,7 @@ def merge_results(results: Sequence[Any], weights: Tensor) -> Any:
 
 def _mean(values: Sequence[Tensor], weights: Tensor) -> Tensor:
     stacked = torch.stack([v.detach() for v in values])
-    used = weights.to(stacked.device)
-    if not stacked.is_floating_point() or not bool(used.any()):
+    if not stacked.is_floating_point():
         return stacked.float().mean()
-    return weighted_mean(stacked, used)[0].to(stacked.dtype)
+    mean, total = weighted_mean(stacked, weights.to(stacked.device))
+    return torch.where(total > 0, mean.to(stacked.dtype), stacked.mean())

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,7 +24,7 @@ from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.tensor.whole_parameters import explain_shards
-from lightning_par.engine.tensor_tree import BatchBroadcast
+from lightning_par.engine.tensor_tree import TreeBroadcast
 from lightning_par.errors import ConfigurationError, LightningParError, PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
@@ -34,7 +35,6 @@ from lightning_par.strategies.step.batch_statistics import (
 )
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
-    BatchWeights,
     declared_rule,
     weigh,
 )
@@ -49,6 +49,7 @@ from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_random import StepRandom
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
+from lightning_par.strategies.step.zero_weight_parts import ZeroWeightParts
 from lightning_par.upstream.lightning import synchronizes_batchnorm, trainer_of
 
 __all__ = ["Step", "StepRunner"]
@@ -134,20 +135,20 @@ class StepRunner:
         self.module, self.sequence, self._reads = module, sequence, reads
         self.seed, self.evaluations, self.manual = seed, 0, manual
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
-        self._in_step, self._is_checked, self._broadcast = False, False, BatchBroadcast(mesh)
-        _synchronize(module, mesh)
+        self._in_step, self._is_checked, self._broadcast = False, False, _batch_broadcast(mesh)
         # Each is asked for in every step or micro-batch: properties of the mesh compute them anew.
         self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device
         self._num_microbatches, self._pads = options.num_microbatches, sizes.context > 1
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
+        _synchronize(module, mesh)
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
+        self._zero_parts = ZeroWeightParts(module, self._weigher, self._cut)
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
         self._random = StepRandom(mesh, device, lambda: self.seed)
         self.after_look: dict[int, Callable[[], None]] = {}
         self.pipeline: PipelinedSteps | None = None
-        count = 1 if executor is None else options.microbatches(sizes.pipeline)
+        self._count = count = 1 if executor is None else options.microbatches(sizes.pipeline)
         self._dims = BatchDimsFinder(batch_layout, count, sizes.data)
-        self._count, self._cuts = count, count > 1
         if executor is not None:
             self.pipeline = PipelinedSteps(
                 module=module,
@@ -162,7 +163,7 @@ class StepRunner:
                 schedule=cache(partial(options.build_schedule, sizes.pipeline)),
                 rank_of_stage=rank_of_stage,
             )
-        bind_metrics(module, mesh, rank_of_stage, lambda: self._in_step)
+        bind_metrics(module, mesh, device, rank_of_stage, lambda: self._in_step)
 
     @property
     def last_run(self) -> PipelineRun | None:
@@ -195,8 +196,12 @@ class StepRunner:
             self._sharding.hold()
         return join_ranks(dataloader, trainer, device)
 
-    def prepare_batch(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any, given: Any) -> Any:
         """Return the batch that all ranks of the replica use.
+
+        Args:
+            batch: On the device.
+            given: As the data loader gave it.
 
         Raises:
             ConfigurationError: Its sequences cannot be sharded over the tensor-parallel ranks.
@@ -206,7 +211,10 @@ class StepRunner:
         """
         self._activity.step = self.module.trainer.global_step
         self._activity.begin("broadcast of the batch")
-        batch = self._broadcast.broadcast(batch)
+        if self._device.type == "cpu":  # which needs not be waited for
+            batch = self._broadcast.broadcast(batch)
+        else:
+            batch = self._zero_parts.broadcast(self._broadcast, batch, given)
         self._check_tokens(batch, predicts=bool(self.module.trainer.predicting))
         self._activity.begin("start of the batch")
         return batch
@@ -225,6 +233,7 @@ class StepRunner:
         self._activity.step = trainer.global_step
         self._activity.begin("training_step")
         key = ("training_step", trainer.fit_loop.total_batch_idx)
+        zero = None if self._device.type == "cpu" else self._zero_parts.known(args[0])
         with ExitStack() as opened:  # closes what is open if the step raises
             args = self._open("training_step", args, opened)
             dims = self._dims_of(args[0])
@@ -244,15 +253,15 @@ class StepRunner:
                 random = self._random.step(dims.size or 1, count, tokens, trains=True)
                 with random, self._reads.agreed():
                     output, has_valid_labels = self.pipeline.training(
-                        context, args, dims, key, scaler
+                        context, args, dims, key, scaler, zero
                     )
                     self._random.share(self.pipeline.from_last_stage)
                 return output, Step(has_valid_labels=has_valid_labels)
-            weights = self._weigh(args[0], dims) if self._weigher.is_needed else None
+            weigher, samples = self._weigher, [dims.size or 1]
+            weights = weigher.weigh([args[0]], samples, zero) if weigher.is_needed else None
             is_zero_weight = weights is not None and bool(weights.zero)
             if is_zero_weight:
                 opened.enter_context(self._sharding.zero_weight.prepared())
-            weigher = self._weigher
             step = Step(
                 loss_scale=None if weights is None else weights.own,
                 has_valid_labels=weigher.has_valid_labels(args[0]) if weights is None else None,
@@ -285,7 +294,7 @@ class StepRunner:
                 dims = self._dims_of(args[0])
                 with self._random.step(trains=False):
                     return self.pipeline.evaluation(name, context, args, dims, key)
-            weights = self._weigh(args[0], self._dims_of(args[0])) if weighted else None
+            weights = self._weigher.weigh(*self._cut(args[0])) if weighted else None
             with adjust_logs(self.module, weights):
                 return self._whole(name, context, args, key)
 
@@ -332,11 +341,15 @@ class StepRunner:
             return BatchDims()
         layout = self._batch_layout
         is_declared = layout.loss_weight is not None or layout.labels is not None
-        must_know = self._cuts or (self._has_replicas and not is_declared)
+        must_know = self._count > 1 or (self._has_replicas and not is_declared)
         return self._dims.find(batch, must_know=must_know)
 
-    def _weigh(self, batch: Any, dims: BatchDims) -> BatchWeights:
-        return self._weigher.weigh([batch], [dims.size or 1])
+    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """Return the micro-batches of a batch, which may be one, and their numbers of samples."""
+        dims = self._dims_of(batch)
+        return (
+            ([batch], [dims.size or 1]) if self.pipeline is None else self.pipeline.cut(batch, dims)
+        )
 
     def _look(
         self, context: StepContext, rest: Sequence[Any], parts: Sequence[tuple[Any, int]]
@@ -355,7 +368,7 @@ class StepRunner:
                 seen = self.pipeline.look(context, batches, rest, _LOOK)
             else:
                 seen = self._look_whole(context, batches, rest)
-            is_random = self._random.judge(divides=self._cuts or self._has_replicas)
+            is_random = self._random.judge(divides=self._count > 1 or self._has_replicas)
         self._sharding.release()
         for restart in self.after_look.values():
             restart()
@@ -471,6 +484,13 @@ class StepRunner:
                     f"T={tokens} tokens in dim {dim}, not divisible by {degree}. Pad to "
                     f"{-(-tokens // degree) * degree}, or use sequence_parallel=False."
                 )
+
+
+def _batch_broadcast(mesh: ParallelMesh) -> TreeBroadcast:
+    """Return what gives every rank of a replica the batch of its first rank: loaders are seeded by
+    global rank, and augmentations and shuffles that differ would make wrong gradients, in silence.
+    """
+    return TreeBroadcast(mesh.replica_group, dist.get_global_rank(mesh.replica_group, 0))
 
 
 def _synchronize(module: pl.LightningModule, mesh: ParallelMesh) -> None:

@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import random
@@ -27,6 +28,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
+from tests.support.cuda_simulation import is_wanted
 from tests.support.gloo_device import share_gloo_device
 
 __all__ = ["main"]
@@ -214,7 +216,7 @@ def run_job(rank, job):
         prepare(rank, job)
         function = load_function(job["module"], job["file"], job["qualname"])
         args, kwargs = pickle.loads(job["arguments"])
-        value = pickle.dumps(function(rank, job["world"], *args, **kwargs))
+        value = dump(function(rank, job["world"], *args, **kwargs))
         return "ok", value, dist.is_initialized()
     except BaseException as error:
         when = time.monotonic()
@@ -223,6 +225,21 @@ def run_job(rank, job):
         frames = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))
         return kind, f"{name}{error}", text, when
+
+
+def dump(value):
+    """Pickles what a rank gives back; tensors of a device arrive on the CPU."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, held):
+            if isinstance(held, torch.Tensor) and held.device.type == "cuda":
+                return held.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return NotImplemented
+
+    file = io.BytesIO()
+    Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
 
 
 def prepare(rank, job):
@@ -247,10 +264,13 @@ def prepare(rank, job):
     torch.autograd.set_detect_anomaly(False)
     torch.use_deterministic_algorithms(False)
     rank_zero_only.rank = rank  # Lightning read it when the zygote imported it
+    if is_wanted():
+        torch.cuda.set_device(rank)
     if not dist.is_initialized():
         store = dist.FileStore(job["store"], job["world"])
+        backend = "cpu:gloo,cuda:nccl" if is_wanted() else "gloo"
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=job["world"], timeout=GROUP_TIMEOUT
+            backend, store=store, rank=rank, world_size=job["world"], timeout=GROUP_TIMEOUT
         )
 
 

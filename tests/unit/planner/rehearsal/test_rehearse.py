@@ -16,7 +16,7 @@ from lightning_par.engine.memory.live import (
 )
 from lightning_par.engine.pipeline.executor import PipelineExecutor
 from lightning_par.engine.pipeline.p2p import Channel
-from lightning_par.engine.tensor_tree import BatchBroadcast
+from lightning_par.engine.tensor_tree import TreeBroadcast
 from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.rehearsal.rehearse import distinct_ranks, rehearse, rehearse_apart
@@ -83,7 +83,7 @@ def test_distinct_ranks_are_one_of_every_stage_and_the_last():
 
 
 def places():
-    patched = (dist, "broadcast_object_list"), (BatchBroadcast, "broadcast"), (dist, "recv")
+    patched = (dist, "broadcast_object_list"), (TreeBroadcast, "broadcast"), (dist, "recv")
     patched += (Channel, "receive_header"), (PipelineExecutor, "run"), (first_look, "rule_error")
     patched += ((torch.UntypedStorage, "resize_"),)
     return [vars(owner).get(name) for owner, name in patched]

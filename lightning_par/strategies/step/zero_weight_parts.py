@@ -1,0 +1,89 @@
+"""Which parts of a batch have weight 0, found on the host before the batch goes to the device.
+
+The host has to know them before it runs a backward; see Note [Zero-weight loss] in
+`engine/data/zero_weight_loss.py`. Asked of the device, the answer would come after all work that
+the device was given before, which is the step before this one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_par.engine.tensor_tree import tensors_of, TreeBroadcast
+from lightning_par.strategies.step.batch_weights import BatchWeigher
+from lightning_par.upstream.lightning import trainer_of
+from lightning_par.upstream.tensor import count_of_changes
+
+__all__ = ["ZeroWeightParts"]
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+Parts = Callable[[Any], tuple[Sequence[Any], Sequence[int]]]
+"""Batch -> its micro-batches, and their numbers of samples."""
+
+
+class ZeroWeightParts:
+    """Finds them for every batch of a fit on a device that is not the host.
+
+    Args:
+        module: The user's LightningModule; where it, or its data module, has hooks that may change
+            a batch on its way, nothing is known of it before.
+        weigher: Weighs micro-batches.
+        parts: Cuts a batch.
+    """
+
+    def __init__(self, module: pl.LightningModule, weigher: BatchWeigher, parts: Parts) -> None:
+        self._module, self._weigher, self._parts = module, weigher, parts
+        self._batch: Any = None
+        self._changes: list[int] = []
+        self._found: frozenset[int] | None = None
+
+    def broadcast(self, send: TreeBroadcast, batch: Any, given: Any) -> Any:
+        """Return the batch of the first rank of the replica, and note which parts weigh 0.
+
+        Args:
+            send: Gives every rank the tree of the first one.
+            batch: This rank's batch, on the device.
+            given: The same as the data loader gave it.
+
+        **Communicates**: the batch, over the replica.
+        """
+        batch, found = send.broadcast((batch, self._find(given)))
+        self._batch = self._found = None
+        if found is not None:
+            self._batch, self._found = batch, frozenset(found)
+            self._changes = [count_of_changes(tensor) for tensor in tensors_of(batch)]
+        return batch
+
+    def _find(self, batch: Any) -> tuple[int, ...] | None:
+        """Return the numbers of the parts with weight 0; None: the device has to be asked."""
+        trainer = trainer_of(self._module)
+        trains = trainer is not None and trainer.training
+        if not trains or self._weigher.rule.counts_all or self._is_changed_on_its_way(trainer):
+            return None
+        tensors = list(tensors_of(batch))
+        if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
+            return None
+        pairs = zip(*self._parts(batch), strict=True)
+        weights = [self._weigher.rule.weigh(part, samples) for part, samples in pairs]
+        return tuple(index for index, weight in enumerate(weights) if weight == 0)
+
+    def known(self, batch: Any) -> frozenset[int] | None:
+        """Return what is known of a batch; None if it is another one, or was changed since."""
+        is_same = self._found is not None and batch is self._batch
+        is_same = is_same and self._changes == [
+            count_of_changes(tensor) for tensor in tensors_of(batch)
+        ]
+        found = self._found if is_same else None
+        self._batch, self._found = None, None
+        return found
+
+    def _is_changed_on_its_way(self, trainer: Any) -> bool:
+        data = getattr(trainer, "datamodule", None)
+        return any(
+            is_overridden(hook, self._module, pl.LightningModule)
+            or (data is not None and is_overridden(hook, data, pl.LightningDataModule))
+            for hook in _HOOKS
+        )

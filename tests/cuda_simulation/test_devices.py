@@ -1,0 +1,50 @@
+"""What a module holds besides parameters is where these are."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_par import Hybrid3DStrategy
+from tests.support.cuda_simulation import is_wanted
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
+
+pytestmark = pytest.mark.skipif(not is_wanted(), reason="needs the simulated device")
+
+
+class Total(Metric):
+    """Adds numbers up; moves none of them, as torchmetrics leave to who owns the metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.total += value.new_ones(())
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Counting(ToyModule):
+    """Counts its batches in a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = Total()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.total.update(loss.detach())
+        self.log("total", self.total, on_epoch=True, on_step=False)
+        return loss
+
+
+def test_metrics_of_a_module_are_on_its_device() -> None:
+    module = Counting()
+    trainer = quiet_trainer(strategy=Hybrid3DStrategy(), devices=1, max_epochs=1)
+    trainer.fit(module, loader(ToyData(12), 4), loader(ToyData(4), 4))
+    assert trainer.callback_metrics["total"] == 3
