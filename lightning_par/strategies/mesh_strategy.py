@@ -322,7 +322,7 @@ class MeshStrategy(ParallelStrategy):
             self.model = plugin.convert_module(self.model)
             rest = self.mesh, self.root_device, self._record, self.options, self.activity
             self._parallel_model = parallelize(module, resolved, *rest)
-        make_averages(trainer, self.parallel_model, self.flush_offload)
+        make_averages(trainer, self.parallel_model)
         self._precision.connect(self.parallel_model.gradients)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []

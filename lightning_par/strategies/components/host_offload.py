@@ -21,6 +21,7 @@ from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import ConfigurationError
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.precision import MasterWeightPrecision
 
@@ -49,6 +50,18 @@ def check_offload(options: MeshOptions, sizes: ParallelSizes) -> None:
             "comes to the device block by block are the shards of stage 3. Use stage 3, 2 or "
             "more replicas that shard, and undivided experts; or offload_parameters=False."
         )
+
+
+def _without_delay(options: OffloadOptions, trainer: pl.Trainer) -> OffloadOptions:
+    """Return options that let callbacks average, between steps, the weights after each step."""
+    names = sorted({type(callback).__name__ for callback in averaging_callbacks(trainer)})
+    if options.delayed_update is False or not names:
+        return options
+    rank_zero_warn(
+        f"delayed_update={options.delayed_update} has no effect with {' and '.join(names)}: what "
+        "is averaged holds every update."
+    )
+    return replace(options, delayed_update=False)
 
 
 def offload_precision(options: OffloadOptions | None, plugin: Precision) -> Precision:
@@ -93,6 +106,7 @@ class HostOffload:
             )
         (optimizer,) = optimizers
         check_optimizer(optimizer)
+        offload = _without_delay(offload, module.trainer)
         # Every micro-batch adds to a gradient: none is final before the last one's backward.
         pipeline = model.steps.pipeline
         kernel = choose_kernel(offload.cpu_kernel, cache_folder())
