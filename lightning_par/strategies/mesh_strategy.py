@@ -35,6 +35,7 @@ from lightning_par.strategies.components.gather_after_run import gather_after_ru
 from lightning_par.strategies.components.host_offload import (
     check_offload,
     HostOffload,
+    is_offloaded,
     offload_precision,
 )
 from lightning_par.strategies.components.islands import IslandRounds
@@ -345,8 +346,9 @@ class MeshStrategy(ParallelStrategy):
         model = self.parallel_model
         if model.compression is not None:
             model.compression.reset()
-        if self.options.offload_options is not None:
-            self.offload = HostOffload(model, self.optimizers, self.options, self.root_device)
+        offload, device = self.options.offload_options, self.root_device
+        if offload is not None and is_offloaded(model.module, self.optimizers, offload, device):
+            self.offload = HostOffload(model, self.optimizers, self.options, device)
 
     @override
     def model_to_device(self) -> None:

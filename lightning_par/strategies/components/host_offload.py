@@ -25,7 +25,7 @@ from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.precision import MasterWeightPrecision
 
-__all__ = ["HostOffload", "cache_folder", "check_offload", "offload_precision"]
+__all__ = ["HostOffload", "cache_folder", "check_offload", "is_offloaded", "offload_precision"]
 
 _SEE_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
 
@@ -76,17 +76,57 @@ def offload_precision(options: OffloadOptions | None, plugin: Precision) -> Prec
     return MasterWeightPrecision() if is_divided and type(plugin) is HalfPrecision else plugin
 
 
+def is_offloaded(
+    module: pl.LightningModule,
+    optimizers: Sequence[Optimizer],
+    options: OffloadOptions,
+    device: torch.device,
+) -> bool:
+    """Return whether the optimizer of a run is to be moved to the host.
+
+    On the CPU it is there. If it steps in a way that no kernel computes, it is left as it is,
+    unless options ask for more than its place.
+
+    Args:
+        module: The user's module.
+        optimizers: What its `configure_optimizers` gave.
+        options: What is to be offloaded, and how.
+        device: Device of this rank.
+
+    Raises:
+        ConfigurationError: The module steps its optimizer by itself, or it is no Adam.
+    """
+    try:
+        _check_steps(module, optimizers)
+    except ConfigurationError:
+        # Of a dataclass, the delay 0 (from the first step on) equals the default False.
+        asks_more = options != OffloadOptions() or options.delays(0)
+        if device.type != "cpu" or asks_more:
+            raise
+        rank_zero_info("The optimizer is on the host already; it steps as without offloading.")
+        return False
+    return True
+
+
+def _check_steps(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} uses manual optimization, but the optimizer is offloaded "
+            "when Lightning steps it. Set automatic_optimization=True, or use a strategy without "
+            "offloading."
+        )
+    (optimizer,) = optimizers
+    check_optimizer(optimizer)
+
+
 class HostOffload:
     """The optimizer of a run on the host; made with the optimizer, and closed before the next.
 
     Args:
         model: The model on its mesh; its gradients are sent to the host from now on.
-        optimizers: The user's only optimizer, whose step the host makes.
+        optimizers: The user's only optimizer, whose step the host makes; see `is_offloaded`.
         options: The options of the strategy, with those of offloading.
         device: Device of this rank.
-
-    Raises:
-        ConfigurationError: The module steps its optimizer by itself, or it is no Adam.
     """
 
     def __init__(
@@ -98,14 +138,7 @@ class HostOffload:
     ) -> None:
         module, offload = model.module, options.offload_options
         assert offload is not None
-        if not module.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(module).__name__} uses manual optimization, but the optimizer is "
-                "offloaded when Lightning steps it. Set automatic_optimization=True, or use a "
-                "strategy without offloading."
-            )
         (optimizer,) = optimizers
-        check_optimizer(optimizer)
         offload = _without_delay(offload, module.trainer)
         # Every micro-batch adds to a gradient: none is final before the last one's backward.
         pipeline = model.steps.pipeline
