@@ -183,6 +183,7 @@ class _MappedFile(TensorFiles):
         super().__init__(path)
         self._path, self._places = path, places
         self._mapped: Tensor | None = None
+        self._block = bytearray()
 
     def _chunk(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
         if self._mapped is None:
@@ -208,9 +209,11 @@ class _MappedFile(TensorFiles):
             yield part.contiguous().view(-1).view(torch.uint8).numpy().data
 
     def bytes_at(self, place: int, length: int) -> Iterator[memoryview]:
-        """Give the bytes of a part of the file."""
-        # Read and not mapped: the kernel reads ahead, and no page of it has to be mapped.
-        view = memoryview(bytearray(min(_BLOCK, length)))
+        """Give the bytes of a part of the file; the next ones take the place of each."""
+        # Read and not mapped: the kernel reads ahead, and no page of it has to be mapped. The block
+        # is kept: to get new pages for each of many boxes takes as long as to read some of them.
+        self._block = self._block or bytearray(_BLOCK)
+        view = memoryview(self._block)
         with self._path.open("rb", buffering=0) as file:
             file.seek(place)
             while length:
