@@ -33,7 +33,9 @@ CONFIG = GPTConfig(
 def trained(tensor: int, **options: Any) -> pl.Trainer:
     """A Trainer after one step."""
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": 1}
-    strategy = Hybrid3DStrategy(**sizes, zero_stage=3 if tensor == 1 else 0, **options)
+    # What is saved is the parallel form, as in the middle of a run.
+    more = {"zero_stage": 3 if tensor == 1 else 0, "gather_after_run": False, **options}
+    strategy = Hybrid3DStrategy(**sizes, **more)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),

@@ -2,13 +2,11 @@
 writes its boxes into it, and rank 0 adds the manifest.
 """
 
-import math
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from lightning_par.checkpoint.index import file_name, Index, MANIFEST, Manifest, TensorEntry
 from lightning_par.checkpoint.optimizer_groups import split_states, torch_state
-from lightning_par.checkpoint.pieces import Piece
+from lightning_par.checkpoint.pieces import Piece, unbroken_runs
 from lightning_par.checkpoint.plain_file import append_records, make_blanks, write_skeleton
 from lightning_par.checkpoint.storage import (
     ChecksumFile,
@@ -39,7 +37,6 @@ from lightning_par.checkpoint.writer import (
     write_state_tensors,
     WriteReport,
 )
-from lightning_par.dtensor import Box
 from lightning_par.errors import CheckpointError
 from lightning_par.upstream.tensor import storage_key
 
@@ -275,7 +272,7 @@ def _write_box(descriptor: int, start: int, piece: Piece) -> FileRecord:
     if piece.values.numel():
         flat = piece.values.detach().cpu().contiguous().view(-1)
         view = flat.view(torch.uint8).numpy().data  # NumPy lacks bfloat16 and float8
-        places, run = _runs(piece.box, piece.global_shape)
+        places, run = unbroken_runs(piece.box, piece.global_shape)
         size, low = run * piece.values.element_size(), 0
         for place in places:
             at = start + place * piece.values.element_size()
@@ -291,26 +288,6 @@ def _write_all(descriptor: int, part: memoryview, place: int) -> None:
     while part:  # a write may be partial
         count = os.pwrite(descriptor, part, place)
         part, place = part[count:], place + count
-
-
-def _runs(box: Box, shape: tuple[int, ...]) -> tuple[Iterator[int], int]:
-    """Return where the unbroken runs of a box begin in the whole tensor, and their length.
-
-    Args:
-        box: The box.
-        shape: Shape of the whole tensor.
-
-    Example: columns 2 and 3 of 4 of a matrix of 3 rows begin at 2, 6 and 10.
-    """
-    strides = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    outer = len(shape)  # the dims before this one are walked through
-    while outer and box.shape[outer:] == shape[outer:]:
-        outer -= 1
-    first = sum(low * stride for low, stride in zip(box.offset, strides, strict=True))
-    steps = [range(0, n * s, s) for n, s in zip(box.shape[:outer], strides, strict=False)]
-    return (first + sum(step) for step in product(*steps)), math.prod(box.shape[outer:])
 
 
 def commit_file(

@@ -1,14 +1,17 @@
 """Local shards of global tensors, and which rank writes a shard that several ranks hold."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from lightning_par.checkpoint.index import Chunk
 from lightning_par.dtensor import Box, local_box, local_part
 
-__all__ = ["Piece", "assign_writers", "cut_piece"]
+__all__ = ["Piece", "assign_writers", "cut_piece", "unbroken_runs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,3 +86,23 @@ def assign_writers(held: Sequence[Iterable[tuple[Box, int]]]) -> list[frozenset[
         load[rank] += sizes[box]
         assigned[rank].add(box)
     return [frozenset(boxes) for boxes in assigned]
+
+
+def unbroken_runs(box: Box | Chunk, shape: tuple[int, ...]) -> tuple[Iterator[int], int]:
+    """Return where the unbroken runs of a box begin in the whole tensor, and their length.
+
+    Args:
+        box: The box.
+        shape: Shape of the whole tensor.
+
+    Example: columns 2 and 3 of 4 of a matrix of 3 rows begin at 2, 6 and 10.
+    """
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    outer = len(shape)  # the dims before this one are walked through
+    while outer and box.shape[outer:] == shape[outer:]:
+        outer -= 1
+    first = sum(low * stride for low, stride in zip(box.offset, strides, strict=True))
+    steps = [range(0, n * s, s) for n, s in zip(box.shape[:outer], strides, strict=False)]
+    return (first + sum(step) for step in product(*steps)), math.prod(box.shape[outer:])

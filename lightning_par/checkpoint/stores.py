@@ -2,7 +2,9 @@
 
 import json
 import mmap
+import os
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from lightning_par.checkpoint.index import (
     TensorEntry,
     well_formed,
 )
+from lightning_par.checkpoint.pieces import unbroken_runs
 from lightning_par.checkpoint.plain_file import read_manifest
 from lightning_par.checkpoint.storage import check_file, read_regular
 from lightning_par.checkpoint.tensor_files import TensorFiles
@@ -183,6 +186,8 @@ class _MappedFile(TensorFiles):
         super().__init__(path)
         self._path, self._places = path, places
         self._mapped: Tensor | None = None
+        self._descriptor: int | None = None
+        self._block = memoryview(bytearray(_BLOCK))
 
     def _chunk(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
         if self._mapped is None:
@@ -195,30 +200,33 @@ class _MappedFile(TensorFiles):
         return found
 
     def box_bytes(self, entry: TensorEntry, chunk: Chunk) -> Iterator[memoryview]:
-        """Give the bytes of a box, row after row."""
+        """Give the bytes of a box, row after row; the next ones take the place of each."""
+        size = _nbytes(entry, chunk)
+        if not size:
+            return
+        # By arithmetic: there are many boxes, and views of a tensor take long to make.
+        places, run = unbroken_runs(chunk, entry.shape)
+        if run * entry.dtype.itemsize == size:
+            place = self._places[chunk.file] + next(places) * entry.dtype.itemsize
+            yield from self.bytes_at(place, size)
+            return
         box = self._chunk(entry, chunk)
-        if not box.numel():
-            return
-        if box.is_contiguous():
-            place = int(box.storage_offset()) * entry.dtype.itemsize  # the storage is the file
-            yield from self.bytes_at(place, _nbytes(entry, chunk))
-            return
-        rows = max(1, _BLOCK * box.shape[0] // _nbytes(entry, chunk))
-        for part in box.split(rows):
+        for part in box.split(max(1, _BLOCK * box.shape[0] // size)):
             yield part.contiguous().view(-1).view(torch.uint8).numpy().data
 
     def bytes_at(self, place: int, length: int) -> Iterator[memoryview]:
-        """Give the bytes of a part of the file."""
-        # Read and not mapped: the kernel reads ahead, and no page of it has to be mapped.
-        view = memoryview(bytearray(min(_BLOCK, length)))
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(place)
-            while length:
-                count = file.readinto(view[:length])
-                if not count:
-                    raise CheckpointError(f"{self._path} is shorter than its manifest says.")
-                length -= count
-                yield view[:count]
+        """Give the bytes of a part of the file; the next ones take the place of each."""
+        # Read and not mapped: the kernel reads ahead, and no page of it has to be mapped. File and
+        # block are kept over the many boxes.
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+        while length:
+            count = os.preadv(self._descriptor, [self._block[:length]], place)
+            if not count:
+                raise CheckpointError(f"{self._path} is shorter than its manifest says.")
+            place, length = place + count, length - count
+            yield self._block[:count]
 
 
 def _map_file(path: Path) -> Tensor:

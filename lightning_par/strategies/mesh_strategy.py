@@ -36,6 +36,7 @@ from lightning_par.strategies.components.gather_after_run import gather_after_ru
 from lightning_par.strategies.components.host_offload import (
     check_offload,
     HostOffload,
+    is_offloaded,
     offload_precision,
 )
 from lightning_par.strategies.components.islands import IslandRounds
@@ -323,7 +324,7 @@ class MeshStrategy(ParallelStrategy):
             self.model = plugin.convert_module(self.model)
             rest = self.mesh, self.root_device, self._record, self.options, self.activity
             self._parallel_model = parallelize(module, resolved, *rest)
-        make_averages(trainer, self.parallel_model, self.flush_offload)
+        make_averages(trainer, self.parallel_model)
         self._precision.connect(self.parallel_model.gradients)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
@@ -346,7 +347,8 @@ class MeshStrategy(ParallelStrategy):
         model = self.parallel_model
         if model.compression is not None:
             model.compression.reset()
-        if self.options.offload_options is not None:
+        given = self.options.offload_options, self.root_device
+        if is_offloaded(model.module, self.optimizers, *given):
             self.offload = HostOffload(model, self.optimizers, self.options, self.root_device)
 
     @override

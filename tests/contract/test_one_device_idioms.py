@@ -26,7 +26,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_par.errors import ConfigurationError
 from tests.contract.one_device import (
     compare,
     Diary,
@@ -44,7 +43,6 @@ from tests.contract.one_device import (
 
 pytestmark = pytest.mark.contract
 IDIOMS: dict[str, Idiom] = {}
-NOT_OFFLOADED = {"manual_optimization", "an_optimizer_that_calls_the_closure_often"}
 
 
 def idiom(function: Idiom) -> Idiom:
@@ -436,8 +434,4 @@ def test_one_device_is_the_plain_trainer(
     name: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if strategy == "zero_offload" and name in NOT_OFFLOADED:
-        with pytest.raises(ConfigurationError, match="a strategy without offloading"):
-            IDIOMS[name](Run(strategy, tmp_path))
-        return
     compare(IDIOMS[name], strategy, tmp_path)

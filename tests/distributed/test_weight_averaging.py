@@ -15,11 +15,13 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 
 import lightning_par
 from lightning_par.errors import ConfigurationError
 from tests.support.exhaustive import some
+from tests.support.models.mixture import layout as sizes
+from tests.support.models.mixture import make
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer, TOLERANCE
 from tests.support.ranks.api import run_ranks
@@ -28,25 +30,37 @@ Run = dict[str, Any]
 CLOSE = {"rtol": 0, "atol": TOLERANCE}
 
 
-def sizes(tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1, zero: int = 1) -> Run:
-    return {
-        "tensor_parallel_size": tp,
-        "pipeline_parallel_size": pp,
-        "data_parallel_size": dp,
-        "context_parallel_size": cp,
-        "zero_stage": zero,
-    }
+def host(zero: int = 1, dp: int = 1, tp: int = 1, pp: int = 1, **offload: Any) -> Run:
+    return sizes(tp=tp, pp=pp, dp=dp, zero=zero, offload_options=offload)
 
 
 LAYOUTS = {
     "pp2": sizes(pp=2),
-    "cp2": sizes(cp=2),
+    "cp2": sizes(context_parallel_size=2),
     "dp2 zero0": sizes(dp=2, zero=0),
     "dp2 zero1": sizes(dp=2),
     "dp2 zero3": sizes(dp=2, zero=3),
     "tp2": sizes(tp=2),
     "tp2 pp2": sizes(tp=2, pp=2),
+    "host alone": host(),
+    "host alone, delayed": host(delayed_update=0),
+    "host tp2, delayed": host(tp=2, delayed_update=1),
+    "host pp2, a half": host(pp=2, offload_fraction=0.5),
+    "host dp2 zero2, sums": host(dp=2, zero=2, accumulate_on="host"),
+    "host dp2 zero3, parameters": host(dp=2, zero=3, offload_parameters=True),
+    "experts ep2": sizes(dp=2, ep=2),
+    "experts ep2 dp2 zero3": sizes(dp=4, ep=2, zero=3),
+    "experts ep2 tp2": sizes(tp=2, dp=2, ep=2),
+    "experts ep2, host": sizes(dp=2, ep=2, zero=2, offload_options={}),
 }
+WHOLE = ("cp2", "dp2 zero0", "host alone", "host alone, delayed")
+"""Those in which a rank holds whole weights, and so whole averages."""
+
+
+def plain(layout: str) -> str:
+    """Name of the run on one process that has the model of a layout."""
+    kind = layout.split()[0]
+    return f"{kind} plain" if kind in ("host", "experts") else "toy plain"
 
 
 def pull(average: Tensor, current: Tensor, count: Any) -> Tensor:
@@ -77,8 +91,8 @@ AVERAGES: dict[str, Callable[[], Callback]] = {
 class Buffered(ToyModule):
     """Two buffers that every step changes, of which one is not saved."""
 
-    def __init__(self) -> None:
-        super().__init__(optimizer="sgd", blocks=2)
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer=optimizer, blocks=2)
         self.register_buffer("seen", torch.zeros(2))
         self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
 
@@ -91,6 +105,14 @@ class Buffered(ToyModule):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda e: 0.9**e)]
 
 
+def task(layout: str) -> tuple[pl.LightningModule, Dataset[Any], Dataset[Any]]:
+    """A module, what it is trained with, and what it is validated with."""
+    if layout.startswith("experts"):
+        module, samples = make(adam=True, balance="bias")
+        return module, samples, samples
+    return Buffered("adamw" if "host" in layout else "sgd"), ToyData(10), ToyData(4)
+
+
 class Witness(Callback):
     """Keeps losses, rates and what is held; saves after the second epoch."""
 
@@ -101,7 +123,8 @@ class Witness(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         rate = trainer.optimizers[0].param_groups[0]["lr"]
-        self.losses += [float(trainer.callback_metrics["train_loss"]), rate]
+        metrics = trainer.callback_metrics
+        self.losses += [float(metrics.get("global_loss", metrics["train_loss"])), rate]
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         if trainer.current_epoch == 1:
@@ -127,8 +150,10 @@ def train(rank: int, world: int, layout: str, folder: Path, source: Path | None 
     torch.set_default_dtype(torch.float64)
     options, found = LAYOUTS.get(layout, {}), {}
     replicas = options.get("data_parallel_size", 1)
-    for name, make in AVERAGES.items():
-        witness, module = Witness(folder / name), Buffered()
+    for name, make_average in AVERAGES.items():
+        torch.manual_seed(5)
+        module, samples, held = task(layout)
+        witness = Witness(folder / name)
         strategy: Any = "auto"
         if options:
             strategy = lightning_par.Hybrid3DStrategy(verify=False, **options)
@@ -137,48 +162,49 @@ def train(rank: int, world: int, layout: str, folder: Path, source: Path | None 
             devices=world,
             max_epochs=3,
             precision="64-true",
-            callbacks=[make(), witness],
+            callbacks=[make_average(), witness],
         )
-        samples, held = ToyData(10), loader(ToyData(4), 4 // replicas)
         # Lightning shuffles the samples of replicas so.
         order = DistributedSampler(samples, 1, 0) if replicas == 1 else None
-        data = loader(samples, 4 // replicas, sampler=order)
-        trainer.fit(module, data, held, ckpt_path=None if source is None else source / name)
+        data, held_out = loader(samples, 4 // replicas, sampler=order), loader(held, 4 // replicas)
+        trainer.fit(module, data, held_out, ckpt_path=None if source is None else source / name)
         weights = {k: v.clone() for k, v in module.state_dict().items()}
-        (score,) = trainer.validate(module, held, verbose=False)
+        (score,) = trainer.validate(module, held_out, verbose=False)
         own = {"losses": witness.losses, "weights": weights, "score": score["val_loss"]}
         found[name] = {**own, "shapes": witness.shapes}
     return found
 
 
+class Runs:
+    """Each layout's run, from the start or from another one's checkpoints, made once.
+
+    Args:
+        folder: Where each leaves its checkpoints.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._found: dict[tuple[str, str | None], list[Run]] = {}
+
+    def get(self, layout: str, source: str | None = None) -> list[Run]:
+        """What each rank has seen."""
+        if (layout, source) not in self._found:
+            if source is not None:
+                self.get(source)
+            options = LAYOUTS.get(layout, {})
+            axes = ("tensor", "pipeline", "data", "context")
+            world = torch.Size(options.get(f"{axis}_parallel_size", 1) for axis in axes).numel()
+            place = self.folder / (layout if source is None else f"{layout} from {source}")
+            place.mkdir()
+            start = None if source is None else self.folder / source
+            found = run_ranks(train, world, layout, place, start, timeout=300)
+            self._found[layout, source] = list(found)
+        return self._found[layout, source]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each layout leaves its checkpoints."""
-    return tmp_path_factory.mktemp("averages")
-
-
-def run(layout: str, folder: Path, source: str | None = None) -> list[Run]:
-    world = 1
-    for axis, size in LAYOUTS.get(layout, {}).items():
-        world *= 1 if axis == "zero_stage" else size
-    place = folder / (layout if source is None else f"{layout} from {source}")
-    place.mkdir(exist_ok=True)
-    start = None if source is None else folder / source
-    return list(run_ranks(train, world, layout, place, start, timeout=300))
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> Run:
-    """What one process computes."""
-    (found,) = run("plain", folder)
-    return found
-
-
-@pytest.fixture(scope="module")
-def resumed(plain: Run, folder: Path) -> Run:
-    """The same from its own checkpoint; a callback does not save when an epoch has updated it."""
-    (found,) = run("plain", folder, "plain")
-    return found
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("averages"))
 
 
 def assert_equal(results: list[Run], wanted: Run) -> None:
@@ -201,35 +227,53 @@ def averages_in(path: Path) -> Run:
 
 
 # What fails on one axis alone fails on both; ZeRO 1 holds the parts that ZeRO 3 holds.
-ALONE = {"pp2", "tp2", "dp2 zero1"}
+ALONE = {
+    "pp2",
+    "tp2",
+    "dp2 zero1",
+    "host alone",
+    "host tp2, delayed",
+    "host pp2, a half",
+    "host dp2 zero2, sums",
+    "experts ep2",
+    "experts ep2 tp2",
+    "experts ep2, host",
+}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    some(LAYOUTS, ALONE),
-)
-def test_averages_and_their_checkpoints_equal_one_process(
-    layout: str, plain: Run, folder: Path
-) -> None:
-    results = run(layout, folder)
-    assert_equal(results, plain)
+@pytest.mark.parametrize("layout", some(LAYOUTS, ALONE))
+def test_averages_and_their_checkpoints_equal_one_process(layout: str, runs: Runs) -> None:
+    results, (wanted,) = runs.get(layout), runs.get(plain(layout))
+    assert_equal(results, wanted)
     for name in AVERAGES:
-        is_whole = results[0][name]["shapes"] == plain[name]["shapes"]
-        assert is_whole == (layout in ("cp2", "dp2 zero0"))
-        saved, wanted = (averages_in(folder / at / name) for at in (layout, "plain"))
-        assert list(saved) == list(wanted)
-        torch.testing.assert_close(saved, wanted, **CLOSE)
+        is_whole = results[0][name]["shapes"] == wanted[name]["shapes"]
+        assert is_whole == (layout in WHOLE)
+        saved, alone = (averages_in(runs.folder / at / name) for at in (layout, plain(layout)))
+        assert list(saved) == list(alone)
+        torch.testing.assert_close(saved, alone, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("layout", "source"), [("tp2 pp2", "plain"), ("plain", "tp2 pp2"), ("dp2 zero3", "tp2 pp2")]
-)
-def test_averages_go_on_in_another_layout(
-    layout: str, source: str, resumed: Run, folder: Path
-) -> None:
-    if not (folder / source).exists():
-        run(source, folder)
-    assert_equal(run(layout, folder, source), resumed)
+GO_ON = [
+    ("tp2 pp2", "toy plain"),
+    ("toy plain", "tp2 pp2"),
+    ("dp2 zero3", "tp2 pp2"),
+    ("host alone, delayed", "host dp2 zero3, parameters"),
+    ("host dp2 zero3, parameters", "host plain"),
+    ("host plain", "host pp2, a half"),
+    ("experts plain", "experts ep2 dp2 zero3"),
+    ("experts ep2 dp2 zero3", "experts plain"),
+    ("experts ep2, host", "experts ep2 tp2"),
+]
+
+
+@pytest.mark.parametrize("pair", some(GO_ON, GO_ON[5:]), ids=" from ".join)
+def test_averages_go_on_in_another_layout(pair: tuple[str, str], runs: Runs) -> None:
+    # A callback does not save when an epoch has updated it, so that one process does not go on
+    # as if it had not stopped.
+    layout, source = pair
+    start = plain(layout)
+    (wanted,) = runs.get(start, start)
+    assert_equal(runs.get(layout, source), wanted)
 
 
 class Normalized(pl.LightningModule):

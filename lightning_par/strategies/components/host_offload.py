@@ -21,10 +21,11 @@ from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import ConfigurationError
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.precision import MasterWeightPrecision
 
-__all__ = ["HostOffload", "cache_folder", "check_offload", "offload_precision"]
+__all__ = ["HostOffload", "cache_folder", "check_offload", "is_offloaded", "offload_precision"]
 
 _SEE_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
 
@@ -51,6 +52,18 @@ def check_offload(options: MeshOptions, sizes: ParallelSizes) -> None:
         )
 
 
+def _without_delay(options: OffloadOptions, trainer: pl.Trainer) -> OffloadOptions:
+    """Return options that let callbacks average, between steps, the weights after each step."""
+    names = sorted({type(callback).__name__ for callback in averaging_callbacks(trainer)})
+    if options.delayed_update is False or not names:
+        return options
+    rank_zero_warn(
+        f"delayed_update={options.delayed_update} has no effect with {' and '.join(names)}: what "
+        "is averaged holds every update."
+    )
+    return replace(options, delayed_update=False)
+
+
 def offload_precision(options: OffloadOptions | None, plugin: Precision) -> Precision:
     """Return the precision plugin: where a part of the optimizer stays on the device, that part
     keeps float32 masters, too.
@@ -63,17 +76,59 @@ def offload_precision(options: OffloadOptions | None, plugin: Precision) -> Prec
     return MasterWeightPrecision() if is_divided and type(plugin) is HalfPrecision else plugin
 
 
+def is_offloaded(
+    module: pl.LightningModule,
+    optimizers: Sequence[Optimizer],
+    options: OffloadOptions | None,
+    device: torch.device,
+) -> bool:
+    """Return whether the optimizer of a run is to be moved to the host.
+
+    On the CPU it is there. If it steps in a way that no kernel computes, it is left as it is,
+    unless options ask for more than its place.
+
+    Args:
+        module: The user's module.
+        optimizers: What its `configure_optimizers` gave.
+        options: What is to be offloaded, and how; None: nothing is.
+        device: Device of this rank.
+
+    Raises:
+        ConfigurationError: The module steps its optimizer by itself, or it is no Adam.
+    """
+    if options is None:
+        return False
+    try:
+        _check_steps(module, optimizers)
+    except ConfigurationError:
+        # Of a dataclass, the delay 0 (from the first step on) equals the default False.
+        asks_more = options != OffloadOptions() or options.delays(0)
+        if device.type != "cpu" or asks_more:
+            raise
+        rank_zero_info("The optimizer is on the host already; it steps as without offloading.")
+        return False
+    return True
+
+
+def _check_steps(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} uses manual optimization, but the optimizer is offloaded "
+            "when Lightning steps it. Set automatic_optimization=True, or use a strategy without "
+            "offloading."
+        )
+    (optimizer,) = optimizers
+    check_optimizer(optimizer)
+
+
 class HostOffload:
     """The optimizer of a run on the host; made with the optimizer, and closed before the next.
 
     Args:
         model: The model on its mesh; its gradients are sent to the host from now on.
-        optimizers: The user's only optimizer, whose step the host makes.
+        optimizers: The user's only optimizer, whose step the host makes; see `is_offloaded`.
         options: The options of the strategy, with those of offloading.
         device: Device of this rank.
-
-    Raises:
-        ConfigurationError: The module steps its optimizer by itself, or it is no Adam.
     """
 
     def __init__(
@@ -85,14 +140,8 @@ class HostOffload:
     ) -> None:
         module, offload = model.module, options.offload_options
         assert offload is not None
-        if not module.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(module).__name__} uses manual optimization, but the optimizer is "
-                "offloaded when Lightning steps it. Set automatic_optimization=True, or use a "
-                "strategy without offloading."
-            )
         (optimizer,) = optimizers
-        check_optimizer(optimizer)
+        offload = _without_delay(offload, module.trainer)
         # Every micro-batch adds to a gradient: none is final before the last one's backward.
         pipeline = model.steps.pipeline
         kernel = choose_kernel(offload.cpu_kernel, cache_folder())

@@ -133,19 +133,18 @@ def defer_averages(trainer: pl.Trainer) -> None:
         vars(callback)["setup"] = lambda *_, **__: None
 
 
-def make_averages(trainer: pl.Trainer, model: ParallelModel, flush: Callable[[], None]) -> None:
+def make_averages(trainer: pl.Trainer, model: ParallelModel) -> None:
     """Call the deferred `setup` of averaging callbacks, which then hold parts of averages.
 
     Args:
         trainer: The user's Trainer.
         model: The model on its mesh.
-        flush: Completes updates of an optimizer on the host.
     """
     for callback in averaging_callbacks(trainer):
         if vars(callback).pop("setup", None) is None:
             continue
-        _settle(model, flush)
-        parts = WeightParts(model.module, partial(_settle, model, flush))
+        _settle(model)
+        parts = WeightParts(model.module, partial(_settle, model))
         earlier = _average_of(callback)
         callback.setup(trainer, parts, trainer.state.fn)  # type: ignore[arg-type]
         average = _average_of(callback)
@@ -166,13 +165,12 @@ def _average_of(callback: Callback) -> AveragedModel | None:
     return next((value for value in held if isinstance(value, AveragedModel)), None)
 
 
-def _settle(model: ParallelModel, flush: Callable[[], None]) -> None:
+def _settle(model: ParallelModel) -> None:
     if model.forms.is_whole:
         raise ConfigurationError(
             "this callback holds the average of an earlier run on a mesh, in parts. Use a new "
             "callback, or the same Trainer again."
         )
-    flush()
     model.sharding.release()
 
 

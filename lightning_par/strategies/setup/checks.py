@@ -91,7 +91,8 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
         problems += averaging_problems(trainer, module, sizes)
         problems += [
             "the batch-size finder goes on until a rank is out of memory, where the others wait "
-            f"for it; it is not supported on {sizes}. Set the batch size yourself."
+            f"for it; it is not supported on {sizes}. Set the batch size yourself: lightning-par "
+            "rehearse tells what memory a step takes with it."
             for callback in getattr(trainer, "callbacks", ())
             if isinstance(callback, BatchSizeFinder)
         ]

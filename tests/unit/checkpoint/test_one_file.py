@@ -1,5 +1,6 @@
 """A checkpoint that is one file: what plain torch reads, and what is found when it is damaged."""
 
+import gc
 import itertools
 import random
 import zipfile
@@ -42,6 +43,26 @@ def test_reader_gives_what_a_folder_gives(file: Path) -> None:
     assert torch.equal(reader.weights()["tied"], expected(3)["table"])
     assert reader.files.bytes_read == 7 * 5 * 4
     assert reader.manifest.world_size == 2
+
+
+FILES = Path("/proc/self/fd")
+
+
+def opened(path: Path) -> int:
+    """How often this process has a file open now; the listing is open, too, and then gone."""
+    return sum(link.is_symlink() and link.readlink() == path for link in list(FILES.iterdir()))
+
+
+@pytest.mark.skipif(not FILES.is_dir(), reason="needs the list of this process's files")
+def test_all_boxes_are_verified_through_one_descriptor_that_is_closed(file: Path) -> None:
+    reader = CheckpointReader(file)
+    names = sorted(reader.manifest.files)
+    assert len(names) > 10
+    assert reader.problems(names) == []
+    assert opened(file) == 1
+    del reader
+    gc.collect()
+    assert opened(file) == 0
 
 
 def kept_places(path: Path, data: bytes) -> list[range]:
