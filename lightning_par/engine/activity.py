@@ -87,6 +87,10 @@ class Activity:
             self._memory, 0, monotonic(), stage, self.step, micro_batch, action.encode()
         )
 
+    def end_step(self) -> None:
+        """Record that the optimizer has stepped."""
+        self.begin(BETWEEN_STEPS)
+
     def now(self) -> ActivityRecord:
         """Return the current record."""
         return ActivityRecord.read(bytes(self._memory))

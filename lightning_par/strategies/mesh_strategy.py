@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.engine.activations.checkpointing import Recomputation
-from lightning_par.engine.activity import BETWEEN_STEPS
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.data.compression.options import GradientCompression
 from lightning_par.engine.data.islands.options import Outer
@@ -445,7 +444,7 @@ class MeshStrategy(ParallelStrategy):
         if self.offload is not None:
             closure = self.offload.complete(closure)
         output = super().optimizer_step(optimizer, closure, model, **options)
-        self.activity.begin(BETWEEN_STEPS)
+        self.activity.end_step()
         return output
 
     @contextmanager
