@@ -140,6 +140,7 @@ def as_profile(
         "constants": asdict(reached),
         "attention_rates": list(found.attention),
         "slowdown": list(found.slowdown),
+        "overlaps": found.overlaps,
     }
     return entry, networks
 

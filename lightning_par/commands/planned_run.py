@@ -149,7 +149,14 @@ def implementation(precision: str, device: DeviceProfile) -> Implementation:
     code = _held(precision)
     if device.calibration is None:
         return code
-    return replace(code, attention_rates=device.calibration.attention_rates)
+    found = device.calibration
+    overlaps = found.overlaps
+    return replace(
+        code,
+        attention_rates=found.attention_rates,
+        overlap_data=overlaps,
+        async_p2p=overlaps,
+    )
 
 
 def _held(precision: str) -> Implementation:

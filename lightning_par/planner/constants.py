@@ -54,11 +54,14 @@ class Calibration:
         attention_rates: Speed of attention, forward and backward, relative to a large product.
         slowdown: Entry k - 1: time of an operation while k devices of a node compute, over that of
             one that computes alone; more than 1 where they share cores or power.
+        overlaps: Whether what ranks send moves beside their computation; a CPU sends with the cores
+            that compute.
     """
 
     constants: Constants
     attention_rates: tuple[float, float]
     slowdown: tuple[float, ...] = (1.0,)
+    overlaps: bool = True
 
     def crowding(self, busy: float) -> float:
         """Return the slowdown while so many devices of a node compute, on average.

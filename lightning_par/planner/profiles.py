@@ -129,6 +129,7 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         forward, backward = map(float, entry["attention_rates"])
         slowdown = tuple(map(float, entry["slowdown"]))
         every = (*constants.values(), forward, backward, *slowdown)
+        overlaps = entry["overlaps"]
         if set(constants) != numbers or not slowdown or min(every) <= 0:
             raise ValueError("a number is missing, unknown or not positive")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -137,7 +138,10 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
             "lightning-par calibrate."
         ) from error
     return Calibration(
-        constants=Constants(**constants), attention_rates=(forward, backward), slowdown=slowdown
+        constants=Constants(**constants),
+        attention_rates=(forward, backward),
+        slowdown=slowdown,
+        overlaps=bool(overlaps),
     )
 
 

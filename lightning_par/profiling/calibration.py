@@ -62,6 +62,7 @@ class Measures:
         host: Seconds of the host for every kernel.
         slowdown: Entry k - 1: time of an operation while k devices of a node compute, over that of
             one alone. 1 on devices that share nothing.
+        overlaps: Whether messages move beside computation: not where the same cores do both.
         link: Inside a node; None with one device.
         network: Between nodes; None on one node.
     """
@@ -77,6 +78,7 @@ class Measures:
     kernel: float
     host: float
     slowdown: tuple[float, ...]
+    overlaps: bool
     link: LinkMeasure | None
     network: LinkMeasure | None
 
@@ -137,6 +139,7 @@ class _Alone:
             # A CPU runs a kernel when it starts it: what a small block takes is its kernels.
             "kernel": block / _BLOCK_KERNELS if on_cpu else kernel,
             "host": block / _BLOCK_STARTS,
+            "overlaps": not on_cpu,
         }
 
     def capacity(self, local: int) -> tuple[int, float]:
@@ -246,7 +249,13 @@ def _slowdown(alone: _Alone, local: int) -> tuple[float, ...]:
     """Return how much slower one device is while others of its node compute, for 1 to `local`."""
     if local == 1:
         return (1.0,)
-    work = alone.block(tokens=256 * alone.scale, width=512, heads=8)
+    # A training step passes through many blocks: their weights and activations leave the caches.
+    blocks = [alone.block(tokens=256 * alone.scale, width=512, heads=8) for _ in range(4)]
+
+    def work() -> None:
+        for block in blocks:
+            block()
+
     place = _rank() % local
     counts = sorted({local, *(2**i for i in range(local.bit_length()) if 2**i <= local)})
     times = []

@@ -85,6 +85,7 @@ CALIBRATION = {
     "constants": dict.fromkeys(Constants.__dataclass_fields__, 1.0),
     "attention_rates": [0.5, 0.4],
     "slowdown": [1.0, 1.2, 1.6],
+    "overlaps": False,
 }
 
 
