@@ -186,7 +186,11 @@ class PipelinedSteps:
         return output
 
     def look(
-        self, context: StepContext, batches: Sequence[Any], rest: Sequence[Any], key: Any
+        self,
+        context: StepContext,
+        batches: Sequence[Any],
+        rest: Sequence[Any],
+        is_refused: Callable[[], bool],
     ) -> Seen:
         """Run `training_step` on batches of their own, without gradients and logs.
 
@@ -194,7 +198,7 @@ class PipelinedSteps:
             context: Precision plugin's context of the step.
             batches: Any number of batches.
             rest: What else the step takes.
-            key: Seed of the step.
+            is_refused: Whether the step was found to be one that cannot run here, and gave nothing.
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
         with torch.no_grad():
@@ -202,7 +206,7 @@ class PipelinedSteps:
                 "training_step", context, batches, rest, ("first look",), calls
             )
         found = None
-        if run.results and None not in run.results.values():  # a step that was refused gives None
+        if run.results and not is_refused():
             losses = [(float(loss_of(run.results[i])),) for i in sorted(run.results)]
             found = losses, [numbers_of(made) for made in calls]
         losses, logs = self.from_last_stage(found) or ([], [])

@@ -365,7 +365,7 @@ class StepRunner:
             self._random.look([size for _, size in parts], self._tokens_of(batches[0])),
         ):
             if self.pipeline is not None:
-                seen = self.pipeline.look(context, batches, rest, _LOOK)
+                seen = self.pipeline.look(context, batches, rest, self._random.is_refused)
             else:
                 seen = self._look_whole(context, batches, rest)
             is_random = self._random.judge(divides=self._count > 1 or self._has_replicas)

@@ -177,6 +177,10 @@ class StepRandom:
         self._draws.refusal = self._draws.refusal or text
         return True
 
+    def is_refused(self) -> bool:
+        """Return whether something was noted that `judge` will raise."""
+        return bool(self._draws.refusal)
+
     @contextmanager
     def _look_at(self, part: int) -> Iterator[None]:
         assert self._looked is not None
