@@ -8,7 +8,6 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from _gpt import BenchModule, CONFIG, loader, TOKENS
 from _paired import add_arguments, Arguments, compare, fit, launch, read_arguments, Turn
+from torchmetrics.functional import spearman_corrcoef
 
 from lightning_par.commands.calibrate import as_profile
 from lightning_par.commands.planned_run import implementation
@@ -90,12 +90,6 @@ def predict(planner: Planner, ranks: int, options: Options) -> Candidate:
     return planner.predict(layout)
 
 
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's coefficient of two lists without ties."""
-    ranks = [[sorted(values).index(value) for value in values] for values in (a, b)]
-    return statistics.correlation(*ranks)
-
-
 def main() -> None:
     """Measure, predict, and print both."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -120,7 +114,7 @@ def main() -> None:
         print(f"{name:14}  {1e3 * seconds:8.1f}  {1e3 * time.seconds:9.1f}  {error:+5.0%}  {parts}")
     pairs = [(predicted[name].seconds, seconds) for name, seconds in measured.items()]
     error = statistics.mean(abs(p / m - 1) for p, m in pairs)
-    correlation = rank_correlation(*zip(*pairs, strict=True))
+    correlation = float(spearman_corrcoef(*torch.tensor(pairs).T))
     print(f"mean error {error:.1%} (<= 20 %), rank correlation {correlation:.2f} (>= 0.9)")
 
 

@@ -149,14 +149,8 @@ def implementation(precision: str, device: DeviceProfile) -> Implementation:
     code = _held(precision)
     if device.calibration is None:
         return code
-    found = device.calibration
-    overlaps = found.overlaps
-    return replace(
-        code,
-        attention_rates=found.attention_rates,
-        overlap_data=overlaps,
-        async_p2p=overlaps,
-    )
+    rates, overlaps = device.calibration.attention_rates, device.calibration.overlaps
+    return replace(code, attention_rates=rates, overlap_data=overlaps, async_p2p=overlaps)
 
 
 def _held(precision: str) -> Implementation:

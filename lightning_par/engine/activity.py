@@ -14,7 +14,6 @@ __all__ = ["BETWEEN_STEPS", "RECORD_SIZE", "Activity", "ActivityRecord"]
 BETWEEN_STEPS = "between steps"
 """Action of a rank after an optimizer step, where hooks of the user run."""
 
-
 _LAYOUT = struct.Struct("<dqqq40s")
 RECORD_SIZE = _LAYOUT.size
 """Bytes of a record."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -228,9 +229,8 @@ class _Alone:
     def block(self, tokens: int, width: int, heads: int) -> Callable[[], object]:
         """Return a call of a transformer's block, forward and backward."""
         linear = [
-            torch.nn.Linear(into, out, device=self.device, dtype=self.dtype)
+            torch.nn.Linear(into * width, out * width, device=self.device, dtype=self.dtype)
             for into, out in ((1, 3), (1, 1), (1, 4), (4, 1))
-            for into, out in ((into * width, out * width),)
         ]
         x = self.tensor(1, tokens, width, grad=True)
 
@@ -266,16 +266,8 @@ def _slowdown(alone: _Alone, local: int) -> tuple[float, ...]:
             mine[0] = alone.seconds(work) / count
         dist.all_reduce(mine)
         times.append(float(mine))
-    factors = dict(zip(counts, (max(1.0, t / times[0]) for t in times), strict=True))
-    return tuple(_between(factors, count) for count in range(1, local + 1))
-
-
-def _between(points: dict[int, float], at: int) -> float:
-    """Return the value at a place between the given ones, on a straight line."""
-    low = max(p for p in points if p <= at)
-    high = min(p for p in points if p >= at)
-    share = 0.0 if low == high else (at - low) / (high - low)
-    return points[low] * (1 - share) + points[high] * share
+    factors = [max(1.0, t / times[0]) for t in times]
+    return tuple(np.interp(range(1, local + 1), counts, factors).tolist())
 
 
 # Links --------------------------------------------------------------------------------------------
