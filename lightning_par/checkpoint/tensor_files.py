@@ -5,7 +5,7 @@ hold parts of it.
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open, SafetensorError
@@ -62,6 +62,10 @@ class TensorFiles:
         self._folder, self._follows_links = folder, follows_links
         self._open: dict[str, Any] = {}
         self.bytes_read = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Share the open files, which nobody changes: a callback may copy a loaded checkpoint."""
+        return self
 
     def tensor(self, file: str, key: str) -> Tensor:
         """Return a memory-mapped tensor; its pages are read when they are accessed.

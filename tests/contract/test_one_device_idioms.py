@@ -394,6 +394,23 @@ class Copying(Callback):
         copy.deepcopy(pl_module)
 
 
+class Reading(Callback):
+    """Keeps a copy of the checkpoint that a run goes on from."""
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.kept = copy.deepcopy(checkpoint)
+
+
+@idiom
+def copies_of_a_loaded_checkpoint(run: Run) -> Any:
+    first, callback = run.fit(), Reading()
+    first.save_checkpoint(run.folder / "first.ckpt")
+    again = trained(run, ckpt_path=run.folder / "first.ckpt", max_epochs=2, callbacks=[callback])
+    return [again, dict(callback.kept["state_dict"]), callback.kept["global_step"]]
+
+
 class Silent(Tiny):
     """Logs nothing, as nobody listens after a run."""
 
