@@ -31,13 +31,13 @@ def gather_after_run(model: ParallelModel, options: MeshOptions, processes: Mesh
     if model.forms.is_whole:
         return
     if processes.world_size == 1:
-        model.forms.show_whole(model.gather_weights() if model.forms.needs_values else {})
+        model.forms.show_whole(model.gather_tensors() if model.forms.needs_values else {})
         return
     # After an exception nobody knows where the other ranks are.
     if processes.interruption.is_handled or not _is_wanted(model, options, processes):
         return
-    weights = model.gather_weights()
-    model.forms.show_whole(broadcast_state(weights, None, processes.device))
+    tensors = model.gather_tensors()
+    model.forms.show_whole(broadcast_state(tensors, None, processes.device))
 
 
 def _is_wanted(model: ParallelModel, options: MeshOptions, processes: MeshProcesses) -> bool:

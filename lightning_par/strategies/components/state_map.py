@@ -6,7 +6,9 @@ what `Trainer()` wrote.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,14 +19,15 @@ from torch.optim import Optimizer
 from lightning_par.checkpoint.optimizer_groups import by_name, check_groups, number_names
 from lightning_par.checkpoint.pieces import cut_piece, Piece
 from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor, StoredTensors
-from lightning_par.dtensor import Box, local_box, local_part
+from lightning_par.checkpoint.unread_tensor import read_part, UnreadTensor
+from lightning_par.dtensor import local_box, local_part
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.errors import CheckpointError
 from lightning_par.huggingface import adapt_weights
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import canonical_names
 
-__all__ = ["StateMap"]
+__all__ = ["StateMap", "named_tensors"]
 
 
 class StateMap:
@@ -112,11 +115,11 @@ class StateMap:
                 values[f"weights/{name}"] = value
         return _pieces(named), values
 
-    @torch.no_grad()
     def load_weights(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Copy this rank's part of a whole state dict into `module`.
+        """Load this rank's part of a whole state dict by the module's own `load_state_dict`.
 
-        A tied weight needs to be there under one of its names only.
+        So its hooks, what it overrides and its extra state take part, as on one process. A tied
+        weight needs to be there under one of its names only.
 
         Args:
             module: Module whose parameters are plain tensors or DTensors.
@@ -125,36 +128,57 @@ class StateMap:
             strict: Refuse missing and unexpected keys.
 
         Raises:
-            CheckpointError: With every key that is missing, unexpected or of another shape.
+            CheckpointError: On every rank, with the keys that are missing, unexpected or of
+                another shape.
+
+        **Communicates**: what is wrong, to every rank.
         """
-        known = set(self._state_order)
-        source = {n: self._source(n, state) for n in (*self._state_order, *module.state_dict())}
-        problems = []
-        if strict:
-            problems += [f"missing {name}" for name in self._state_order if source[name] is None]
-            problems += [f"unexpected {name}" for name in state if name not in known]
-        found: list[tuple[str, Tensor, Any]] = []
-        rest: dict[str, Any] = {}
-        for name, target in module.state_dict().items():
-            key = source[name]
-            if key is None:
-                continue
-            if not isinstance(target, Tensor):
-                rest[name] = state[key]
-                continue
-            value = state.find(key) if isinstance(state, StoredTensors) else state[key]
-            found.append((name, target, value))
-            if target.shape != value.shape:
-                has, wanted = tuple(value.shape), tuple(target.shape)
-                problems.append(f"{name} has shape {has}, the model {wanted}")
-        if problems:
-            raise CheckpointError(
-                "the checkpoint does not fit the model: " + "; ".join(problems) + "."
-            )
-        for name, target, value in found:
-            _read_part(value, local_box(name, target), local_part(target))
-        if rest:
-            module.load_state_dict(rest, strict=False)
+        given = self._given_entries(state)
+        alone = self._mesh.sizes.world_size == 1
+        problems = _load_entries(module, given, strict=strict and alone)
+        if strict and not alone:
+            known = {*self._state_order, *self._canonical}
+            # Other stages have the rest.
+            problems.unexpected = [name for name in problems.unexpected if name not in known]
+            problems.other += [f"missing {name}" for name in problems.missing]
+            problems.other += [f"unexpected {name}" for name in problems.unexpected]
+        everywhere = [problems.other]
+        if not alone:
+            everywhere = [[]] * self._mesh.sizes.world_size
+            dist.all_gather_object(everywhere, problems.other)
+        found = list(dict.fromkeys(p for some in everywhere for p in some))
+        if found:
+            raise CheckpointError(f"the checkpoint does not fit the model: {'; '.join(found)}.")
+
+    def _given_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict of which tensors in files are not read yet."""
+        given: Any = copy(state)  # with the versions of its modules
+        if isinstance(state, StoredTensors):
+            found = {name: state.find(name) for name in state}
+            given = {
+                n: UnreadTensor.of(e) if isinstance(e, StoredTensor) else e
+                for n, e in found.items()
+            }
+        for names in self._tied.values():
+            source = next((name for name in names if name in given), None)
+            if source is not None:
+                given.update({name: given[source] for name in names if name not in given})
+        return cast(dict[str, Any], given)
+
+    @torch.no_grad()
+    def copy_tensors(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts of whole tensors into a module, whatever it overrides.
+
+        Args:
+            module: Module whose parameters are plain tensors or DTensors.
+            tensors: FQN -> whole parameter or buffer, the same on every rank.
+        """
+        for name, target in named_tensors(module).items():
+            value = tensors.get(name)
+            # A buffer may stand for a parameter of another stage.
+            same = isinstance(value, nn.Parameter) == isinstance(target, nn.Parameter)
+            if value is not None and same:
+                read_part(tensors[name], local_box(name, target), local_part(target))
 
     def match_names(self, module: nn.Module, state: StoredTensors) -> StoredTensors:
         """Return weights of a bare model under the names that the LightningModule gives them.
@@ -170,11 +194,6 @@ class StateMap:
         hits = {prefix: sum(prefix + name in known for name in state) for prefix in prefixes}
         best = max(sorted(prefixes), key=hits.__getitem__)
         return state.renamed(best) if best else state
-
-    def _source(self, name: str, state: Mapping[str, Any]) -> str | None:
-        """Return the key of `state` that holds an entry of the model, or None."""
-        names = (name, *self._tied.get(self._canonical.get(name, ""), ()))
-        return next((n for n in names if n in state), None)
 
     @torch.no_grad()
     def local_optimizer(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -371,19 +390,60 @@ def _load_on_host(
     """Load the states of a parameter that is updated on the host; return whether it is."""
 
     def read(value: Any, out: Tensor) -> None:
-        _read_part(value, local_box("state", parameter.data), out)
+        read_part(value, local_box("state", parameter.data), out)
 
     return host is not None and host.load(parameter, entry, read)
 
 
-def _read_part(value: Any, box: Box, out: Tensor) -> None:
-    """Copy a part of a whole tensor."""
-    if isinstance(value, StoredTensor):
-        value.read_box(box.offset, out)
-        return
-    for dim, (low, size) in enumerate(zip(box.offset, box.shape, strict=True)):
-        value = value.narrow(dim, low, size)
-    out.copy_(value)
+@dataclass
+class _Problems:
+    """Keys that did not fit where a module has loaded a state dict, and other problems."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+
+
+def _load_entries(module: nn.Module, given: dict[str, Any], *, strict: bool) -> _Problems:
+    """Call a module's `load_state_dict`; whole tensors for shards are cut on the way."""
+    problems = _Problems()
+
+    def cut(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, target in named_tensors(part, recurse=False).items():
+            value = state.get(prefix + name)
+            is_whole = type(value) in (Tensor, nn.Parameter)
+            if isinstance(target, DTensor) and value is not None and is_whole:
+                state[prefix + name] = UnreadTensor.of(value)
+        extra = state.get(f"{prefix}_extra_state")
+        if isinstance(extra, UnreadTensor):
+            state[f"{prefix}_extra_state"] = extra.read()
+
+    def note(_: nn.Module, keys: Any) -> None:
+        problems.missing, problems.unexpected = list(keys.missing_keys), list(keys.unexpected_keys)
+
+    # Added last, so that they see what the user's own hooks leave.
+    handles = [part.register_load_state_dict_pre_hook(cut) for part in module.modules()]
+    handles.append(module.register_load_state_dict_post_hook(note))
+    try:
+        module.load_state_dict(given, strict=strict)
+    except RuntimeError as error:  # torch's text has a line for each problem below the first
+        problems.other = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return problems
+
+
+def named_tensors(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Return FQN -> parameter or buffer under all of its names, also buffers that are not saved.
+
+    Args:
+        module: Any module.
+        recurse: Also those of its submodules.
+    """
+    parameters = module.named_parameters(recurse=recurse, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=recurse, remove_duplicate=False)
+    return {**dict(parameters), **dict(buffers)}
 
 
 def _state_like(parameter: nn.Parameter, value: Any, held: Any) -> Any:
@@ -401,10 +461,10 @@ def _state_like(parameter: nn.Parameter, value: Any, held: Any) -> Any:
     box = local_box("state", data)
     fits = isinstance(held, DTensor) and held.placements == data.placements
     if fits and held.dtype == value.dtype:
-        _read_part(value, box, held.to_local())
+        read_part(value, box, held.to_local())
         return held
     local = torch.empty_like(data.to_local(), dtype=value.dtype)
-    _read_part(value, box, local)
+    read_part(value, box, local)
     return DTensor.from_local(
         local,
         data.device_mesh,

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn, Tensor
 
 from lightning_par.dtensor import whole
 from lightning_par.engine.data.compression.reduction import CompressedGradients
@@ -19,7 +19,7 @@ from lightning_par.errors import ConfigurationError, nearest
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.components.module_forms import ModuleForms
-from lightning_par.strategies.components.state_map import StateMap
+from lightning_par.strategies.components.state_map import named_tensors, StateMap
 from lightning_par.strategies.proof.first_step import FirstStepProof
 from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.runner import StepRunner
@@ -90,16 +90,28 @@ class ParallelModel:
         self.sharding.release()
         return self.states.gather_weights(self.module)
 
+    def gather_tensors(self) -> dict[str, Tensor]:
+        """Return all parameters and buffers likewise, whatever the module's state dict leaves out.
+
+        **Communicates**: as `gather_weights`.
+        """
+        self.sharding.release()
+        named, parameters = named_tensors(self.module), self.resolved.canonical
+        # A buffer under the name of a parameter stands for that of another stage.
+        return self.states.gather_state(
+            {n: t for n, t in named.items() if isinstance(t, nn.Parameter) or n not in parameters}
+        )
+
     @contextmanager
     def in_parallel_form(self) -> Iterator[None]:
         """Inside, the module has its parallel form, with the weights that it has now."""
         if not self.forms.is_whole:
             yield
             return
-        weights = dict(self.module.state_dict())
+        tensors = named_tensors(self.module)
         self.forms.show_parallel()
         try:
-            self.states.load_weights(self.module, weights, strict=False)
+            self.states.copy_tensors(self.module, tensors)
             yield
         finally:
             self.forms.show_whole({})
