@@ -512,7 +512,6 @@ class MeshStrategy(ParallelStrategy):
             # Lightning does not pass it on where checkpoints are restored after the setup.
             weights_only = getattr(self.launcher, "weights_only", None)
         module, plugin = self.lightning_module, self.checkpoint_io
-        assert module is not None
         return self._loading.read(module, checkpoint_path, weights_only, plugin)
 
     @property

@@ -76,6 +76,25 @@ def resuming_where_a_timer_is_over(run: Run) -> Any:
 
 
 @idiom
+def a_checkpoint_read_before_a_module_is_there(run: Run) -> Any:
+    run.fit().save_checkpoint(run.folder / "a.ckpt")
+    trainer, module = run.trainer(max_epochs=2), Tiny()
+    trainer._checkpoint_connector.resume_start(run.folder / "a.ckpt")
+    trainer.strategy.connect(module)
+    trainer._checkpoint_connector.resume_start(run.folder / "a.ckpt")
+    trainer.fit(module, ckpt_path=run.folder / "a.ckpt")
+    return outcome(trainer, module)
+
+
+@idiom
+def a_checkpoint_without_states_of_optimizers(run: Run) -> Any:
+    run.fit().save_checkpoint(run.folder / "a.ckpt")
+    kept = saved(run.folder / "a.ckpt")
+    torch.save({**kept, "optimizer_states": []}, run.folder / "a.ckpt")
+    return trained(run, max_epochs=2, ckpt_path=run.folder / "a.ckpt")
+
+
+@idiom
 def best_checkpoints(run: Run) -> Any:
     keep = ModelCheckpoint(run.folder, "{epoch}-{step}", "val", save_top_k=2, save_last=True)
     module = Tiny()

@@ -52,7 +52,7 @@ class CheckpointLoad:
 
     def read(
         self,
-        module: pl.LightningModule,
+        module: pl.LightningModule | None,
         filepath: Any,
         weights_only: bool | None,
         checkpoint_io: CheckpointIO,
@@ -60,7 +60,8 @@ class CheckpointLoad:
         """Read a checkpoint: of this package, a file of Lightning, or plain weights.
 
         Args:
-            module: The user's LightningModule; one device reads before it is on the mesh.
+            module: The user's LightningModule, if it is known yet; one device reads before it is on
+                the mesh.
             filepath: Folder or file. Weights are ``model.safetensors``, or the ``.index.json`` of
                 several such files, or a folder with one of the two.
             weights_only: False if the user trusts it, so that pickles in it may be read.
@@ -92,9 +93,9 @@ class CheckpointLoad:
         return _read_file(filepath, weights_only, checkpoint_io)
 
     def _read_ours(
-        self, module: pl.LightningModule, path: Path, *, unpickle: bool
+        self, module: pl.LightningModule | None, path: Path, *, unpickle: bool
     ) -> dict[str, Any]:
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        fitting = _is_fitting(module)
         reader = self._verify(path, optimizer=fitting)
         state = reader.state(0, unpickle=unpickle)
         own = state
@@ -186,8 +187,11 @@ class CheckpointLoad:
         """Load this rank's part of the states of all optimizers.
 
         Raises:
-            CheckpointError: There is another number of them.
+            CheckpointError: There is another number of them, and not none.
         """
+        if not saved and optimizers:
+            _log.warning("the checkpoint holds no state of optimizers: they start anew.")
+            return
         if len(saved) != len(optimizers):
             raise CheckpointError(
                 f"the checkpoint holds {len(saved)} optimizers, this run has {len(optimizers)}."
@@ -228,6 +232,14 @@ def _read_file(filepath: Any, weights_only: bool | None, checkpoint_io: Checkpoi
         raise CheckpointError(
             f"{filepath} is damaged, or no checkpoint: {str(error).partition(chr(10))[0]}"
         ) from error
+
+
+def _is_fitting(module: pl.LightningModule | None) -> bool:
+    """Whether a fit reads a checkpoint; also where nobody knows what it is read for."""
+    try:
+        return module is None or module.trainer.state.fn == TrainerFn.FITTING
+    except RuntimeError:  # it is attached to no Trainer
+        return True
 
 
 def _resumes_inside_epoch(model: ParallelModel) -> bool:
