@@ -92,7 +92,32 @@ class HeadOnly(PlainModule):
         return torch.optim.SGD(self.net.head.parameters(), lr=self.lr)
 
 
+class Migrating(PlainModule):
+    """Renames what an earlier version has saved, in the checkpoint."""
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        state = checkpoint["state_dict"]
+        for name in [name for name in state if _to_new_name(name) != name]:
+            state[_to_new_name(name)] = state.pop(name)
+
+
+class Filtering(HeadOnly):
+    """Leaves the rest out of the checkpoint, not of the state dict; and doubles it as it loads."""
+
+    state_dict = PlainModule.state_dict
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {n: v for n, v in state.items() if ".head." in n}
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: 2 * value for name, value in state.items()}
+
+
 CASES = {
+    "migrating": (Migrating, {"net.head.": "net.output."}, ()),
+    "filtering": (Filtering, {}, ()),
     "renaming": (Renaming, {"net.head.": "net.output."}, ()),
     "hooked": (Hooked, {"net.head.": "net.output."}, ("net.norm.weight", "net.norm.bias")),
     "counting": (Counting, {}, ()),
