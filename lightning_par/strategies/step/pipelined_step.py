@@ -38,6 +38,7 @@ from lightning_par.strategies.step.logs import (
 )
 from lightning_par.strategies.step.loss_rule import Seen
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.step_attributes import StepAttributes
 
 __all__ = ["PipelinedSteps", "loss_of", "merge_results"]
 
@@ -94,6 +95,8 @@ class PipelinedSteps:
         self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
         self._group = mesh.group("pp")
         self._results = TreeBroadcast(self._group, self._source)
+        self._attributes = StepAttributes(module)
+        self._attributes_sent = TreeBroadcast(self._group, self._source)
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 
     def training(
@@ -135,6 +138,7 @@ class PipelinedSteps:
             return weighted if factor is None else weighted * factor
 
         signatures = [signature(part, "training") for part in parts]
+        self._attributes.begin()
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         with self._gradients_aside(parameters) as computed:
             prepared = self._sharding.zero_weight.prepared() if weights.zero else nullcontext()
@@ -176,8 +180,11 @@ class PipelinedSteps:
         by_samples = BatchWeights.by_samples
         weights = by_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
         calls: list[list[LogCall]] = [[] for _ in parts]
+        self._attributes.begin()
         run = self._forward_only(name, context, parts, args[1:], key, calls)
         found = None
+        left = self._attributes.changes() if run.results else None
+        self._take_attributes(self._attributes_sent.broadcast(left))
         if run.results:
             merged = merge_results([run.results[i] for i in sorted(run.results)], weights.shares)
             found = to_cpu(merged), [_log_to_cpu(c) for c in combine_logs(calls, weights.shares)]
@@ -300,7 +307,9 @@ class PipelinedSteps:
         calls: Sequence[Sequence[LogCall]],
         weights: BatchWeights,
     ) -> tuple[Tensor, dict[str, Any] | None, list[LogCall]]:
-        """Give every stage the loss, the other results and the logs of the last one."""
+        """Give every stage the loss, the other results and the logs of the last one, and what the
+        step has left there in the module.
+        """
         found = None
         if losses:
             shares = weights.shares
@@ -314,11 +323,17 @@ class PipelinedSteps:
             if isinstance(results[0], Mapping):
                 others = [{k: v for k, v in r.items() if k != "loss"} for r in results]
                 extras = map_tensors(merge_results(others, shares), Tensor.detach)
-            found = value, extras, combine_logs(calls, shares, weights.sums)
+            logs = combine_logs(calls, shares, weights.sums)
+            found = value, extras, logs, self._attributes.changes()
         run.results.clear()
-        received: tuple[Tensor, dict[str, Any] | None, list[LogCall]]
-        received = self._results.broadcast(found)
-        return received
+        value, extras, logs, left = self._results.broadcast(found)
+        self._take_attributes(left)
+        return value, extras, logs
+
+    def _take_attributes(self, changes: dict[str, Any]) -> None:
+        """Have in the module what the step has left there on the last stage."""
+        if dist.get_rank() != self._source:
+            self._attributes.take(changes)
 
     def _deferred_loss(
         self,

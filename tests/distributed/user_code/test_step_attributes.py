@@ -1,0 +1,85 @@
+"""What steps collect in attributes of the module, for hooks at the end of an epoch."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_par import Hybrid3DStrategy
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import LAYOUTS
+
+
+class Collecting(PlainModule):
+    """Collects as users of Lightning 2 do: in lists, in a dict of lists, in a sum and a buffer."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.outputs: dict[str, list[Tensor]] = {"guesses": [], "labels": []}
+        self.correct, self.summary = 0, ""
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen = len(batch[0])
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss)
+        self.total += loss.detach() * self.seen
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", torch.stack(self.losses).mean())
+        self.log("total", self.total)
+        self.losses.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, labels = batch
+        logits = self.net(tokens)
+        self.outputs["guesses"].append(logits.argmax(-1))
+        self.outputs["labels"].append(labels)
+        self.correct += int((logits.argmax(-1) == labels).sum())
+        self.summary = f"{self.correct} were right"
+        self.log("val", F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+    def on_validation_epoch_end(self) -> None:
+        guesses, labels = (torch.cat(self.outputs[name]) for name in ("guesses", "labels"))
+        assert guesses.shape == labels.shape == (16, labels.shape[1])
+        assert self.summary == f"{self.correct} were right"
+        self.log("accuracy", (guesses == labels).double().mean())
+        self.log("correct", float(self.correct))
+        self.outputs = {"guesses": [], "labels": []}
+        self.correct = 0
+
+
+def _train(rank: int, world: int, layout: str | None, schedule: str = "1f1b") -> Any:
+    seed_everything(0, verbose=False)
+    samples, module = token_pairs(), Collecting().double()
+    strategy: Any = "auto"
+    if layout is not None:
+        strategy = Hybrid3DStrategy(**LAYOUTS[layout], schedule=schedule)
+    trainer = quiet_trainer(
+        devices=world, strategy=strategy, precision="64-true", max_epochs=2, num_sanity_val_steps=2
+    )
+    trainer.fit(module, DataLoader(samples, 8), DataLoader(samples[:16], 8))
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return found, float(module.total), module.seen * 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"), [("tp2", "1f1b"), ("pp2", "1f1b"), ("pp2", "zbv"), ("tp2pp2", "1f1b")]
+)
+def test_every_rank_reads_what_one_process_has_collected(layout: str, schedule: str) -> None:
+    (metrics, total, _) = _train(0, 1, None)
+    torch.set_default_dtype(torch.float32)
+    world = 4 if layout == "tp2pp2" else 2
+    for found, found_total, _ in run_ranks(_train, world, layout, schedule, timeout=180):
+        assert found == pytest.approx(metrics, rel=1e-6)
+        assert found_total == pytest.approx(total)
