@@ -182,8 +182,8 @@ def fit_sizes(
     if auto == "planned":
         raise MeshError(
             "auto_parallel chooses the sizes from the model, when the Trainer's fit sets it up; "
-            "before, they are not known. lightning-par search --samples N prints the sizes of layouts "
-            "for N samples a step, and Hybrid3DStrategy takes them."
+            "before, they are not known. lightning-par search --samples N prints the sizes of "
+            "layouts for N samples a step, and Hybrid3DStrategy takes them."
         )
     given: Mapping[str, Size] = {
         "tensor_parallel_size": tensor,

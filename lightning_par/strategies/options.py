@@ -203,6 +203,8 @@ class MeshOptions:
             except MeshError as error:
                 problems.append(error)
         if not found:
+            # Of the sizes that were given alone, if it can be said of them.
+            replace(self, auto_rule="data").fit_sizes(num_devices, devices_per_node)
             raise problems[0]
         return sorted(found, key=lambda s: (s.tensor * s.pipeline * s.context, s.pipeline))
 

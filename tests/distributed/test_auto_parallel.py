@@ -17,6 +17,7 @@ from tests.distributed.models import test_bert
 from tests.support.exhaustive import some
 from tests.support.models import mixture
 from tests.support.models.huggingface import HFModule, PaddedText
+from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import quiet_trainer, Recorder, Result, TOLERANCE
 from tests.support.ranks.api import run_ranks
 
@@ -167,3 +168,37 @@ def test_one_replica_is_kept_and_the_rest_of_the_mesh_equals_one_process(
     sizes = assert_equal(*cell, data_parallel_size=1)[0]["sizes"]
     assert sizes.data == 1
     assert sizes.tensor * sizes.pipeline * sizes.context == cell[1]
+
+
+def train_twice(rank: int, world: int) -> list[Any]:
+    """Train a module, evaluate it, and train another one, which the planner cannot read."""
+    torch.manual_seed(5)
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=AutoParallelStrategy(data_parallel_size=1),
+        max_steps=10,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+    )
+    found, (module, samples) = [], gpt()
+    held_out = DataLoader(Subset(samples, range(4)), batch_size=2)  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(samples, batch_size=4), held_out)
+    found += [trainer.strategy.choice, trainer.strategy.sizes]
+    trainer.validate(module, held_out, verbose=False)
+    found.append(trainer.strategy.choice)
+    trainer.fit_loop.epoch_loop.max_steps += 2
+    trainer.fit(PlainModule(), DataLoader(token_pairs(8), batch_size=4))
+    return [*found, trainer.strategy.choice, trainer.strategy.sizes, trainer.global_step]
+
+
+def test_a_module_keeps_its_choice_and_another_one_gets_its_own(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Ten steps are enough to hold the prediction against them, which may end in a warning."""
+    for first, sizes, again, second, others, steps in run_ranks(train_twice, 2, timeout=120):
+        assert first.predicted is not None
+        assert again == first
+        assert second.predicted is None
+        assert sizes.world_size == others.world_size == 2
+        assert sizes.data == others.data == 1
+        assert steps == 12

@@ -4,7 +4,7 @@ Speed is samples a second, where every replica draws batches of the size of its 
 DDP. A model that the planner cannot read gets the layout that divides the model least.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -150,23 +150,30 @@ class LayoutChooser:
         """Return the choice.
 
         Raises:
-            LightningParError: Every layout is refused, or none fits in memory.
+            LightningParError: Every layout is refused, or none fits in memory; or there is no such
+                profile.
         """
         try:
             planner = self._planner()
         except ConfigurationError as error:
-            return self._choose_plainly(str(error))
+            if self.wish.profile is not None:  # a wrong one is an error, and this finds it again
+                find_profile(self.wish.profile, self.device, self.node)
+            return self._plain_choice({}, None, str(error))
         refusals: dict[tuple[Any, ...], str] = {}
         found = list(islice(self._ranked(planner, refusals), 2))
-        if not found:
-            return self._choose_plainly("no layout that the planner knows can be had", refusals)
-        device = planner.device
+        if not found:  # sizes that the planner would not think of
+            return self._plain_choice(refusals, planner)
+        return self._choice(planner, *found)
+
+    def _choice(
+        self, planner: Planner, best: Candidate, next_best: Candidate | None = None
+    ) -> Choice:
         return Choice(
-            layout=found[0].layout,
-            predicted=found[0],
-            runner_up=found[1] if len(found) > 1 else None,
-            profile=device.name,
-            is_measured=device.calibration is not None,
+            layout=best.layout,
+            predicted=best,
+            runner_up=next_best,
+            profile=planner.device.name,
+            is_measured=planner.device.calibration is not None,
         )
 
     def settings(self, layout: Layout) -> MeshOptions:
@@ -271,11 +278,16 @@ class LayoutChooser:
 
     # What can be had ------------------------------------------------------------------------------
 
-    def _choose_plainly(
-        self, reason: str, refusals: Mapping[tuple[Any, ...], str] | None = None
+    def _plain_choice(
+        self, refusals: dict[tuple[Any, ...], str], planner: Planner | None, reason: str = ""
     ) -> Choice:
-        """Return the first layout that nothing refuses, of those that divide the model least."""
-        told = dict(refusals or {})
+        """Return the first layout that nothing refuses, of those that divide the model least.
+
+        Args:
+            refusals: What is known already; those that are met come to it.
+            planner: Predicts it, if there is one.
+            reason: Why there is none.
+        """
         for sizes in self.options.possible_sizes(self.devices, self.node):
             free = self.wish.zero_stage and sizes.data > 1
             for zero in (1, 2, 3) if free else (self.options.zero_stage,):
@@ -290,10 +302,12 @@ class LayoutChooser:
                     schedule=self.options.schedule,
                 )
                 refusal = self._refusal(layout, fits=True)
+                if refusal is None and planner is not None:
+                    return self._choice(planner, planner.predict(layout))
                 if refusal is None:
                     return Choice(layout=layout, reason=reason)
-                told[_kind(sizes, zero)] = refusal
-        few = "\n".join(f"- {text}" for text in list(dict.fromkeys(told.values()))[:_TOLD])
+                refusals[_kind(sizes, zero)] = refusal
+        few = "\n".join(f"- {text}" for text in list(dict.fromkeys(refusals.values()))[:_TOLD])
         raise ConfigurationError(
             f"auto_parallel found no layout of {self.devices} devices for "
             f"{type(self.module).__name__}:\n{few}"

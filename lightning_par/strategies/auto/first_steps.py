@@ -34,7 +34,8 @@ class FirstSteps:
 
     def __init__(self, choice: Choice, device: torch.device, *, counts: bool) -> None:
         self._choice, self._device, self._counts = choice, device, counts
-        self._steps, self._began = 0, 0.0
+        self._steps = 0
+        self._began: float | None = None
         self._times: list[float] = []
         self._live: LiveBytes | None = None
         self._open = ExitStack()
@@ -46,7 +47,7 @@ class FirstSteps:
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Begin a step, unless one has begun, as where several batches make a step."""
-        if self._began or self.is_over:
+        if self._began is not None or self.is_over:
             return
         if self._steps == _SKIPPED - 1 and self._counts and self._device.type == "cpu":
             self._live = self._open.enter_context(LiveBytes())
@@ -61,11 +62,11 @@ class FirstSteps:
 
         **Communicates**: after the last one, an all-reduce of two numbers over all ranks.
         """
-        if not self._began:
+        if self._began is None:
             return
         if self._steps >= _SKIPPED:
             self._times.append(self._now() - self._began)
-        self._steps, self._began = self._steps + 1, 0.0
+        self._steps, self._began = self._steps + 1, None
         self._open.close()
         if self.is_over:
             self._compare()
@@ -73,7 +74,7 @@ class FirstSteps:
     def close(self) -> None:
         """Measure nothing any more, as after an exception."""
         self._open.close()
-        self._steps, self._began = _SKIPPED + _TIMED, 0.0
+        self._steps, self._began = _SKIPPED + _TIMED, None
 
     def _now(self) -> float:
         if self._device.type == "cuda":
