@@ -86,6 +86,7 @@ class Choice:
         predicted: Its prediction; None: there is none.
         runner_up: The next best on another mesh, if it was looked for and found.
         reason: Why there is no prediction; empty if there is one.
+        left_out: Why a run would refuse the first one that came before; empty: none did.
         profile: Name of the device profile.
         is_measured: Whether that was measured on the user's machine.
     """
@@ -94,6 +95,7 @@ class Choice:
     predicted: Candidate | None = None
     runner_up: Candidate | None = None
     reason: str = ""
+    left_out: str = ""
     profile: str = ""
     is_measured: bool = False
 
@@ -103,15 +105,16 @@ class Choice:
         return mode != "none" and kept == Recomputation(mode=mode)
 
     def __str__(self) -> str:
+        left_out = f" Left out before it: {self.left_out}" if self.left_out else ""
         if self.predicted is None:
             return (
                 f"auto_parallel chose {self.layout}, without a prediction: {self.reason}. Replicas "
-                "come first, then what shards their state, then what divides the model."
+                f"come first, then what shards their state, then what divides the model.{left_out}"
             )
         lines = [f"auto_parallel chose {_describe(self.predicted)}, by the profile {self.profile}"]
         if self.runner_up is not None:
             lines.append(f"before {_describe(self.runner_up)}")
-        return "; ".join(lines) + "."
+        return "; ".join(lines) + "." + left_out
 
 
 def _describe(one: Candidate) -> str:
@@ -160,18 +163,23 @@ class LayoutChooser:
                 find_profile(self.wish.profile, self.device, self.node)
             return self._plain_choice({}, None, str(error))
         refusals: dict[tuple[Any, ...], str] = {}
-        found = list(islice(self._ranked(planner, refusals), 2))
-        if not found:  # sizes that the planner would not think of
+        ranked = self._ranked(planner, refusals)
+        try:
+            best = next(ranked, None)
+        except MeshError as error:
+            raise MeshError(" ".join([str(error), *islice(refusals.values(), 1)])) from None
+        if best is None:  # sizes that the planner would not think of
             return self._plain_choice(refusals, planner)
-        return self._choice(planner, *found)
+        made = self._choice(planner, best, refusals)
+        return replace(made, runner_up=next(ranked, None))
 
     def _choice(
-        self, planner: Planner, best: Candidate, next_best: Candidate | None = None
+        self, planner: Planner, best: Candidate, refusals: dict[tuple[Any, ...], str]
     ) -> Choice:
         return Choice(
             layout=best.layout,
             predicted=best,
-            runner_up=next_best,
+            left_out=next(iter(refusals.values()), ""),
             profile=planner.device.name,
             is_measured=planner.device.calibration is not None,
         )
@@ -303,9 +311,10 @@ class LayoutChooser:
                 )
                 refusal = self._refusal(layout, fits=True)
                 if refusal is None and planner is not None:
-                    return self._choice(planner, planner.predict(layout))
+                    return self._choice(planner, planner.predict(layout), refusals)
                 if refusal is None:
-                    return Choice(layout=layout, reason=reason)
+                    left_out = next(iter(refusals.values()), "")
+                    return Choice(layout=layout, reason=reason, left_out=left_out)
                 refusals[_kind(sizes, zero)] = refusal
         few = "\n".join(f"- {text}" for text in list(dict.fromkeys(refusals.values()))[:_TOLD])
         raise ConfigurationError(

@@ -16,6 +16,7 @@ from lightning_par.strategies.auto.choice import Choice, CHOSEN, LayoutChooser, 
 from lightning_par.strategies.auto.first_steps import FirstSteps
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.setup.checks import check_trainer
+from lightning_par.strategies.setup.preflight import one_speaks
 
 __all__ = ["AutoParallelStrategy"]
 
@@ -122,7 +123,9 @@ class AutoParallelStrategy(MeshStrategy):
         )
         self._is_choosing = True
         try:
-            self.choice = self.processes.broadcast(chooser.choose())
+            with one_speaks(self.processes):
+                chosen = chooser.choose()
+            self.choice = self.processes.broadcast(chosen)
         finally:
             self._is_choosing = False
         assert self.choice is not None

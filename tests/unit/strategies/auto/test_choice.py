@@ -193,6 +193,16 @@ class Images(pl.LightningModule):
         return self.layers(batch).sum()
 
 
+class Traceable(Images):
+    """Can be divided by its structure."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(32, 8), batch_size=4)  # type: ignore[arg-type]
+
+
 class Wrong(Images):
     config = gpt().config
     """Of another model."""
@@ -208,6 +218,9 @@ def test_a_model_that_cannot_be_read_gets_replicas_and_the_reason() -> None:
     assert choose(Images(), tensor_parallel_size=1, data_parallel_size=4).layout.sizes.data == 4
     trainer = {"sync_batchnorm": True, "strategy": TensorParallelStrategy()}
     assert choose(Images(nn.BatchNorm1d), trainer=trainer).layout.sizes.data == 4
+    divided = choose(Traceable(nn.BatchNorm1d), 2)
+    assert divided.layout.sizes.tensor == 2
+    assert "Left out before it: BatchNorm 'layers.1'" in str(divided)
     with pytest.raises(ConfigurationError, match=r"(?s)no layout of 4 .*pass sync_batchnorm=True"):
         choose(Images(nn.BatchNorm1d), tensor_parallel_size=1, pipeline_parallel_size=1)
 
