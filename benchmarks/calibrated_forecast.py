@@ -19,9 +19,8 @@ from _paired import add_arguments, Arguments, compare, fit, launch, read_argumen
 from torchmetrics.functional import spearman_corrcoef
 
 from lightning_par.commands.calibrate import as_profile
-from lightning_par.commands.planned_run import implementation
 from lightning_par.planner.model_shape import read_shape
-from lightning_par.planner.profiles import load_profile
+from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Candidate, Planner
 from lightning_par.planner.shapes import Layout
 from lightning_par.profiling.calibration import measure

@@ -2,7 +2,7 @@
 
 A LightningModule that trains on one device trains, unchanged, on any mesh of devices. Importing
 this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``sequence_ring``,
-``hybrid3d`` and ``zero_offload`` with Lightning.
+``hybrid3d``, ``zero_offload`` and ``auto_parallel`` with Lightning.
 """
 
 from typing import Any, TYPE_CHECKING
@@ -11,6 +11,7 @@ from lightning_par.registration import register_strategies
 from lightning_par.version import __version__
 
 __all__ = [
+    "AutoParallelStrategy",
     "BatchLayout",
     "ContextOptions",
     "GradientCompression",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_par.plan.resolved_plan import check_plan
     from lightning_par.sizes import ParallelSizes
     from lightning_par.strategies import (
+        AutoParallelStrategy,
         Hybrid3DStrategy,
         Pipeline1F1BStrategy,
         SequenceRingStrategy,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 else:
     # Imported when they are asked for (PEP 562): the engine has to work without Lightning.
     _EXPORTS = {
+        "AutoParallelStrategy": "strategies",
         "BatchLayout": "plan.parallel_plan",
         "ContextOptions": "engine.context.options",
         "GradientCompression": "engine.data.compression.options",

@@ -23,6 +23,7 @@ STRATEGIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "pipeline_1f1b": ("Pipeline1F1BStrategy", "pipeline parallelism, one forward one backward", {}),
     "sequence_ring": ("SequenceRingStrategy", "context parallelism with ring attention", {}),
     "hybrid3d": ("Hybrid3DStrategy", "tensor, pipeline, context and data parallelism together", {}),
+    "auto_parallel": ("AutoParallelStrategy", "the layout that is predicted to be fastest", {}),
     "zero_offload": ("ZeROOffloadStrategy", "sharded data parallelism, optimizer on the host", {}),
     **{
         f"zero_offload_stage_{stage}": (

@@ -26,7 +26,7 @@ EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
 """The same ranks in the same order, as experts see them."""
 
 Size = int | Literal["auto"]
-AutoRule = Literal["tensor", "pipeline", "context", "balanced", "data"]
+AutoRule = Literal["tensor", "pipeline", "context", "balanced", "data", "planned"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ def fit_sizes(
     ``tensor`` takes all of a node for `tensor`; ``pipeline`` takes all for `pipeline`; ``balanced``
     takes 2 for `tensor`, then 2 for `pipeline`, where they divide; ``context`` takes all for
     `context`, which is 1 under the other rules; ``data`` takes none. What is still left goes to
-    `data`.
+    `data`. ``planned`` leaves sizes open until a model is there.
 
     Args:
         num_devices: Ranks in the world.
@@ -177,8 +177,14 @@ def fit_sizes(
         auto: The rule above.
 
     Raises:
-        MeshError: With every problem, and sizes that would work.
+        MeshError: With every problem, and sizes that would work; or the rule is ``planned``.
     """
+    if auto == "planned":
+        raise MeshError(
+            "auto_parallel chooses the sizes from the model, when the Trainer's fit sets it up; "
+            "before, they are not known. lightning-par search --samples N prints the sizes of "
+            "layouts for N samples a step, and Hybrid3DStrategy takes them."
+        )
     given: Mapping[str, Size] = {
         "tensor_parallel_size": tensor,
         "pipeline_parallel_size": pipeline,

@@ -2,7 +2,7 @@
 
 import argparse
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
@@ -10,14 +10,14 @@ from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.model_shape import read_shape
-from lightning_par.planner.profiles import DeviceProfile, load_profile
+from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Planner
-from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
+from lightning_par.planner.shapes import Layout, TransformerShape
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.options import MeshOptions
 
-__all__ = ["PlannedRun", "add_machine_options", "implementation", "read_run"]
+__all__ = ["PlannedRun", "add_machine_options", "read_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,25 +142,3 @@ def _shape(run: ConfiguredRun, length: int | None) -> TransformerShape:
             "blocks are not known. Set one of them to a configuration such as GPTConfig."
         )
     return read_shape(config, length)
-
-
-def implementation(precision: str, device: DeviceProfile) -> Implementation:
-    """Return what Adam holds and sends per parameter under a precision of the Trainer."""
-    code = _held(precision)
-    if device.calibration is None:
-        return code
-    rates, overlaps = device.calibration.attention_rates, device.calibration.overlaps
-    return replace(code, attention_rates=rates, overlap_data=overlaps, async_p2p=overlaps)
-
-
-def _held(precision: str) -> Implementation:
-    if precision.endswith("-true") and precision != "32-true":
-        return Implementation(gradient_bytes=2, state_bytes=4, reduce_bytes=2, step_traffic=14)
-    # Parameters and gradients in float32, also where products are in 16 bits.
-    return Implementation(
-        activation_bytes=2 if "mixed" in precision else 4,
-        weight_bytes=4,
-        state_bytes=8,
-        gather_bytes=2 if "mixed" in precision else 4,
-        step_traffic=28,
-    )

@@ -1,6 +1,6 @@
 """Every valid layout of a model over a number of devices."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -8,9 +8,10 @@ from lightning_par.errors import MeshError, raise_problems
 from lightning_par.planner.shapes import Layout, Recompute, TransformerShape
 from lightning_par.sizes import ParallelSizes
 
-__all__ = ["LayoutSpace", "divisors"]
+__all__ = ["PIPELINED", "LayoutSpace", "divisors"]
 
-_PIPELINED = ("1f1b", "interleaved", "zb-h1", "zbv")
+PIPELINED = ("1f1b", "interleaved", "zb-h1", "zbv")
+"""Schedules of a pipeline that a search chooses from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,13 @@ class LayoutSpace:
         most_gathering_nodes: Nodes over which ZeRO stage 3 may shard: no measurement of more was at
             hand that the model could be held against.
         offload: Whether the optimizer is on the host.
+        sequence_parallel: Whether the parts between tensor-parallel layers are sharded, too, where
+            the tokens divide.
         fixed: Name of a size of `ParallelSizes`, or "data" -> its only value.
+        accumulated: Batches of a replica in a step, which only a pipeline cuts into micro-batches;
+            0: without a pipeline, too, a step may be cut in any way.
+        pieces: Micro-batches into which a pipeline cuts such a batch; 0: any number.
+        accepts: Of a mesh with a ZeRO stage, whether it may be chosen.
 
     Raises:
         MeshError: A number is less than 1, or a fixed size is unknown.
@@ -38,14 +45,18 @@ class LayoutSpace:
     devices: int
     samples: int
     node: int = 8
-    schedules: tuple[str, ...] = _PIPELINED
+    schedules: tuple[str, ...] = PIPELINED
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     zero_stages: tuple[int, ...] = (1, 2, 3)
     largest_micro_batch: int = 16
     shortest_context: int = 2048
     most_gathering_nodes: int = 32
     offload: bool = False
+    sequence_parallel: bool = True
     fixed: tuple[tuple[str, int], ...] = ()
+    accumulated: int = 0
+    pieces: int = 0
+    accepts: Callable[[ParallelSizes, int], bool] = lambda sizes, zero: True
 
     def __post_init__(self) -> None:
         counts = ("devices", "samples", "node", "largest_micro_batch")
@@ -82,7 +93,8 @@ class LayoutSpace:
                         tensor=tensor,
                         expert=expert,
                     )
-                    if all(getattr(found, name) == size for name, size in kept.items()):
+                    is_kept = all(getattr(found, name) == size for name, size in kept.items())
+                    if is_kept and self.accepts(found, zero):
                         yield found, zero
 
     def _degrees(self, shape: TransformerShape) -> Iterator[tuple[int, int, int, int]]:
@@ -128,10 +140,8 @@ class LayoutSpace:
             shape: The model.
         """
         for sizes, zero in self.sizes(shape):
-            of_replica = self.samples // sizes.data
-            micros = [x for x in divisors(of_replica) if x <= self.largest_micro_batch]
-            for micro, (schedule, virtual) in product(micros, self._schedules(shape, sizes)):
-                count = of_replica // micro
+            cuts = self._cuts(sizes)
+            for (micro, count), (schedule, virtual) in product(cuts, self._schedules(shape, sizes)):
                 if schedule == "interleaved" and count % sizes.pipeline:
                     continue
                 for recompute in self.recompute:
@@ -143,9 +153,22 @@ class LayoutSpace:
                         schedule=schedule,
                         virtual=virtual,
                         recompute=recompute,
-                        sequence_parallel=shape.length // sizes.context % sizes.tensor == 0,
+                        sequence_parallel=self.sequence_parallel
+                        and shape.length // sizes.context % sizes.tensor == 0,
                         offload=self.offload,
                     )
+
+    def _cuts(self, sizes: ParallelSizes) -> list[tuple[int, int]]:
+        """Return samples of a micro-batch, and micro-batches of a step of a replica."""
+        of_replica = self.samples // sizes.data
+        if not self.accumulated:
+            micros = [x for x in divisors(of_replica) if x <= self.largest_micro_batch]
+            return [(micro, of_replica // micro) for micro in micros]
+        batch = of_replica // self.accumulated
+        if sizes.pipeline == 1:
+            return [(batch, self.accumulated)]
+        counts = [min(self.pieces, batch)] if self.pieces else divisors(batch)
+        return [(-(-batch // count), count * self.accumulated) for count in counts]
 
     def _schedules(
         self, shape: TransformerShape, sizes: ParallelSizes

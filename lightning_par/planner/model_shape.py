@@ -5,7 +5,7 @@ from typing import Any
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.shapes import TransformerShape
 
-__all__ = ["read_shape"]
+__all__ = ["find_shape", "read_shape"]
 
 _NAMES = {
     "layers": ("num_layers", "num_hidden_layers", "n_layer"),
@@ -22,6 +22,9 @@ _NAMES = {
 """Field of `TransformerShape` -> its names: of the reference models, then of transformers."""
 _LENGTHS = ("max_length", "max_position_embeddings", "n_positions")
 _REQUIRED = ("layers", "model_dim", "heads", "vocab")
+_ALIKE = 1.5
+"""How far the weights of a shape may be from those of its model. Norms, biases and positions, which
+a shape leaves out, are a third of the smallest models."""
 
 
 def read_shape(config: Any, length: int | None = None) -> TransformerShape:
@@ -60,6 +63,35 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
         causal=not _is_encoder(config),
         dropout=bool(dropout),
     )
+
+
+def find_shape(module: Any, length: int | None = None) -> TransformerShape:
+    """Return the shape of a model, from the first configuration inside that describes it.
+
+    Args:
+        module: Module of torch, whose parameters may be on meta.
+        length: T; None: the longest that the configuration allows.
+
+    Raises:
+        ConfigurationError: No module has a configuration that can be read, or it describes another
+            number of weights than the model has, as where it is one of several models.
+    """
+    given = (getattr(child, "config", None) for child in module.modules())
+    configs = [c for c in given if all(_first(c, _NAMES[field]) for field in _REQUIRED)]
+    name = type(module).__name__
+    if not configs:
+        raise ConfigurationError(
+            f"no module of {name} has a `config` with the sizes of a transformer of equal blocks, "
+            "such as GPTConfig"
+        )
+    shape = read_shape(configs[0], length)
+    held = sum(parameter.numel() for parameter in module.parameters())
+    if not 1 / _ALIKE < held / shape.parameters < _ALIKE:
+        raise ConfigurationError(
+            f"{type(configs[0]).__name__} describes {shape.parameters:,} weights, but {name} has "
+            f"{held:,}: it is no transformer of equal blocks"
+        )
+    return shape
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:

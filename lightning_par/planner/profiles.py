@@ -7,14 +7,15 @@ Names that a user's file does not define are those of the shipped one.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_par.errors import ConfigurationError, nearest, raise_problems
 from lightning_par.planner.constants import Calibration, Constants, fitted_constants
+from lightning_par.planner.shapes import Implementation
 
-__all__ = ["DeviceProfile", "device_names", "load_profile", "reached"]
+__all__ = ["DeviceProfile", "device_names", "implementation", "load_profile", "reached"]
 
 _SHIPPED = Path(__file__).with_name("profiles.json")
 _NUMBERS = ("flops", "processors", "bandwidth", "memory")
@@ -86,6 +87,37 @@ def load_profile(name: str, path: str | Path | None = None) -> DeviceProfile:
 def reached(device: DeviceProfile) -> Constants:
     """Return what is reached of a device's numbers: as measured, else as fitted on its family."""
     return device.calibration.constants if device.calibration else fitted_constants(device.name)
+
+
+def implementation(precision: str, device: DeviceProfile) -> Implementation:
+    """Return what Adam holds and sends per parameter under a precision of the Trainer.
+
+    Args:
+        precision: Such as ``"bf16-mixed"``.
+        device: What was measured on it holds for messages and attention.
+    """
+    code = _held(precision)
+    if device.calibration is None:
+        return code
+    rates, overlaps = device.calibration.attention_rates, device.calibration.overlaps
+    return replace(code, attention_rates=rates, overlap_data=overlaps, async_p2p=overlaps)
+
+
+def _held(precision: str) -> Implementation:
+    if precision in ("bf16-true", "16-true"):
+        return Implementation(gradient_bytes=2, state_bytes=4, reduce_bytes=2, step_traffic=14)
+    # Parameters and gradients in float32, also where products are in 16 bits; or all in float64.
+    word = 8 if precision == "64-true" else 4
+    products = 2 if "mixed" in precision else word
+    return Implementation(
+        activation_bytes=products,
+        weight_bytes=word,
+        gradient_bytes=word,
+        state_bytes=2 * word,
+        reduce_bytes=word,
+        gather_bytes=products,
+        step_traffic=7 * word,
+    )
 
 
 def device_names(path: str | Path | None = None) -> list[str]:

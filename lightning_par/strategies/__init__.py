@@ -1,5 +1,6 @@
 """Lightning strategies for every mesh; `lightning_par.registration` registers their names."""
 
+from lightning_par.strategies.auto.strategy import AutoParallelStrategy
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.presets import (
     Hybrid3DStrategy,
@@ -10,6 +11,7 @@ from lightning_par.strategies.presets import (
 )
 
 __all__ = [
+    "AutoParallelStrategy",
     "Hybrid3DStrategy",
     "MeshStrategy",
     "Pipeline1F1BStrategy",

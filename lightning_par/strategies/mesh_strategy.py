@@ -33,7 +33,6 @@ from lightning_par.strategies.components.checkpoint_load import CheckpointLoad
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave
 from lightning_par.strategies.components.gather_after_run import gather_after_run
 from lightning_par.strategies.components.host_offload import (
-    check_offload,
     HostOffload,
     is_offloaded,
     offload_precision,
@@ -260,7 +259,6 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        check_offload(self.options, self.sizes)
         plugin = offload_precision(self.options.offload_options, self.precision_plugin)
         self.precision_plugin = plugin
         assert self.lightning_module is not None

@@ -1,9 +1,10 @@
 """`MeshOptions`: what a user chose for a mesh strategy, as one checked, immutable value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from lightning_par.engine.offload.options import OffloadOptions, read_offload_op
 from lightning_par.engine.option_fields import read_fields
 from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.schedules import build_schedule, place_stages, SCHEDULES
-from lightning_par.errors import ConfigurationError, either, raise_problems
+from lightning_par.errors import ConfigurationError, either, MeshError, raise_problems
 from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.planner.layouts import divisors
 from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
 
 __all__ = ["CHECKPOINT_FORMATS", "MeshOptions"]
@@ -175,6 +177,36 @@ class MeshOptions:
             zero_stage=self.zero_stage,
             auto=self.auto_rule,
         )
+
+    def possible_sizes(self, num_devices: int, devices_per_node: int) -> list[ParallelSizes]:
+        """Return the meshes that keep the sizes given, the ones that divide the model least first.
+
+        Tensor, pipeline and data sizes that are "auto" are free; the context is 1 then.
+
+        Args:
+            num_devices: Ranks of the world.
+            devices_per_node: Ranks of one node.
+
+        Raises:
+            MeshError: There is none.
+        """
+        found, problems = list[ParallelSizes](), list[MeshError]()
+        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+        tensors = divisors(devices_per_node) if tensor == "auto" else [tensor]
+        pipelines = divisors(num_devices) if pipeline == "auto" else [pipeline]
+        for tp, pp in product(tensors, pipelines):
+            one = replace(
+                self, tensor_parallel_size=tp, pipeline_parallel_size=pp, auto_rule="data"
+            )
+            try:
+                found.append(one.fit_sizes(num_devices, devices_per_node))
+            except MeshError as error:
+                problems.append(error)
+        if not found:
+            # Of the sizes that were given alone, if it can be said of them.
+            replace(self, auto_rule="data").fit_sizes(num_devices, devices_per_node)
+            raise problems[0]
+        return sorted(found, key=lambda s: (s.tensor * s.pipeline * s.context, s.pipeline))
 
     def microbatches(self, ranks: int) -> int:
         """Return the number of micro-batches of a replica's batch on `ranks` pipeline ranks."""

@@ -124,3 +124,7 @@ def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None
     status, _, said = command(monkeypatch, capsys, "search", *words)
     assert status == 1
     assert "device 'h1000' has no profile; did you mean 'h100'?" in said
+    words = ("--config", config, "--devices", 2, "--trainer.strategy=auto_parallel")
+    status, _, said = command(monkeypatch, capsys, "forecast", *words)
+    assert status == 1
+    assert "auto_parallel chooses the sizes from the model" in said

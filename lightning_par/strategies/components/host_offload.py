@@ -19,13 +19,12 @@ from lightning_par.engine.offload.host_optimizer import check_optimizer, HostOpt
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import ConfigurationError
-from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.precision import MasterWeightPrecision
 
-__all__ = ["HostOffload", "cache_folder", "check_offload", "is_offloaded", "offload_precision"]
+__all__ = ["HostOffload", "cache_folder", "is_offloaded", "offload_precision"]
 
 _SEE_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
 
@@ -34,22 +33,6 @@ def cache_folder() -> Path:
     """Return where compiled kernels are kept: below XDG_CACHE_HOME, or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "lightning_par"
-
-
-def check_offload(options: MeshOptions, sizes: ParallelSizes) -> None:
-    """Refuse to offload parameters that are not sharded block by block.
-
-    Raises:
-        ConfigurationError: With the sizes that would do.
-    """
-    if options.offload_options is None or not options.offload_options.offload_parameters:
-        return
-    if options.zero_stage != 3 or sizes.data_shard == 1 or sizes.expert > 1:
-        raise ConfigurationError(
-            f"offload_parameters=True with zero_stage={options.zero_stage} on {sizes}: what "
-            "comes to the device block by block are the shards of stage 3. Use stage 3, 2 or "
-            "more replicas that shard, and undivided experts; or offload_parameters=False."
-        )
 
 
 def _without_delay(options: OffloadOptions, trainer: pl.Trainer) -> OffloadOptions:

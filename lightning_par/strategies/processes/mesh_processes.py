@@ -145,7 +145,7 @@ class MeshProcesses:
         """The size of every axis.
 
         Raises:
-            MeshError: They do not fit the devices.
+            MeshError: They do not fit the devices, or are still to be chosen.
         """
         if self._sizes is None:
             num_devices = self._num_nodes * self.num_local
@@ -201,7 +201,10 @@ class MeshProcesses:
         Raises:
             MeshError: The sizes do not fit the devices.
         """
-        _ = self.sizes
+        if self._options.auto_rule == "planned":
+            self._options.possible_sizes(self._num_nodes * self.num_local, self.num_local)
+        else:
+            _ = self.sizes
         assert self._environment is not None
         self._launcher = PreflightLauncher(
             self._environment, self.num_local, self._num_nodes, preflight, self._explain
@@ -223,15 +226,11 @@ class MeshProcesses:
 
         **Communicates**: makes process groups over all ranks, then a few names between them.
         """
-        sizes = self.sizes
         self.attach(self._devices, self._num_nodes, self._environment)
         self._rendezvous()
-        if sizes.data == 1 and self._filter is None:
-            # All ranks log the same values; Lightning cannot know.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
-            self._filter = warnings.filters[0]
-        if self._mesh is None:
-            self._mesh = build_mesh(sizes, self.device.type, self._options.timeout)
+        waits = self._sizes is None and self._options.auto_rule == "planned"
+        if not waits:
+            self._arrange()
         if self.world_size > 1 and "PL_GLOBAL_SEED" in os.environ:
             # The state of one process that ran the same script. Lightning's `reset_seed` would go
             # back to the state before what the script has drawn.
@@ -242,8 +241,29 @@ class MeshProcesses:
             local_rank = self._environment.local_rank()
             file = open_status_file(self.rank, local_rank, self.activity)
             if file is not None:
-                self._watch = RankWatch(file, sizes, self._options.timeout)
+                named = ParallelSizes(data_shard=self.world_size) if waits else self.sizes
+                self._watch = RankWatch(file, named, self._options.timeout)
                 self._observe_children(False)
+
+    def _arrange(self) -> None:
+        """Make the mesh, if there is none."""
+        if self.sizes.data == 1 and self._filter is None:
+            # All ranks log the same values; Lightning cannot know.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
+            self._filter = warnings.filters[0]
+        if self._mesh is None:
+            self._mesh = build_mesh(self.sizes, self.device.type, self._options.timeout)
+
+    def choose(self, sizes: ParallelSizes) -> None:
+        """Arrange the processes of a run, which are set up, in a mesh of these sizes.
+
+        **Communicates**: makes process groups over all ranks, unless the mesh has these sizes.
+        """
+        if sizes != self._sizes:
+            self._sizes, self._mesh = sizes, None
+        self._arrange()
+        if self._watch is not None:
+            self._watch.sizes = sizes
 
     def _rendezvous(self) -> None:
         """Make the default process group; the processes of one node meet on its loopback."""

@@ -85,12 +85,15 @@ class RankWatch:
         file: Status file of this node.
         sizes: Sizes of the mesh, which tell the place of a rank.
         timeout: Timeout of the process groups.
+
+    Attributes:
+        sizes: As given.
     """
 
     def __init__(
         self, file: RankStatusFile, sizes: ParallelSizes, timeout: timedelta | None
     ) -> None:
-        self._file, self._sizes = file, sizes
+        self._file, self.sizes = file, sizes
         self._timeout = timedelta(minutes=30) if timeout is None else timeout
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -112,7 +115,7 @@ class RankWatch:
         status = RankStatus.CUT_OFF if cut_off else RankStatus.FAILED
         self._file.say(status, f"{type(error).__name__}: {error}".partition("\n")[0])
         if not cut_off:
-            if not isinstance(error, LightningParError) and self._sizes.world_size > 1:
+            if not isinstance(error, LightningParError) and self.sizes.world_size > 1:
                 error.add_note(f"on {self._name(self._mine())}, in {self._mine().activity}")
             return
         _look_for(_SETTLE, self._is_settled)
@@ -166,7 +169,7 @@ class RankWatch:
         os._exit(1)
 
     def _name(self, state: RankState) -> str:
-        return self._sizes.describe(state.rank)
+        return self.sizes.describe(state.rank)
 
     def _describe(self, states: Sequence[RankState]) -> str:
         """Say which rank is the cause, what it was doing, and what to do."""

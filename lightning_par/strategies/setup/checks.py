@@ -133,6 +133,7 @@ def check_module(
         ConfigurationError: An option needs another size.
         ScheduleError: The schedule does not fit the number of pipeline ranks.
     """
+    _check_offload(options, sizes)
     plan = options.plan if options.plan is not None else find_plan(module)
     if plan is None and (sizes.tensor > 1 or sizes.pipeline > 1):
         if not infers:
@@ -176,6 +177,18 @@ def check_module(
     check_experts(module, resolved, sizes)
     _check_compression(module, options, sizes)
     return resolved
+
+
+def _check_offload(options: MeshOptions, sizes: ParallelSizes) -> None:
+    """Refuse to offload parameters that are not sharded block by block."""
+    if options.offload_options is None or not options.offload_options.offload_parameters:
+        return
+    if options.zero_stage != 3 or sizes.data_shard == 1 or sizes.expert > 1:
+        raise ConfigurationError(
+            f"offload_parameters=True with zero_stage={options.zero_stage} on {sizes}: what "
+            "comes to the device block by block are the shards of stage 3. Use stage 3, 2 or "
+            "more replicas that shard, and undivided experts; or offload_parameters=False."
+        )
 
 
 def _check_compression(module: nn.Module, options: MeshOptions, sizes: ParallelSizes) -> None:

@@ -16,7 +16,7 @@ from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.upstream.lightning import trainer_of
 
-__all__ = ["infer_for_run"]
+__all__ = ["first_samples", "infer_for_run", "train_loader"]
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 2
@@ -30,7 +30,7 @@ def infer_for_run(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
         module: The user's module; parameters may be on meta.
         sizes: Sizes of the mesh.
     """
-    example = _first_samples(module)
+    example = first_samples(module)
     key = (sizes.tensor, sizes.pipeline, example is None)
     plans = _known.setdefault(module, {})
     if key not in plans:
@@ -50,7 +50,7 @@ def infer_for_run(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
     return plans[key]
 
 
-def _train_loader(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+def train_loader(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     """Return what gives the training batches of a fit that is being set up, or None.
 
     `Trainer.train_dataloader` has it only after the strategy is set up.
@@ -63,7 +63,7 @@ def _train_loader(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     return source.train_dataloader() if is_overridden("train_dataloader", source) else None
 
 
-def _first_samples(module: nn.Module) -> Any:
+def first_samples(module: nn.Module) -> Any:
     """Return a batch of the first samples of the training data; None if there are none to see.
 
     The samples are taken from the dataset, so no loader starts, and no random state moves.
@@ -73,7 +73,7 @@ def _first_samples(module: nn.Module) -> Any:
         return None
     with fork_all_rng(torch.device("cpu")):
         try:
-            loader = _train_loader(trainer, module)
+            loader = train_loader(trainer, module)
             if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
                 return None
             dataset: Any = loader.dataset

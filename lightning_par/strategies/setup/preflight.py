@@ -1,5 +1,8 @@
 """All checks of a run, in the order in which their messages help most."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import lightning.pytorch as pl
 
 from lightning_par.errors import LightningParError
@@ -11,7 +14,7 @@ from lightning_par.strategies.setup.block_wrapping import check_recomputation
 from lightning_par.strategies.setup.checks import check_module, check_trainer, check_whole
 from lightning_par.strategies.setup.memory_check import MemoryCheck
 
-__all__ = ["check_run"]
+__all__ = ["check_run", "one_speaks"]
 
 
 def check_run(
@@ -22,8 +25,6 @@ def check_run(
 ) -> ResolvedPlan:
     """Refuse what cannot work, before the module is changed; return its resolved plan.
 
-    Of the processes that a script started, the first one speaks, and the others end in silence.
-
     Args:
         trainer: The user's Trainer.
         module: The user's LightningModule, whole; parameters may be on meta.
@@ -33,8 +34,20 @@ def check_run(
     Raises:
         LightningParError: The first check that fails, with every problem that it found.
     """
-    try:
+    with one_speaks(processes):
         return _check(trainer, module, options, processes)
+
+
+@contextmanager
+def one_speaks(processes: MeshProcesses) -> Iterator[None]:
+    """Surrounds what all ranks refuse alike: of the processes that a script started, the first one
+    speaks, and the others end in silence.
+
+    Args:
+        processes: The processes of the run.
+    """
+    try:
+        yield
     except LightningParError:
         if not processes.speaks:
             raise SystemExit(1) from None

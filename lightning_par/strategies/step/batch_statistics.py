@@ -12,7 +12,12 @@ from lightning_par.engine.collectives import all_reduce, apply_function
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 
-__all__ = ["check_batch_statistics", "synchronize_batchnorm", "training_batchnorms"]
+__all__ = [
+    "check_batch_statistics",
+    "refuse_parts",
+    "synchronize_batchnorm",
+    "training_batchnorms",
+]
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
@@ -50,6 +55,20 @@ def check_batch_statistics(module: nn.Module, mesh: ParallelMesh, microbatches: 
         boxes: list[Any] = [None] * mesh.sizes.pipeline
         dist.all_gather_object(boxes, layers, group=mesh.group("pp"))
         layers = list(dict.fromkeys(name for box in boxes for name in box))
+    refuse_parts(layers, replicas, microbatches)
+
+
+def refuse_parts(layers: list[str], replicas: int, microbatches: int) -> None:
+    """Refuse layers, if there are any, that would take a part of the samples for the batch.
+
+    Args:
+        layers: Their names.
+        replicas: That see other samples.
+        microbatches: Number of micro-batches of a batch.
+
+    Raises:
+        ConfigurationError: There is a layer.
+    """
     if not layers:
         return
     more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""

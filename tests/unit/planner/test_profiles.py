@@ -7,7 +7,7 @@ import pytest
 
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.constants import Constants
-from lightning_par.planner.profiles import device_names, load_profile, reached
+from lightning_par.planner.profiles import device_names, implementation, load_profile, reached
 
 OWN = {
     "flops": 1e14,
@@ -108,3 +108,17 @@ def test_a_damaged_calibration_is_refused(tmp_path: Path, changes: dict) -> None
     path = write(tmp_path, calibration={**CALIBRATION, **changes})
     with pytest.raises(ConfigurationError, match="write it again by lightning-par calibrate"):
         load_profile("v100", path)
+
+
+def test_precision_says_what_a_parameter_takes() -> None:
+    """Bytes of weights, gradients and the two moments of Adam, and of an activation."""
+    device = load_profile("cpu")
+    held = {
+        name: (code.weight_bytes, code.gradient_bytes, code.state_bytes, code.activation_bytes)
+        for name in ("64-true", "32-true", "bf16-mixed", "bf16-true")
+        for code in [implementation(name, device)]
+    }
+    assert held["64-true"] == (8, 8, 16, 8)
+    assert held["32-true"] == (4, 4, 8, 4)
+    assert held["bf16-mixed"] == (4, 4, 8, 2)
+    assert held["bf16-true"] == (2, 2, 4, 2)

@@ -1,0 +1,409 @@
+"""The choice of a layout: the fastest that the planner predicts and that nothing refuses.
+
+Speed is samples a second, where every replica draws batches of the size of its loader, as under
+DDP. A model that the planner cannot read gets the layout that divides the model least.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_par.engine.activations.checkpointing import Recomputation
+from lightning_par.engine.memory.measured import available_memory
+from lightning_par.errors import ConfigurationError, LightningParError, MeshError
+from lightning_par.plan.lookup import find_plan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.planner.layouts import divisors, LayoutSpace, PIPELINED
+from lightning_par.planner.model_shape import find_shape
+from lightning_par.planner.profiles import DeviceProfile, implementation
+from lightning_par.planner.run_settings import strategy_settings
+from lightning_par.planner.search import Candidate, Planner
+from lightning_par.planner.shapes import Layout
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.auto.machine import find_profile
+from lightning_par.strategies.auto.training_data import look_at_data, TrainingData
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.block_wrapping import check_recomputation
+from lightning_par.strategies.setup.checks import check_module, check_trainer
+from lightning_par.strategies.setup.memory_check import MemoryCheck
+from lightning_par.strategies.step.batch_statistics import refuse_parts, training_batchnorms
+from lightning_par.upstream.lightning import synchronizes_batchnorm
+
+__all__ = ["CHOSEN", "Choice", "LayoutChooser", "Wish"]
+
+_SIZES = {
+    "tensor_parallel_size": "tensor",
+    "pipeline_parallel_size": "pipeline",
+    "context_parallel_size": "context",
+    "data_parallel_size": "data",
+    "data_parallel_replicate_size": "data_replicate",
+    "expert_parallel_size": "expert",
+}
+"""Option -> its name in `LayoutSpace.fixed`."""
+CHOSEN = (
+    *_SIZES,
+    "zero_stage",
+    "schedule",
+    "sequence_parallel",
+    "num_microbatches",
+    "virtual_pipeline_size",
+    "stage_blocks",
+)
+"""Options that a choice sets, unless they are given."""
+_PREDICTED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv")
+_TOLD = 3
+"""Refusals that an error tells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the user left to choose, beside the sizes that are "auto" in the options.
+
+    Attributes:
+        profile: See `AutoParallelStrategy`.
+        zero_stage: Whether the ZeRO stage.
+        schedule: Whether the schedule of a pipeline.
+        sequence_parallel: Whether activations between the blocks are sharded.
+    """
+
+    profile: str | None = None
+    zero_stage: bool = True
+    schedule: bool = True
+    sequence_parallel: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A layout that nothing refuses.
+
+    Attributes:
+        layout: The layout.
+        predicted: Its prediction; None: there is none.
+        runner_up: The next best on another mesh, if it was looked for and found.
+        reason: Why there is no prediction; empty if there is one.
+        left_out: Why a run would refuse the first one that came before; empty: none did.
+        profile: Name of the device profile.
+        is_measured: Whether that was measured on the user's machine.
+    """
+
+    layout: Layout
+    predicted: Candidate | None = None
+    runner_up: Candidate | None = None
+    reason: str = ""
+    left_out: str = ""
+    profile: str = ""
+    is_measured: bool = False
+
+    def recomputes(self, options: MeshOptions) -> bool:
+        """Return whether it was this choice that made the blocks recompute."""
+        mode, kept = self.layout.recompute, options.recomputation
+        return mode != "none" and kept == Recomputation(mode=mode)
+
+    def __str__(self) -> str:
+        left_out = f" Left out before it: {self.left_out}" if self.left_out else ""
+        if self.predicted is None:
+            return (
+                f"auto_parallel chose {self.layout}, without a prediction: {self.reason}. Replicas "
+                f"come first, then what shards their state, then what divides the model.{left_out}"
+            )
+        lines = [f"auto_parallel chose {_describe(self.predicted)}, by the profile {self.profile}"]
+        if self.runner_up is not None:
+            lines.append(f"before {_describe(self.runner_up)}")
+        return "; ".join(lines) + "." + left_out
+
+
+def _describe(one: Candidate) -> str:
+    return (
+        f"{one.layout}: {one.time.seconds:.3g} s a step, "
+        f"{one.layout.samples / one.time.seconds:.4g} samples/s, "
+        f"{one.memory.peak / 2**20:.4g} MiB"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutChooser:
+    """Chooses the layout of one run.
+
+    Every rank comes to the same choice from the same data, model and devices; rank 0's counts.
+
+    Attributes:
+        trainer: The user's Trainer.
+        module: The user's LightningModule, whole; parameters may be on meta.
+        options: As the user gave them, with what callbacks added.
+        wish: What else is free.
+        device: Of this rank.
+        devices: Of all nodes.
+        node: Devices of a node.
+    """
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    options: MeshOptions
+    wish: Wish
+    device: torch.device
+    devices: int
+    node: int
+
+    def choose(self) -> Choice:
+        """Return the choice.
+
+        Raises:
+            LightningParError: Every layout is refused, or none fits in memory; or there is no such
+                profile.
+        """
+        try:
+            planner = self._planner()
+        except ConfigurationError as error:
+            if self.wish.profile is not None:  # a wrong one is an error, and this finds it again
+                find_profile(self.wish.profile, self.device, self.node)
+            return self._plain_choice({}, None, str(error))
+        refusals: dict[tuple[Any, ...], str] = {}
+        ranked = self._ranked(planner, refusals)
+        try:
+            best = next(ranked, None)
+        except MeshError as error:
+            raise MeshError(" ".join([str(error), *islice(refusals.values(), 1)])) from None
+        if best is None:  # sizes that the planner would not think of
+            return self._plain_choice(refusals, planner)
+        made = self._choice(planner, best, refusals)
+        return replace(made, runner_up=next(ranked, None))
+
+    def _choice(
+        self, planner: Planner, best: Candidate, refusals: dict[tuple[Any, ...], str]
+    ) -> Choice:
+        return Choice(
+            layout=best.layout,
+            predicted=best,
+            left_out=next(iter(refusals.values()), ""),
+            profile=planner.device.name,
+            is_measured=planner.device.calibration is not None,
+        )
+
+    def settings(self, layout: Layout) -> MeshOptions:
+        """Return the options of a layout; what the user gave is kept."""
+        made = {**strategy_settings(layout), "auto_rule": "data"}
+        pieces = layout.microbatches // self._accumulated
+        kept = self.options.num_microbatches
+        made["num_microbatches"] = pieces if kept == "auto" else kept
+        given = {"offload_options": True, "stage_blocks": self.options.stage_blocks is not None}
+        given["sequence_parallel"] = not self.wish.sequence_parallel
+        for name in (name for name, is_given in given.items() if is_given):
+            made.pop(name, None)
+        if self.options.recomputation is None and layout.recompute != "none":
+            made["recomputation"] = Recomputation(mode=layout.recompute)
+        return replace(self.options, **made)
+
+    # What the planner knows -----------------------------------------------------------------------
+
+    def _planner(self) -> Planner:
+        """Return the planner of this model on these devices.
+
+        Raises:
+            ConfigurationError: The model has no shape that it could read, or the GPU no profile.
+        """
+        if self.options.schedule not in _PREDICTED:
+            raise ConfigurationError(f"the schedule {self.options.schedule!r} is written by hand")
+        device = find_profile(self.wish.profile, self.device, self.node)
+        code = implementation(str(self.trainer.precision), device)
+        if self.device.type == "cpu":  # whose cores also send
+            code = replace(code, overlap_data=False, async_p2p=False)
+        shape = find_shape(self.module, self._data.length)
+        return Planner(shape=shape, device=_in_words(device, code.activation_bytes), code=code)
+
+    def _ranked(
+        self, planner: Planner, refusals: dict[tuple[Any, ...], str]
+    ) -> Iterator[Candidate]:
+        """Yield the layouts that nothing refuses, by predicted samples a second; a search is
+        repeated without what was refused.
+        """
+
+        def accepts(sizes: ParallelSizes, zero: int) -> bool:
+            return self._has_samples(sizes) and _kind(sizes, zero) not in refusals
+
+        seen = set[ParallelSizes]()
+        while True:
+            best = self._search(planner, accepts)
+            for one in sorted(best, key=lambda one: -one.layout.samples / one.time.seconds):
+                if one.layout.sizes in seen:
+                    continue
+                refusal = self._refusal(one.layout)
+                if refusal is not None:
+                    refusals[_kind(one.layout.sizes, one.layout.zero_stage)] = refusal
+                    break
+                seen.add(one.layout.sizes)
+                yield one
+            else:
+                return
+
+    def _search(self, planner: Planner, accepts: Any) -> Iterator[Candidate]:
+        """Yield the best layouts of every number of replicas.
+
+        Raises:
+            MeshError: There are layouts, and none of them fits in memory.
+        """
+        problems, fits = list[MeshError](), False
+        for space in self._spaces(accepts):
+            if next(space.layouts(planner.shape), None) is None:
+                continue
+            try:
+                yield from planner.search(space, keep=16).best
+                fits = True
+            except MeshError as error:
+                problems.append(error)
+        if problems and not fits:
+            raise MeshError(
+                f"auto_parallel: {problems[-1]} Hybrid3DStrategy takes sizes, and predicts nothing."
+            )
+
+    def _spaces(self, accepts: Any) -> Iterator[LayoutSpace]:
+        options, wish = self.options, self.wish
+        given = {name: getattr(options, option) for option, name in _SIZES.items()}
+        fixed = {name: size for name, size in given.items() if size != "auto"}
+        kept = options.recomputation
+        for data in divisors(self.devices):
+            if fixed.get("data", data) != data:
+                continue
+            yield LayoutSpace(
+                devices=self.devices,
+                samples=data * self._batch_size * self._accumulated,
+                node=self.node,
+                zero_stages=(1, 2, 3) if wish.zero_stage else (options.zero_stage,),
+                recompute=("none", "selective", "full") if kept is None else (kept.mode,),
+                shortest_context=1 if "context" in fixed else 2048,
+                offload=options.offload_options is not None,
+                fixed=tuple({**fixed, "data": data}.items()),
+                accumulated=self._accumulated,
+                pieces=self._pieces,
+                sequence_parallel=self._data.is_even if wish.sequence_parallel else True,
+                schedules=PIPELINED if wish.schedule else (options.schedule,),
+                accepts=accepts,
+            )
+
+    # What can be had ------------------------------------------------------------------------------
+
+    def _plain_choice(
+        self, refusals: dict[tuple[Any, ...], str], planner: Planner | None, reason: str = ""
+    ) -> Choice:
+        """Return the first layout that nothing refuses, of those that divide the model least.
+
+        Args:
+            refusals: What is known already; those that are met come to it.
+            planner: Predicts it, if there is one.
+            reason: Why there is none.
+        """
+        for sizes in self.options.possible_sizes(self.devices, self.node):
+            free = self.wish.zero_stage and sizes.data > 1
+            for zero in (1, 2, 3) if free else (self.options.zero_stage,):
+                most = min(self._pieces or 4 * sizes.pipeline, self._batch_size)
+                pieces = most if sizes.pipeline > 1 else 1
+                layout = Layout(
+                    sizes=sizes,
+                    zero_stage=zero,
+                    micro_batch=-(-self._batch_size // pieces),
+                    microbatches=pieces * self._accumulated,
+                    sequence_parallel=self._data.is_even,
+                    schedule=self.options.schedule,
+                )
+                refusal = self._refusal(layout, fits=True)
+                if refusal is None and planner is not None:
+                    return self._choice(planner, planner.predict(layout), refusals)
+                if refusal is None:
+                    left_out = next(iter(refusals.values()), "")
+                    return Choice(layout=layout, reason=reason, left_out=left_out)
+                refusals[_kind(sizes, zero)] = refusal
+        few = "\n".join(f"- {text}" for text in list(dict.fromkeys(refusals.values()))[:_TOLD])
+        raise ConfigurationError(
+            f"auto_parallel found no layout of {self.devices} devices for "
+            f"{type(self.module).__name__}:\n{few}"
+        )
+
+    def _refusal(self, layout: Layout, *, fits: bool = False) -> str | None:
+        """Return why a run would refuse a layout, or None.
+
+        Args:
+            layout: The layout.
+            fits: Whether memory is a reason, too, by what the parameters need.
+        """
+        options, sizes = self.settings(layout), layout.sizes
+        if not self._has_samples(sizes):
+            return (
+                f"{sizes.data} replicas with batches of {self._batch_size} would draw more than "
+                f"the {self._data.samples} samples that there are. Use a smaller batch_size."
+            )
+        try:
+            check_trainer(self.trainer, self.module, sizes)
+            self._check_batch_statistics(layout)
+            resolved = check_module(self.module, options, sizes)
+            if options.recomputation is not None:
+                count = len(options.place_stages(sizes.pipeline))
+                check_recomputation(self.module, resolved, options.recomputation, count)
+        except LightningParError as error:
+            return str(error)
+        memory = MemoryCheck(
+            module=self.module,
+            resolved=resolved,
+            options=options,
+            sizes=sizes,
+            precision=str(self.trainer.precision),
+            ranks_per_host=self.node,
+        )
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            return memory.explain_misfit(device=total, host=available_memory())
+        return memory.explain_misfit(device=None, host=available_memory()) if fits else None
+
+    def _has_samples(self, sizes: ParallelSizes) -> bool:
+        """Whether every replica has a batch of its own; a number of replicas given is kept."""
+        samples = self._data.samples if self.options.data_parallel_size == "auto" else None
+        return samples is None or sizes.data == 1 or sizes.data * self._batch_size <= samples
+
+    def _check_batch_statistics(self, layout: Layout) -> None:
+        pieces = layout.microbatches // self._accumulated
+        joins = synchronizes_batchnorm(self.trainer.strategy) and pieces == 1
+        if self._plan.batch.local_statistics or joins or (layout.sizes.data == 1 and pieces == 1):
+            return
+        refuse_parts(training_batchnorms(self.module), layout.sizes.data, pieces)
+
+    @cached_property
+    def _plan(self) -> ParallelPlan:
+        """The plan as far as it is declared."""
+        return self.options.plan or find_plan(self.module) or ParallelPlan()
+
+    @cached_property
+    def _data(self) -> TrainingData:
+        return look_at_data(self.trainer, self.module, self._plan.batch)
+
+    @property
+    def _pieces(self) -> int:
+        """Micro-batches of a batch under a pipeline; 0: any number."""
+        given = self.options.num_microbatches
+        # Losses that balance experts are none of parts of a batch.
+        alone = 1 if self._plan.experts or self._plan.replica_sums else 0
+        return alone if given == "auto" else given
+
+    @property
+    def _batch_size(self) -> int:
+        return self._data.batch_size or 1
+
+    @property
+    def _accumulated(self) -> int:
+        return int(self.trainer.accumulate_grad_batches)
+
+
+def _kind(sizes: ParallelSizes, zero: int) -> tuple[Any, ...]:
+    """Return what of a mesh a refusal depends on."""
+    rest = sizes.data > 1, sizes.data_shard > 1, zero
+    return (sizes.tensor, sizes.pipeline, sizes.context, sizes.expert, *rest)
+
+
+def _in_words(device: DeviceProfile, width: float) -> DeviceProfile:
+    """Return a CPU's profile for numbers of 8 bytes, which it computes half as fast as those of 4;
+    profiles of GPUs are those of 16 bits.
+    """
+    halves = device.name == "cpu" and width == 8
+    return replace(device, flops=device.flops / 2) if halves else device

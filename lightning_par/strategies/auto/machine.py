@@ -1,0 +1,75 @@
+"""The profile of the devices that are here: shipped, or measured by ``lightning-par calibrate``."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lightning_par.engine.memory.measured import available_memory
+from lightning_par.errors import ConfigurationError, nearest
+from lightning_par.planner.profiles import device_names, DeviceProfile, load_profile
+
+__all__ = ["find_profile"]
+
+_CALIBRATED = "here"
+"""How ``lightning-par calibrate`` calls a device."""
+
+
+def find_profile(given: str | None, device: torch.device, ranks: int) -> DeviceProfile:
+    """Return the profile of the devices of a node, with the memory that they really have.
+
+    Args:
+        given: Name of a shipped profile, or path of a file of the user's own, with one device or
+            one that is called "here". None: that of the GPU's name, or of a core.
+        device: Device of this rank.
+        ranks: Of a node, which share its memory and cores if the device is the CPU.
+
+    Raises:
+        ConfigurationError: There is no such profile, or none for this GPU.
+    """
+    if given is not None and (given.endswith(".json") or Path(given).is_file()):
+        found = _own(given)
+    elif given is not None or device.type != "cuda":
+        found = load_profile(given or "cpu")
+    else:
+        total = torch.cuda.get_device_properties(device).total_memory
+        found = load_profile(_of_gpu(torch.cuda.get_device_name(device), total))
+    found = replace(found, node=ranks)
+    if device.type == "cuda":
+        return replace(found, memory=torch.cuda.get_device_properties(device).total_memory)
+    if found.name == "cpu":  # of a core; a rank has a few, or a part of one
+        asks = getattr(os, "sched_getaffinity", None)
+        here = len(asks(0)) if asks is not None else os.cpu_count() or 1
+        cores = min(float(torch.get_num_threads()), here / ranks)
+        found = replace(found, flops=cores * found.flops, bandwidth=cores * found.bandwidth)
+    free = available_memory()
+    return found if free is None else replace(found, memory=free / ranks)
+
+
+def _own(path: str) -> DeviceProfile:
+    """Return the device of a file of the user's own."""
+    names = [name for name in device_names(path) if name not in device_names()]
+    chosen = _CALIBRATED if _CALIBRATED in names else names[0] if len(names) == 1 else None
+    if chosen is None:
+        raise ConfigurationError(
+            f"profile={path!r} has the devices {', '.join(names) or 'of the shipped file only'}: "
+            f"which is meant? Leave one of them, or call it {_CALIBRATED!r}."
+        )
+    return load_profile(chosen, path)
+
+
+def _of_gpu(name: str, memory: float) -> str:
+    """Return the shipped profile whose family is a word of a GPU's name; of several the one with
+    the nearest memory.
+    """
+    words = re.findall(r"[a-z]*\d+", name.lower())
+    found = [known for known in device_names() if known.partition("-")[0] in words]
+    if not found:
+        raise ConfigurationError(
+            f"there is no profile of {name!r}{nearest(name.lower(), device_names(), otherwise='.')}"
+            " Measure it by lightning-par calibrate --out mine.json and pass profile='mine.json', "
+            f"or name the one of a similar GPU: {', '.join(device_names())}."
+        )
+    return min(found, key=lambda known: abs(load_profile(known).memory - memory))
