@@ -22,7 +22,7 @@ SIMULATED = tests/cuda_simulation $(addprefix tests/distributed/,test_parity.py 
 	data/test_masked_mean.py offload/test_parity.py offload/test_axes.py \
 	pipeline/test_parity_schedules.py)
 
-.PHONY: help setup demo test test-all test-cuda-sim lint format types bench pictures docs docs-serve clean
+.PHONY: help setup demo test test-all test-cuda-sim lint format types bench pictures docs docs-serve package clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -91,6 +91,11 @@ docs: $(STAMP) ## Build the site of the documentation (build/site), and check ev
 docs-serve: $(STAMP) ## Show the site on this machine
 	$(BIN)/python docs/site/make_pages.py
 	$(BIN)/zensical serve
+
+package: $(STAMP) ## Build the sdist and the wheel (dist/), and check them
+	$(BIN)/python -m pip install -qq -c constraints.txt build twine setuptools
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## Remove caches and build output; keep the environment and the runs
 	rm -rf build dist ./*.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_par import __version__
 from lightning_par.commands import COMMANDS
 from lightning_par.strategies import MeshStrategy, SequenceRingStrategy, ZeROOffloadStrategy
 
@@ -130,3 +131,18 @@ def test_configuration_fetches_nothing_and_generated_pages_are_not_kept() -> Non
         ["git", "check-ignore", config["docs_dir"], config["site_dir"]], cwd=ROOT, check=False
     )
     assert ignored.returncode in (0, 128)  # 128: not a repository
+
+
+def test_citation_names_this_version_and_issue_forms_are_whole() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    forms = [f for f in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if f.stem != "config"]
+    assert forms
+    for file in forms:
+        form = yaml.safe_load(file.read_text())
+        assert form["name"]
+        assert form["description"]
+        asked = [one for one in form["body"] if one["type"] != "markdown"]
+        assert len({one["id"] for one in asked}) == len(asked)
+        assert all(one["attributes"]["label"] for one in asked)
