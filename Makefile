@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?=
-EXTRAS := test,plot,dev
+EXTRAS := test,plot,dev,docs
 # Gloo ranks share the cores: one thread each is faster than all of them fighting.
 export OMP_NUM_THREADS ?= 1
 # Subprocesses see this checkout, also where one environment serves several.
@@ -22,7 +22,7 @@ SIMULATED = tests/cuda_simulation $(addprefix tests/distributed/,test_parity.py 
 	data/test_masked_mean.py offload/test_parity.py offload/test_axes.py \
 	pipeline/test_parity_schedules.py)
 
-.PHONY: help setup demo test test-all test-cuda-sim lint format types bench pictures clean
+.PHONY: help setup demo test test-all test-cuda-sim lint format types bench pictures docs docs-serve package clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -82,6 +82,20 @@ bench: $(STAMP) ## Run every benchmark that this machine can run
 pictures: $(STAMP) ## Draw the pictures of the guides anew
 	@for script in $(sort $(wildcard docs/drawing/draw*.py)); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+docs: $(STAMP) ## Build the site of the documentation (build/site), and check every link of it
+	$(BIN)/python docs/site/make_pages.py
+	$(BIN)/zensical build --clean --strict
+	$(BIN)/python docs/site/check_site.py build/site
+
+docs-serve: $(STAMP) ## Show the site on this machine
+	$(BIN)/python docs/site/make_pages.py
+	$(BIN)/zensical serve
+
+package: $(STAMP) ## Build the sdist and the wheel (dist/), and check them
+	$(BIN)/python -m pip install -qq -c constraints.txt build twine setuptools
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## Remove caches and build output; keep the environment and the runs
 	rm -rf build dist ./*.egg-info .pytest_cache .ruff_cache .mypy_cache

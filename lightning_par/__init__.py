@@ -34,6 +34,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from lightning_par import callbacks as callbacks
+    from lightning_par import huggingface as huggingface
+    from lightning_par import models as models
+    from lightning_par import strategies as strategies
+    from lightning_par import verification as verification
     from lightning_par.engine.context.attention import attention
     from lightning_par.engine.context.options import ContextOptions
     from lightning_par.engine.data.compression.options import GradientCompression

@@ -5,6 +5,7 @@ import sys
 from lightning_par.commands import COMMANDS, find_command
 from lightning_par.commands.parallel_cli import make_cli, ParallelCLI
 from lightning_par.errors import CheckpointError, LightningParError
+from lightning_par.version import __version__
 
 __all__ = ["ParallelCLI", "main", "make_cli"]
 
@@ -19,6 +20,9 @@ def main() -> None:
         # Before Lightning's parser is built, which does not know these and takes seconds.
         if sys.argv[1:] and sys.argv[1] in COMMANDS:
             sys.exit(find_command(sys.argv[1])(sys.argv[2:]))
+        if sys.argv[1:] == ["--version"]:
+            print(f"lightning-par {__version__}")
+            return
         if sys.argv[1:2] == ["fit"] and any(a.split("=")[0] == "--islands" for a in sys.argv):
             sys.exit(find_command("fit_islands")(sys.argv[2:]))
         make_cli()

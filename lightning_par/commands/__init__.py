@@ -1,18 +1,20 @@
 """Subcommands of ``lightning-par``: one module each, and `parallel_cli` for Lightning's own.
 
-The module of a command has ``main(arguments: list[str]) -> int``, which parses its arguments with
-argparse and returns the exit status; its docstring is the summary of its ``--help``. It may print,
-and imports Lightning only if it has to build a user's model.
+The module of a command has ``main(arguments: list[str]) -> int``, which returns the exit status,
+and ``make_parser() -> argparse.ArgumentParser`` for its arguments; its docstring is the summary of
+its ``--help``. It may print, and imports Lightning only if it has to build a user's model.
 """
 
+import argparse
 import importlib
 from collections.abc import Callable
 
-__all__ = ["COMMANDS", "find_command"]
+__all__ = ["COMMANDS", "find_command", "find_parser", "takes_file"]
 
 COMMANDS: dict[str, str] = {
     "backends": "list the attention kernels, and why one cannot be used here",
     "calibrate": "measure this machine, and write a device profile for search and forecast",
+    "completion": "print a script with which a shell completes commands and options",
     "export": "write a checkpoint folder as files for programs that do not know this package",
     "forecast": "predict time and memory of a configured run on a machine that need not be here",
     "inspect": "say what a checkpoint folder holds, and verify it",
@@ -37,3 +39,23 @@ def find_command(name: str) -> Callable[[list[str]], int]:
     module = importlib.import_module(f"lightning_par.commands.{name}")
     command: Callable[[list[str]], int] = module.main
     return command
+
+
+def find_parser(name: str) -> argparse.ArgumentParser:
+    """Import the module of a command and return the parser of its options.
+
+    Args:
+        name: A key of `COMMANDS`, or ``"fit_islands"``, which is ``fit --islands``.
+    """
+    module = importlib.import_module(f"lightning_par.commands.{name}")
+    parser: argparse.ArgumentParser = module.make_parser()
+    return parser
+
+
+def takes_file(action: argparse.Action) -> None:
+    """Let shells complete the value of an option as the name of a file, through shtab.
+
+    Args:
+        action: What `add_argument` returned.
+    """
+    vars(action)["complete"] = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}

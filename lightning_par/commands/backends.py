@@ -11,7 +11,7 @@ import torch
 from lightning_par.engine.context.kernels.aten import AttentionKernel
 from lightning_par.engine.context.kernels.select import KERNELS
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(arguments: list[str]) -> int:
@@ -23,12 +23,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit status, 0.
     """
-    parser = argparse.ArgumentParser(
-        prog="lightning-par backends",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.parse_args(arguments)
+    make_parser().parse_args(arguments)
     rows = [("backend", "here", "takes"), *(_row(kernel) for kernel in KERNELS.values())]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     for name, here, takes in rows:
@@ -49,3 +44,12 @@ def _row(kernel: AttentionKernel) -> tuple[str, str, str]:
     masks = "padded keys" if kernel.takes_bias else "no padded keys"
     where = kernel.device_type or "any device"
     return kernel.name, kernel.missing() or "yes", f"{where}: {', '.join(takes)}; {masks}"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
+    return argparse.ArgumentParser(
+        prog="lightning-par backends",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )

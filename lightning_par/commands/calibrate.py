@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_par.commands import takes_file
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.constants import Constants
 from lightning_par.profiling.calibration import measure, Measures
 
-__all__ = ["as_profile", "main"]
+__all__ = ["as_profile", "main", "make_parser"]
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         ConfigurationError: The file's folder does not exist, or the file holds something else.
     """
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     path = Path(options.out)
     content = _content(path)
     trainer = pl.Trainer(
@@ -188,13 +189,16 @@ def _report(found: Measures) -> str:
     return "\n".join(f"{name:<15}{value}" for name, value in rows.items())
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-par calibrate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", required=True, help="JSON file; other devices in it are kept")
+    takes_file(
+        parser.add_argument("--out", required=True, help="JSON file; other devices in it are kept")
+    )
     parser.add_argument("--name", default="here", help="of the device (default: here)")
     parser.add_argument("--accelerator", default="auto", help="as for fit (default: auto)")
     parser.add_argument("--devices", type=int, default=1, help="of each node (default: 1)")

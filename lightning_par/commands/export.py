@@ -7,10 +7,11 @@ from pathlib import Path
 
 from lightning_par.checkpoint.export import export_checkpoint, export_weights
 from lightning_par.checkpoint.reader import CheckpointReader
+from lightning_par.commands import takes_file
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.huggingface import export_folder
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +27,7 @@ def main(arguments: list[str]) -> int:
         CheckpointError: The checkpoint is damaged, or holds a pickle and ``--trust`` is not given.
         ConfigurationError: The suffix of ``--out`` names no format, or options exclude each other.
     """
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     out = Path(options.out)
     if options.format == "huggingface":
         return _export_folder(Path(options.ckpt), out, options)
@@ -63,11 +64,18 @@ def _export_folder(ckpt: Path, out: Path, options: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(prog="lightning-par export", description=__doc__)
-    parser.add_argument("--ckpt", required=True, metavar="CHECKPOINT", help="a folder or a file")
-    parser.add_argument(
-        "--out", required=True, help="model.safetensors, name.ckpt, or the folder of --format"
+    takes_file(
+        parser.add_argument(
+            "--ckpt", required=True, metavar="CHECKPOINT", help="a folder or a file"
+        )
+    )
+    takes_file(
+        parser.add_argument(
+            "--out", required=True, help="model.safetensors, name.ckpt, or the folder of --format"
+        )
     )
     parser.add_argument(
         "--format",

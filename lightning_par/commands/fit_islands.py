@@ -16,12 +16,13 @@ from types import FrameType
 
 import torch
 
+from lightning_par.commands import takes_file
 from lightning_par.engine.data.islands.key import KEY_VARIABLE, read_key
 from lightning_par.engine.data.islands.server import IslandServer
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.strategies.processes.island_place import ISLAND_VARIABLE, SERVER_VARIABLE
 
-__all__ = ["Islands", "main"]
+__all__ = ["Islands", "main", "make_parser"]
 
 _log = logging.getLogger(__name__)
 _PERIOD = 0.2
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         ConfigurationError: A number makes no sense, or there is no key.
     """
-    options, rest = _parser().parse_known_args(arguments)
+    options, rest = make_parser().parse_known_args(arguments)
     problems = []
     if options.islands < 1:
         problems.append(f"--islands={options.islands} must be 1 or more.")
@@ -159,7 +160,8 @@ def _devices(island: int, count: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[island * share : (island + 1) * share])}
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-par fit --islands",
         description=f"{__doc__} All other options are those of lightning-par fit, for each island; "
@@ -168,5 +170,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--islands", type=int, required=True, help="how many")
     parser.add_argument("--restarts", type=int, default=0, help="how often one is started again")
-    parser.add_argument("--state", type=Path, help="folder to which the server saves")
+    takes_file(parser.add_argument("--state", type=Path, help="folder to which the server saves"))
     return parser

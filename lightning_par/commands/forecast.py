@@ -11,7 +11,7 @@ import sys
 from lightning_par.commands.planned_run import add_machine_options, read_run
 from lightning_par.planner.report import as_values, describe, format_table
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(arguments: list[str]) -> int:
@@ -26,13 +26,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         LightningParError: The configuration or the profile is invalid.
     """
-    parser = argparse.ArgumentParser(
-        prog="lightning-par forecast",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_machine_options(parser)
-    options, more = parser.parse_known_args(arguments)
+    options, more = make_parser().parse_known_args(arguments)
     run = read_run(options, more)
     found = run.planner.predict(run.layout())
     fits = found.memory.peak <= run.planner.limit
@@ -51,3 +45,14 @@ def main(arguments: list[str]) -> int:
         "a layout that does."
     )
     return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-par forecast",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_machine_options(parser)
+    return parser

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from lightning_par.checkpoint.index import TensorEntry
 from lightning_par.checkpoint.reader import CheckpointReader
+from lightning_par.commands import takes_file
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _KINDS = ("weights", "optimizer", "state")
 
@@ -24,7 +25,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         CheckpointError: The manifest or the index is missing or damaged.
     """
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     reader = CheckpointReader(Path(options.path))
     print("\n".join(_summary(reader)))
     if options.tensors:
@@ -68,9 +69,10 @@ def _tensors(entries: dict[str, TensorEntry]) -> Iterator[str]:
         yield f"{name} {list(entry.shape)} {str(entry.dtype).removeprefix('torch.')}{parts}"
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(prog="lightning-par inspect", description=__doc__)
-    parser.add_argument("path", metavar="CHECKPOINT", help="a folder or a file")
+    takes_file(parser.add_argument("path", metavar="CHECKPOINT", help="a folder or a file"))
     parser.add_argument("--tensors", action="store_true", help="list every weight")
     parser.add_argument("--no-verify", action="store_true", help="do not read the files")
     return parser

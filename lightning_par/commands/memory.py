@@ -5,12 +5,13 @@ import warnings
 
 import torch
 
+from lightning_par.commands import takes_file
 from lightning_par.commands.parallel_cli import make_cli
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.memory_estimate import memory_check
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _GIB = 2**30
 
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         ConfigurationError: The strategy is not one of this package.
     """
-    options, more = _parser().parse_known_args(arguments)
+    options, more = make_parser().parse_known_args(arguments)
     more = [f"--config={options.config}", *more]
     if options.devices is not None:
         # The devices of another machine need not exist here: a Trainer on the CPU takes any number.
@@ -61,9 +62,10 @@ def main(arguments: list[str]) -> int:
     return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(prog="lightning-par memory", description=__doc__)
-    parser.add_argument("--config", required=True, help="as for fit")
+    takes_file(parser.add_argument("--config", required=True, help="as for fit"))
     parser.add_argument("--devices", type=int, help="per node, of the machine that is to run it")
     parser.add_argument("--device-gib", type=float, help="memory of one device, to compare with")
     parser.add_argument("--host-gib", type=float, help="memory of a node, to compare with")

@@ -20,7 +20,7 @@ from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.setup.checks import check_module
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _HEAD = ("parameter", "shape", "stage", "divided", "bytes per rank", "whole under tp because")
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         LightningParError: The model cannot be sharded over a mesh of these sizes.
     """
-    options, rest = _parser().parse_known_args(arguments)
+    options, rest = make_parser().parse_known_args(arguments)
     run = configure(rest, on_meta=True)
     strategy = run.trainer.strategy
     assert isinstance(strategy, MeshStrategy)
@@ -133,7 +133,8 @@ def _totals(placements: Sequence[ParameterPlacement], sizes: ParallelSizes) -> I
         yield f"{sizes.describe(rank)}: {held:,} bytes of weights, {held / whole:.1%} of the model"
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-par plan",
         description=__doc__,

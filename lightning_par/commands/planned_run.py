@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_par.commands import takes_file
 from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError
@@ -76,9 +77,9 @@ class PlannedRun:
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what runs on what."""
-    parser.add_argument("--config", required=True, help="as for fit")
+    takes_file(parser.add_argument("--config", required=True, help="as for fit"))
     parser.add_argument("--device", default="h100", help="name of a device profile (default: h100)")
-    parser.add_argument("--profile", help="a file of your own with device profiles")
+    takes_file(parser.add_argument("--profile", help="a file of your own with device profiles"))
     parser.add_argument("--nodes", type=int, default=1, help="default: 1")
     parser.add_argument("--devices", type=int, default=8, help="of each node (default: 8)")
     parser.add_argument("--length", type=int, help="tokens of a sequence; default: as configured")

@@ -21,13 +21,14 @@ import yaml
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_par.commands import takes_file
 from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.rehearsal.absent_ranks import LoneEnvironment
 from lightning_par.planner.rehearsal.rehearse import distinct_ranks, Rehearsal, rehearse_apart
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 
-__all__ = ["main", "rehearse_config"]
+__all__ = ["main", "make_parser", "rehearse_config"]
 
 _SHOWN = 24
 """Collectives that are printed; ``--json`` has all of them."""
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         LightningParError: What the real run would refuse at its start.
     """
-    options = _parser().parse_known_args(arguments)
+    options = make_parser().parse_known_args(arguments)
     known, rest = options
     num_nodes, devices = _counts(known)
     rest = [f"--config={known.config}", *rest]
@@ -177,14 +178,15 @@ def _axis(name: str) -> str:
     return f"group {name}" if name.isdigit() else name
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-par rehearse",
         description=__doc__,
         epilog="All other arguments are those of lightning-par fit.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="as for fit")
+    takes_file(parser.add_argument("--config", required=True, help="as for fit"))
     parser.add_argument("--nodes", type=int, help="default: trainer.num_nodes of the file")
     parser.add_argument("--devices", type=int, help="per node; default: trainer.devices of it")
     parser.add_argument("--rank", type=int, default=0, help="global rank (default: 0)")

@@ -2,11 +2,12 @@
 
 import argparse
 
+from lightning_par.commands import takes_file
 from lightning_par.engine.pipeline.schedules import build_schedule, SCHEDULES
 from lightning_par.engine.pipeline.simulator import format_schedule, simulate, Simulation
 from lightning_par.profiling.timeline_plot import draw_timeline
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _MAX_GRID_WIDTH = 300
 """Characters of a line above which a printed grid would only wrap."""
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> int:
         ScheduleError: The schedule deadlocks or is malformed, or a time is negative.
         ConfigurationError: ``--out`` has another suffix, or matplotlib is not installed.
     """
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     schedule = build_schedule(
         options.schedule, options.stages, options.microbatches, options.virtual
     )
@@ -74,7 +75,8 @@ def _summary(simulation: Simulation, work: float) -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(prog="lightning-par schedule", description=__doc__)
     parser.add_argument(
         "--schedule", default="1f1b", help=f"{', '.join(sorted(SCHEDULES))}, or a file"
@@ -93,5 +95,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--p2p", type=float, default=0.0, help="time of a message to another rank (default: 0)"
     )
-    parser.add_argument("--out", help="draw it to this .png, .svg or .pdf")
+    takes_file(parser.add_argument("--out", help="draw it to this .png, .svg or .pdf"))
     return parser

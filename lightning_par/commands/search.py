@@ -11,13 +11,14 @@ from pathlib import Path
 
 import yaml
 
+from lightning_par.commands import takes_file
 from lightning_par.commands.planned_run import add_machine_options, read_run
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.report import as_values, describe, format_rejections, format_table
 from lightning_par.planner.run_settings import apply_layout
 from lightning_par.planner.search import Planner, SearchResult
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(arguments: list[str]) -> int:
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         LightningParError: Nothing fits, or the configuration or the profile is invalid.
     """
-    options, more = _parser().parse_known_args(arguments)
+    options, more = make_parser().parse_known_args(arguments)
     run = read_run(options, more, as_configured=True)
     space = LayoutSpace(
         devices=options.nodes * options.devices,
@@ -85,7 +86,8 @@ def _values(result: SearchResult) -> dict[str, object]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-par search",
         description=__doc__,
@@ -97,5 +99,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--offload", action="store_true", help="keep the optimizer on the host")
     parser.add_argument("--keep", type=int, default=5, help="layouts to print (default: 5)")
-    parser.add_argument("--out", help="write the YAML to this file")
+    takes_file(parser.add_argument("--out", help="write the YAML to this file"))
     return parser

@@ -8,11 +8,12 @@ import ssl
 import threading
 from pathlib import Path
 
+from lightning_par.commands import takes_file
 from lightning_par.engine.data.islands.key import KEY_VARIABLE, read_key
 from lightning_par.engine.data.islands.server import IslandServer
 from lightning_par.errors import ConfigurationError
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         ConfigurationError: There is no key, or the address or the certificate is of no use.
     """
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     key = read_key(options.key_file, os.environ.get(KEY_VARIABLE))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ended = threading.Event()
@@ -48,7 +49,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-par serve",
         description=f"{__doc__} The shared key is in {KEY_VARIABLE} or in --key-file; all other "
@@ -56,8 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
     parser.add_argument("--port", type=int, default=29600, help="0: any that is free")
-    parser.add_argument("--state", type=Path, help="folder to save to, and to go on from")
-    parser.add_argument("--key-file", help="file that holds the shared key")
-    parser.add_argument("--certificate", help="PEM; encrypts the connections")
-    parser.add_argument("--certificate-key", help="PEM, if it is not in the certificate's file")
+    takes_file(
+        parser.add_argument("--state", type=Path, help="folder to save to, and to go on from")
+    )
+    takes_file(parser.add_argument("--key-file", help="file that holds the shared key"))
+    takes_file(parser.add_argument("--certificate", help="PEM; encrypts the connections"))
+    takes_file(
+        parser.add_argument("--certificate-key", help="PEM, if it is not in the certificate's file")
+    )
     return parser

@@ -18,7 +18,7 @@ from lightning_par.verification.layouts import check_batches, shrink
 from lightning_par.verification.run_trace import Subject
 from lightning_par.verification.verify import verify_subject
 
-__all__ = ["first_batches", "main"]
+__all__ = ["first_batches", "main", "make_parser"]
 
 
 def main(arguments: list[str]) -> int:
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         LightningParError: The configuration is invalid, or the batches do not divide.
     """
-    options, rest = _parser().parse_known_args(arguments)
+    options, rest = make_parser().parse_known_args(arguments)
     if options.steps < 1:
         raise ConfigurationError(f"--steps {options.steps} must be 1 or more.")
     make = partial(_make, tuple(rest), options.steps)
@@ -76,7 +76,8 @@ def first_batches(run: ConfiguredRun, steps: int) -> list[Any]:
     return list(chain.from_iterable(repeat(found, steps)))[:steps]
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-par verify",
         description=__doc__,

@@ -47,15 +47,26 @@ def blocks(language: str) -> list[Any]:
     return found
 
 
+def save_named_blocks(page: Path, folder: Path) -> None:
+    """Save the blocks whose first line names a file, which later blocks of the page import."""
+    for match in FENCE.finditer(page.read_text()):
+        named = re.match(r"# (\w+\.py)\n", match[2])
+        if match[1] == "python" and named:
+            (folder / named[1]).write_text(match[2])
+
+
 def run_block(rank: int, world: int, source: str, folder: str) -> str:
     """Run a block as a script in `folder`; return what it printed."""
+    sys.path.insert(0, folder)  # as Python does; the next job begins without it
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(source, "block", "exec"), {"__name__": "__main__"})
     return printed.getvalue()
 
 
 @pytest.mark.parametrize("source", blocks("python"))
-def test_python_block_runs(source: str, tmp_path: Path) -> None:
+def test_python_block_runs(source: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    page, _, _ = request.node.callspec.id.rpartition(":")
+    save_named_blocks(ROOT / page, tmp_path)
     devices = DEVICES.search(source)
     world = int(devices[1]) if devices else 1
     run_ranks(run_block, world, source, str(tmp_path), timeout=120)

@@ -83,6 +83,9 @@ def test_lazy_exports_are_those_that_type_checkers_see() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
+    packages = {name for name, module in seen.items() if module == "lightning_par"}
+    seen = {name: module for name, module in seen.items() if name not in packages}
+    assert packages == {*lightning_par._PACKAGES}  # type: ignore[attr-defined]
     assert seen == lightning_par._EXPORTS  # type: ignore[attr-defined]
     assert {*lightning_par.__all__} == {*seen, "__version__"}
     assert {*lightning_par.__all__, "models", "huggingface"} <= {*dir(lightning_par)}

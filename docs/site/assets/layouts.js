@@ -1,0 +1,318 @@
+// The formulas of lightning_par/planner (memory.py, shapes.py, step_time.py: traffic) for the
+// calculator of which_layout.md. tests/unit/planner/test_calculator.py holds them equal to Python.
+// D, F, H, T, V and other names as there; sizes in bytes, rates in bytes per second.
+"use strict";
+
+const divisors = (n) => Array.from({ length: n }, (_, i) => i + 1).filter((d) => n % d === 0);
+const sum = (values) => Object.values(values).reduce((a, b) => a + b, 0);
+const shares = (s) => s.data_replicate * s.data_shard * s.context;
+const world = (s) => shares(s) * s.pipeline * s.tensor;
+
+// A model's shape with what is 0 filled in, as TransformerShape does.
+function complete(m) {
+  return {
+    ...m,
+    kv_heads: m.kv_heads || m.heads,
+    head_dim: m.head_dim || Math.floor(m.model_dim / m.heads),
+    ff_dim: m.ff_dim || 4 * m.model_dim,
+  };
+}
+
+const attentionWeights = (m) => 2 * m.model_dim * m.head_dim * (m.heads + m.kv_heads);
+const expertWeights = (m) => (m.gated ? 3 : 2) * m.model_dim * m.ff_dim;
+
+function blockWeights(m, tensor, expert) {
+  return (attentionWeights(m) + (m.experts / expert + m.shared_experts) * expertWeights(m)) / tensor;
+}
+
+function parameters(m) {
+  return m.layers * blockWeights(m, 1, 1) + m.vocab * m.model_dim * (m.tied ? 1 : 2);
+}
+
+// FLOPs of a step, with all T x T scores.
+function flops(m, samples) {
+  const used = m.experts_per_token + m.shared_experts;
+  const block = attentionWeights(m) + used * expertWeights(m);
+  const scores = 12 * m.layers * m.heads * m.head_dim * m.length;
+  return samples * m.length * (6 * (m.layers * block + m.vocab * m.model_dim) + scores);
+}
+
+// Blocks of each stage: the outer stages, with table and head, get fewer.
+function split(layers, stages) {
+  const few = Math.floor(layers / stages);
+  const order = Array.from({ length: stages }, (_, s) => s);
+  const away = (s) => Math.abs(2 * s - stages + 0.5);
+  order.sort((a, b) => away(a) - away(b) || a - b);
+  const longer = new Set(order.slice(0, layers % stages));
+  return Array.from({ length: stages }, (_, s) => few + (longer.has(s) ? 1 : 0));
+}
+
+const tokens = (m, l) => (l.micro_batch * m.length) / l.sizes.context;
+
+// Bytes that a block keeps of one micro-batch from its forward to its backward.
+function blockActivations(m, l, code, recompute) {
+  const t = l.sizes.tensor;
+  const n = tokens(m, l);
+  const between = (n * m.model_dim) / (l.sequence_parallel ? t : 1);
+  const wider = code.activation_bytes / 2; // counted for 16 bits
+  if (recompute === "full") return wider * 2 * between;
+  const used = m.experts_per_token + m.shared_experts;
+  const heads = 2 * (2 * m.heads + 2 * m.kv_heads) * m.head_dim;
+  const selective = recompute === "selective";
+  if (selective && code.fused_attention) {
+    const kept = 2 * used * m.ff_dim * (m.gated ? 2 : 1);
+    return wider * (6 * between + (n / t) * (heads + kept));
+  }
+  const mlp = used * m.ff_dim * (m.gated ? 8 : 4);
+  const sorted = m.experts > 1 ? 4 * m.experts_per_token * n * m.model_dim : 0;
+  const written = !(code.fused_attention || selective);
+  const rows = ((2 + (m.dropout ? 3 : 0)) * l.micro_batch * m.heads) / t;
+  const scores = written ? (rows * m.length ** 2) / l.sizes.context : 0;
+  const outside = (8 + (m.dropout ? 2 : 0)) * between;
+  return wider * (outside + (n / t) * (heads + mlp) + sorted + scores);
+}
+
+function states(l, code, held) {
+  const over = l.sizes.data_shard * l.sizes.context;
+  const zero = l.zero_stage;
+  return {
+    weights: (code.weight_bytes * held) / (zero === 3 ? over : 1),
+    gradients: (code.gradient_bytes * held) / (zero >= 2 ? over : 1),
+    states: (l.offload ? 0 : code.state_bytes * held) / (zero >= 1 ? over : 1),
+  };
+}
+
+function buffers(m, l, code, weights) {
+  const s = l.sizes;
+  const parts = l.sequence_parallel || code.sharded_p2p ? s.tensor : 1;
+  const hidden = (code.activation_bytes * tokens(m, l) * m.model_dim) / parts;
+  const messages = s.pipeline > 1 ? 4 * hidden : 0;
+  if (shares(s) === 1) return messages;
+  const gathered = l.zero_stage === 3 ? 2 * code.gather_bytes * weights : 0;
+  return messages + gathered + code.reduce_bytes * weights;
+}
+
+// Bytes of every pipeline rank by kind under the schedule 1f1b, and those of the host.
+function memory(m, l, code) {
+  const s = l.sizes;
+  const weights = blockWeights(m, s.tensor, s.expert);
+  const kept = blockActivations(m, l, code, l.recompute);
+  const whole = blockActivations(m, l, code, "none");
+  const moment = l.recompute === "none" ? 0 : whole - kept;
+  const logits = (code.logit_bytes * tokens(m, l) * m.vocab) / s.tensor;
+  const ranks = split(m.layers, s.pipeline).map((count, r) => {
+    const first = r === 0;
+    const last = r === s.pipeline - 1;
+    const ends = m.tied ? Number(first || last) : Number(first) + Number(last);
+    const held = count * weights + (ends * m.vocab * m.model_dim) / s.tensor;
+    return {
+      ...states(l, code, held),
+      activations: kept * count * Math.min(l.microbatches, s.pipeline - r),
+      moment: Math.max(moment, last ? logits : 0),
+      buffers: buffers(m, l, code, weights),
+    };
+  });
+  const most = Math.max(...ranks.map((r) => sum(r)));
+  const at = ranks.findIndex((r) => sum(r) === most);
+  // The states and a copy of the gradients.
+  const onHost = (code.state_bytes + code.reduce_bytes) / (s.data_shard * s.context);
+  const held = Math.max(...ranks.map((r) => r.weights)) / code.weight_bytes;
+  const host = l.offload ? held * onHost : 0;
+  return { ranks, peak: most, peak_rank: at, host };
+}
+
+// Bytes that a rank sends in a step, by axis.
+function traffic(m, l, code) {
+  const s = l.sizes;
+  const stages = split(m.layers, s.pipeline);
+  const blocks = Math.max(...stages);
+  const passes = l.microbatches * blocks;
+  const again = l.recompute === "full" ? 1 : 0;
+  const hidden = code.activation_bytes * tokens(m, l) * m.model_dim;
+  const ofTokens = passes * (2 + again) * hidden;
+  const keys = (2 * code.activation_bytes * tokens(m, l) * m.kv_heads * m.head_dim) / s.tensor;
+  const parts = l.sequence_parallel || code.sharded_p2p ? s.tensor : 1;
+  const k = l.microbatches;
+  const [reductions, gathers] = { 2: [k, 1], 3: [k, 2 * k] }[l.zero_stage] || [1, 1];
+  const tables = ((m.vocab * m.model_dim) / s.tensor) * (s.pipeline === 1 && !m.tied ? 2 : 1);
+  const held = blocks * blockWeights(m, s.tensor, s.expert) + tables;
+  const over = s.data_shard * s.context;
+  const sent = (ranks, size) => ((ranks - 1) / ranks) * size;
+  return {
+    pp: s.pipeline > 1 ? (2 * k * hidden) / parts : 0,
+    dp_replicate: sent(s.data_replicate, (2 * code.reduce_bytes * held) / over),
+    "dp_shard x cp": sent(over, (reductions * code.reduce_bytes + gathers * code.gather_bytes) * held),
+    cp: (s.context - 1) * passes * (3 + again) * keys,
+    ep: sent(s.expert, (2 * ofTokens * m.experts_per_token) / s.tensor),
+    tp: sent(s.tensor, 4 * ofTokens),
+  };
+}
+
+// Every layout under 1f1b, as LayoutSpace yields them.
+function* layouts(m, machine, limits) {
+  const { devices, node, samples, offload } = machine;
+  for (const tensor of divisors(node)) {
+    if (devices % tensor || m.heads % tensor || m.kv_heads % tensor) continue;
+    for (const pipeline of divisors(devices / tensor)) {
+      if (pipeline > m.layers) break;
+      const left = devices / tensor / pipeline;
+      for (const context of divisors(left)) {
+        const short = Math.floor(m.length / context) < limits.shortest_context;
+        if (context > 1 && (short || m.length % (2 * context))) break;
+        const data = left / context;
+        if (samples % data) continue;
+        for (const [zero, copies] of replicas(data, tensor * context, node, limits)) {
+          const inner = { pipeline, context, tensor };
+          yield* batches(m, { ...inner, data, zero, copies, samples, offload }, limits);
+        }
+      }
+    }
+  }
+}
+
+// ZeRO stages, each with the number of whole copies.
+function* replicas(data, inner, node, limits) {
+  if (data === 1) {
+    yield [1, 1];
+    return;
+  }
+  for (const zero of [1, 2, 3]) {
+    if (zero < 3 || data * inner <= limits.most_gathering_nodes * node) yield [zero, 1];
+    const shard = node % inner ? 1 : node / inner;
+    if (zero >= 2 && shard > 1 && shard < data && data % shard === 0) yield [zero, data / shard];
+  }
+}
+
+function* batches(m, one, limits) {
+  const shard = one.data / one.copies;
+  const experts = m.experts === 1 ? [1] : divisors(shard * one.context);
+  const ofReplica = one.samples / one.data;
+  for (const expert of experts.filter((e) => m.experts % e === 0)) {
+    for (const micro of divisors(ofReplica).filter((d) => d <= limits.largest_micro_batch)) {
+      for (const recompute of ["none", "selective", "full"]) {
+        yield {
+          sizes: {
+            pipeline: one.pipeline,
+            data_replicate: one.copies,
+            data_shard: shard,
+            context: one.context,
+            tensor: one.tensor,
+            expert,
+          },
+          micro_batch: micro,
+          microbatches: ofReplica / micro,
+          zero_stage: one.zero,
+          recompute,
+          sequence_parallel: Math.floor(m.length / one.context) % one.tensor === 0,
+          offload: one.offload,
+        };
+      }
+    }
+  }
+}
+
+// A measure to compare layouts by, in seconds: work with its bubble, the host's time for kernels,
+// and bytes over their links. It is no prediction: `lightning-par search` knows tiles and overlap.
+function measure(m, l, code, machine) {
+  const s = l.sizes;
+  const k = l.microbatches;
+  const blocks = Math.max(...split(m.layers, s.pipeline));
+  const again = { none: 0, selective: code.selective_share / 3, full: 1 / 3 }[l.recompute];
+  const rate = machine.flops * machine.product;
+  const samples = l.micro_batch * k * s.data_replicate * s.data_shard;
+  const work = (flops(m, samples) * (1 + again)) / (world(s) * rate);
+  const bytes = traffic(m, l, code);
+  const link = (ranks) => (ranks <= machine.node ? machine.link : machine.network);
+  const started = (axes) => k * blocks * 8 * axes * machine.link_start;
+  // A ring hides behind the attention between two of its messages.
+  const scores = (4 * tokens(m, l) * m.length * m.heads * m.head_dim) / s.tensor;
+  const ring = bytes.cp / link(s.tensor * s.context) - (1.5 * scores * k * blocks) / rate;
+  const sent = bytes.tp / link(s.tensor) + Math.max(0, ring) + bytes.ep / link(s.tensor * s.expert);
+  // The slowest stage has most blocks, and the last one the logits.
+  const table = s.pipeline > 1 ? (m.vocab * m.model_dim * s.pipeline) / parameters(m) / 2 : 0;
+  const uneven = (blocks / (m.layers / s.pipeline)) * (1 + table);
+  const starting = started(Number(s.tensor > 1) + Number(s.expert > 1));
+  const host = k * blocks * (code.kernels[0] + code.kernels[1]) * machine.host;
+  const busy = Math.max(work * uneven + sent + starting, host);
+  const body = busy * (1 + (s.pipeline - 1) / k);
+  const inside = s.tensor * s.context * s.data_shard;
+  const gradients = bytes["dp_shard x cp"] / link(inside) + bytes.dp_replicate / machine.network;
+  // Sent behind the last backward; at stages 2 and 3 behind all of them.
+  const behind = l.zero_stage >= 2 ? body : body / k;
+  const exposed = Math.max(0.1 * gradients, gradients - 0.5 * behind);
+  // Of layouts that are nearly equal, the one with fewer parts.
+  const axes = [s.tensor, s.pipeline, s.context, s.data_replicate].filter((size) => size > 1);
+  return (body + exposed) * (1 + 0.03 * axes.length + (l.recompute === "none" ? 0 : 0.01));
+}
+
+// The layouts that fit, best first, and the one that needs least memory.
+function choose(m, machine, code, limits, keep) {
+  const found = [];
+  let considered = 0;
+  let least = null;
+  for (const layout of layouts(m, machine, limits)) {
+    considered += 1;
+    const held = memory(m, layout, code);
+    if (!least || held.peak < least.held.peak) least = { layout, held };
+    if (held.peak <= limits.margin * machine.memory) {
+      found.push({ layout, held, measure: measure(m, layout, code, machine) });
+    }
+  }
+  // Of equal layouts the one that recomputes less, and splits less.
+  found.sort((a, b) => a.measure - b.measure || a.held.peak - b.held.peak);
+  return { best: found.slice(0, keep), least, considered, fitting: found.length };
+}
+
+// The arguments of Hybrid3DStrategy, as run_settings.py gives them.
+function settings(l) {
+  const s = l.sizes;
+  const chosen = {
+    tensor_parallel_size: s.tensor,
+    pipeline_parallel_size: s.pipeline,
+    context_parallel_size: s.context,
+    data_parallel_size: s.data_replicate * s.data_shard,
+    zero_stage: l.zero_stage,
+  };
+  if (s.expert > 1) chosen.expert_parallel_size = s.expert;
+  if (s.data_replicate > 1) chosen.data_parallel_replicate_size = s.data_replicate;
+  if (!l.sequence_parallel) chosen.sequence_parallel = false;
+  if (s.pipeline > 1) Object.assign(chosen, { schedule: "1f1b", num_microbatches: l.microbatches });
+  if (l.offload) chosen.offload_options = { offload_optimizer: true };
+  return chosen;
+}
+
+// The YAML of a run, as apply_layout gives it.
+function yaml(l, machine, precision) {
+  const pipelined = l.sizes.pipeline > 1;
+  const chosen = Object.entries(settings(l)).flatMap(([name, value]) =>
+    typeof value === "object"
+      ? [`      ${name}:`, ...Object.entries(value).map(([k, v]) => `        ${k}: ${v}`)]
+      : [`      ${name}: ${value}`],
+  );
+  const lines = [
+    "trainer:",
+    "  accelerator: auto",
+    `  num_nodes: ${machine.devices / machine.node}`,
+    `  devices: ${machine.node}`,
+    `  precision: ${precision}`,
+    "  strategy:",
+    "    class_path: lightning_par.Hybrid3DStrategy",
+    "    init_args:",
+    ...chosen,
+    `  accumulate_grad_batches: ${pipelined ? 1 : l.microbatches}`,
+  ];
+  if (l.recompute !== "none") {
+    lines.push(
+      "  callbacks:",
+      "  - class_path: lightning_par.callbacks.ActivationCheckpointing",
+      "    init_args:",
+      `      mode: ${l.recompute}`,
+    );
+  }
+  const batch = l.micro_batch * (pipelined ? l.microbatches : 1);
+  return [...lines, "data:", "  init_args:", `    batch_size: ${batch}`].join("\n") + "\n";
+}
+
+if (typeof module !== "undefined") {
+  module.exports = { choose, complete, flops, layouts, memory, parameters, settings, traffic, yaml };
+}

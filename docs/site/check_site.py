@@ -1,0 +1,73 @@
+"""Checks a built site: every link, anchor, picture, script and style is there, and none is fetched
+from elsewhere.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urlsplit
+
+LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src"}
+
+
+class Page(HTMLParser):
+    """What a page names and what it asks for.
+
+    Attributes:
+        ids: Of its elements.
+        links: Targets of `a`.
+        loads: Targets of scripts, styles, pictures and frames.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids, self.links, self.loads = set[str](), list[str](), list[str]()
+        self.twice: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what an element is called, links to and loads."""
+        found = dict(attrs)
+        name = found.get("id")
+        if name:
+            if name in self.ids and tag != "path":
+                self.twice.append(name)
+            self.ids.add(name)
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"] or "")
+        target = found.get(LOADED.get(tag, ""))
+        if target and found.get("rel") not in ("canonical", "next", "prev", "alternate"):
+            self.loads.append(target)
+
+
+def problems(site: Path) -> Iterator[str]:
+    """Yield a line for everything that is missing, doubled or fetched from elsewhere."""
+    pages = {file: Page(file.read_text()) for file in sorted(site.rglob("*.html"))}
+    for file, page in pages.items():
+        if file.name == "404.html":  # its links start at the root of the server
+            continue
+        name = file.relative_to(site)
+        yield from (f"{name}: two elements have the id {i!r}" for i in page.twice)
+        for target in (*page.links, *page.loads):
+            address = urlsplit(target)
+            if address.scheme or address.netloc:
+                if target in page.loads and address.scheme != "data":
+                    yield f"{name}: loads {target}"
+                continue
+            path, heading = urldefrag(target)
+            goal = (file.parent / unquote(path)).resolve() if path else file
+            goal = goal / "index.html" if goal.is_dir() else goal
+            if not goal.is_file():
+                yield f"{name}: {target} does not exist"
+            elif heading and goal in pages and unquote(heading) not in pages[goal].ids:
+                yield f"{name}: {target} has no such heading"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("site", type=Path)
+    found = list(problems(parser.parse_args().site.resolve()))
+    print("\n".join(found) or "every link, heading and file is there")
+    sys.exit(bool(found))

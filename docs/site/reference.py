@@ -1,0 +1,157 @@
+"""The reference, from the code: public names, the strategies' arguments, the command line."""
+
+import contextlib
+import html
+import inspect
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from types import UnionType
+from typing import Any, get_args, get_origin, Literal, Union
+
+import docstring_parser
+
+from lightning_par import strategies
+from lightning_par.cli import main
+from lightning_par.commands import COMMANDS, find_parser
+
+PARTS = {
+    "lightning_par": "lightning_par",
+    "strategies": "Strategies",
+    "callbacks": "Callbacks",
+    "models": "Models and data",
+    "huggingface": "Hugging Face",
+    "verification": "Verification",
+    "errors": "Errors",
+}
+"""Module of the package -> title of its page."""
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield the path of every page of the reference with its Markdown."""
+    for part, title in PARTS.items():
+        name = part if part == "lightning_par" else f"lightning_par.{part}"
+        yield f"reference/{part}.md", names_page(name, title)
+    yield "reference/arguments.md", arguments_page()
+    yield "reference/commands.md", commands_page()
+
+
+def names_page(module: str, title: str) -> str:
+    """Return a page with every public name of a module, each on the page of its own module once."""
+    made = import_module(module)
+    elsewhere = set(strategies.__all__) if module == "lightning_par" else set()
+    elsewhere |= {"LightningParError", "verify"} if module == "lightning_par" else set()
+    names = [n for n in made.__all__ if not n.startswith("_") and n not in elsewhere]
+    docs = inspect.getdoc(made) or ""
+    lines = [f"# {title}", docs, f"`from {module} import ...`"]
+    if elsewhere:
+        lines.append(
+            "Also exported here: the [strategies](strategies.md), "
+            "[`verify`](verification.md) and [`LightningParError`](errors.md)."
+        )
+    return "\n\n".join([*lines, *(f"::: {module}.{name}" for name in names)]) + "\n"
+
+
+def arguments_page() -> str:
+    """Return the page with the arguments of every strategy: names, types and defaults from the
+    signature, meanings from the docstring.
+    """
+    lines = [
+        "# Arguments of the strategies",
+        "Every strategy takes those of `MeshStrategy`, by keyword. In YAML they are "
+        "`trainer.strategy.init_args`.",
+    ]
+    for name in sorted(strategies.__all__, key=lambda n: n != "MeshStrategy"):
+        rows = list(argument_rows(getattr(strategies, name)))
+        if rows:
+            head = ["| argument | type | default | meaning |", "|---|---|---|---|"]
+            lines += [f"## {name}", "\n".join([*head, *rows])]
+    return "\n\n".join(lines) + "\n"
+
+
+def argument_rows(kind: type) -> Iterator[str]:
+    """Yield a row for each argument of a class's own `__init__`.
+
+    Raises:
+        LookupError: The docstring does not name an argument.
+    """
+    if "__init__" not in vars(kind):
+        return
+    said = docstring_parser.parse(kind.__doc__ or "").params
+    meanings = {p.arg_name: " ".join((p.description or "").split()) for p in said}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        if name not in meanings:
+            raise LookupError(f"{kind.__name__} does not say what {name} is")
+        form, default = annotation(parameter.annotation), repr(parameter.default)
+        cells = [code(name), code(form), code(default), meanings[name].replace("|", "&#124;")]
+        yield f"| {' | '.join(cells)} |"
+
+
+def annotation(form: Any) -> str:
+    """Return a type as it is written, without the modules of its names."""
+    if get_origin(form) in (Union, UnionType):
+        return " | ".join(map(annotation, get_args(form)))
+    if get_origin(form) is Literal:
+        return " | ".join(map(repr, get_args(form)))
+    name = form.__name__ if isinstance(form, type) and not get_args(form) else str(form)
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", name).replace("NoneType", "None")
+
+
+def code(text: str) -> str:
+    """Return code for a cell of a table, in which a bar would end the cell."""
+    return f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>"
+
+
+def commands_page() -> str:
+    """Return the page with what every command's own parser says of it."""
+    with width(96):
+        whole = printed_help()
+        found = {name: find_parser(name).format_help() for name in sorted(COMMANDS)}
+        found["fit --islands"] = find_parser("fit_islands").format_help()
+    lines = [
+        "# Command line",
+        "`fit`, `validate`, `test` and `predict` are those of Lightning's command line, for any "
+        "LightningModule: `lightning-par fit --help` lists every option, of the Trainer and of "
+        "the model and the data that a configuration names. The other commands are described "
+        "below. `lightning-par --version` says the version.",
+        "## lightning-par",
+        fenced(whole),
+    ]
+    for name, text in found.items():
+        does = COMMANDS.get(name, "train on several islands of this machine")
+        lines += [f"## {name}", f"{does[0].upper()}{does[1:]}.", fenced(text)]
+    return "\n\n".join(lines) + "\n"
+
+
+def fenced(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```"
+
+
+@contextlib.contextmanager
+def width(columns: int) -> Iterator[None]:
+    """Let help be as wide as the page, whatever terminal this runs in."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(columns)
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
+def printed_help() -> str:
+    """Return what ``lightning-par --help`` prints."""
+    given: Any = sys.argv
+    sys.argv = ["lightning-par", "--help"]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+            main()
+    finally:
+        sys.argv = given
+    return printed.getvalue()

@@ -1,0 +1,76 @@
+"""Print a script with which a shell completes the commands and options of lightning-par.
+
+For bash: lightning-par completion bash > ~/.local/share/bash-completion/completions/lightning-par
+"""
+
+import argparse
+import importlib
+import inspect
+
+from lightning.pytorch import Trainer
+
+from lightning_par.commands import COMMANDS, find_parser, takes_file
+from lightning_par.errors import ConfigurationError
+from lightning_par.registration import STRATEGIES
+
+__all__ = ["main", "make_parser", "whole_parser"]
+
+_LIGHTNING = ("fit", "validate", "test", "predict")
+
+
+def main(arguments: list[str]) -> int:
+    """Print the script.
+
+    Args:
+        arguments: What follows ``lightning-par completion``.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ConfigurationError: shtab is not installed.
+    """
+    options = make_parser().parse_args(arguments)
+    try:
+        shtab = importlib.import_module("shtab")
+    except ImportError as error:
+        raise ConfigurationError(
+            "the scripts are written by shtab, which is not installed: pip install shtab"
+        ) from error
+    print(shtab.complete(whole_parser(), shell=options.shell))
+    return 0
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """Return one parser with every command and its options.
+
+    Of ``fit`` and the like, whose parser is Lightning's, it has the options of the Trainer and none
+    below them: with those of every class that may be named, a script takes tens of megabytes.
+    """
+    parser = argparse.ArgumentParser(prog="lightning-par")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    found = parser.add_subparsers()
+    for name in _LIGHTNING:
+        command = found.add_parser(name, help=f"{name} of Lightning's Trainer")
+        for option in ("config", "ckpt_path"):
+            takes_file(command.add_argument(f"--{option}"))
+        for option in ("print_config", "seed_everything", "model", "data"):
+            command.add_argument(f"--{option}")
+        for option in inspect.signature(Trainer).parameters:
+            known = STRATEGIES if option == "strategy" else None
+            command.add_argument(f"--trainer.{option}", choices=known)
+    for name, summary in COMMANDS.items():
+        one = find_parser(name)
+        found.add_parser(name, help=summary, parents=[one], conflict_handler="resolve")
+    return parser
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-par completion",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="whose completion")
+    return parser
