@@ -25,7 +25,7 @@ class UnreadTensor(Tensor):
     one reads it whole. Made by `of`.
     """
 
-    _source: StoredTensor | Tensor
+    source: StoredTensor | Tensor
 
     @staticmethod
     def of(source: StoredTensor | Tensor) -> "UnreadTensor":
@@ -33,12 +33,12 @@ class UnreadTensor(Tensor):
         made = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(
             UnreadTensor
         )
-        made._source = source
+        made.source = source
         return made
 
     def read(self) -> Tensor:
         """Return the whole tensor."""
-        return self._source.read() if isinstance(self._source, StoredTensor) else self._source
+        return self.source.read() if isinstance(self.source, StoredTensor) else self.source
 
     @classmethod
     @override
@@ -51,7 +51,7 @@ class UnreadTensor(Tensor):
             return seen(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if func is Tensor.copy_ and not isinstance(args[0], cls):
             target, entry = args[0], args[1]
-            read_part(entry._source, local_box("tensor", target), local_part(target))
+            read_part(entry.source, local_box("tensor", target), local_part(target))
             return target
 
         def whole(leaf: Any) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 from torch import nn, Tensor
 
@@ -74,7 +73,7 @@ class StepAttributes:
         module: The user's LightningModule.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before: dict[str, _Held] = {}
 
