@@ -32,7 +32,17 @@ __all__ = ["DATA", "Host", "Hosts", "Network", "Task", "open_hosts", "refusal"]
 ROOT = Path(__file__).resolve().parents[2]
 _PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
 _NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000, "pid": 0x20000000}
-_LAUNCHERS = ("RANK", "LOCAL_", "WORLD_", "NODE_", "MASTER_", "TORCHELASTIC_", "GROUP_", "GLOO_")
+_LAUNCHERS = (
+    "GLOO_",
+    "NCCL_",
+    "RANK",
+    "LOCAL_",
+    "WORLD_",
+    "NODE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "GROUP_",
+)
 _PRELOAD = ["lightning_par.cli", "lightning_par.strategies", "tests.support.parity"]
 
 
@@ -313,6 +323,7 @@ class _Anchor:
         self._outer = subprocess.Popen(
             ["unshare", *kinds, "sh", "-c", ready],
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
             preexec_fn=die_with_parent,
         )

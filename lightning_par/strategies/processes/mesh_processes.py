@@ -22,15 +22,18 @@ from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.deferred_signals import DeferredSignals
+from lightning_par.strategies.processes.hosts import (
+    check_placement,
+    gather_hosts,
+    HostOf,
+    meet_hosts,
+    name_common_interface,
+)
 from lightning_par.strategies.processes.interruption import Interruption
 from lightning_par.strategies.processes.island_place import find_island
 from lightning_par.strategies.processes.launcher import PreflightLauncher
 from lightning_par.strategies.processes.module_copies import explain_copy
-from lightning_par.strategies.processes.rendezvous import (
-    INTERFACE,
-    loopback_store,
-    use_loopback,
-)
+from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
 from lightning_par.strategies.processes.watchdog import (
     is_communication_error,
     open_status_file,
@@ -68,7 +71,9 @@ class MeshProcesses:
         self._mesh: ParallelMesh | None = None
         self._launcher: PreflightLauncher | None = None
         self._watch: RankWatch | None = None
-        self._names_interface = self._owns_group = False
+        self._hosts: list[HostOf] | None = None
+        self._variables: list[str] = []
+        self._owns_group = False
         self._filter: Any = None
         self.activity = Activity()
         self.interruption = Interruption(options.timeout)
@@ -249,9 +254,11 @@ class MeshProcesses:
         """Make the default process group; the processes of one node meet on its loopback."""
         environment, timeout = self._environment, self._options.timeout
         assert environment is not None
-        store = None
-        if self._num_nodes == 1:
-            self._names_interface = use_loopback() or self._names_interface
+        store: Any = None
+        if self._num_nodes > 1:
+            store = self._meet_hosts()
+        else:
+            self._variables += use_loopback()
             if self.world_size == 1 and not dist.is_initialized():
                 # Nobody to meet: no port, no variables, and `close` can leave nothing behind.
                 # Where its backend is "gloo", Lightning evaluates without inference mode.
@@ -266,7 +273,21 @@ class MeshProcesses:
                 started_here = self._launcher is not None and self._launcher.sees_processes
                 patience = None if started_here else _PATIENCE
                 store = loopback_store(environment.main_port, self.rank, self.world_size, patience)
-        init_process_group(environment, self.backend, timeout=timeout, store=store)
+        place = {"global_rank": self.rank, "world_size": self.world_size}
+        init_process_group(environment, self.backend, timeout=timeout, store=store, **place)
+
+    def _meet_hosts(self) -> Any:
+        """Meet the ranks of all hosts; return the store, or None if there is a group already."""
+        assert self._environment is not None
+        store, address = None, self._environment.main_address
+        if not dist.is_initialized():
+            given = self._environment, self.rank, self.world_size, self._options.timeout
+            store, self._hosts = meet_hosts(*given)
+        elif self._hosts is None:
+            self._hosts = gather_hosts(address)
+        check_placement(self.sizes, self._hosts)
+        self._variables += name_common_interface(self._hosts, self.rank, address)
+        return store
 
     def begin_loop(self) -> None:
         """Answer signals between two batches from now on; see `DeferredSignals`."""
@@ -285,9 +306,8 @@ class MeshProcesses:
     def close(self) -> None:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
         self._signals.close()
-        if self._names_interface:
-            os.environ.pop(INTERFACE, None)
-            self._names_interface = False
+        while self._variables:
+            os.environ.pop(self._variables.pop(), None)
         filters: Any = warnings.filters  # a list
         if self._filter in filters:
             filters.remove(self._filter)
