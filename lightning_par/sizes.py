@@ -148,6 +148,7 @@ def fit_sizes(
     num_devices: int,
     devices_per_node: int,
     tensor: Size = "auto",
+    tensor_across_nodes: bool = False,
     pipeline: Size = "auto",
     data: Size = "auto",
     data_replicate: Size = "auto",
@@ -166,8 +167,9 @@ def fit_sizes(
 
     Args:
         num_devices: Ranks in the world.
-        devices_per_node: Ranks on one node; `tensor` has to divide it.
+        devices_per_node: Ranks on one node; `tensor` has to divide it, unless it may be larger.
         tensor: Size of ``tp``.
+        tensor_across_nodes: Whether it may be larger than a node.
         pipeline: Size of ``pp``.
         data: Number of data-parallel replicas, ``dp_replicate * dp_shard``.
         data_replicate: Of those, the size of ``dp_replicate``. "auto": all at ZeRO stage 0, else 1.
@@ -200,7 +202,8 @@ def fit_sizes(
     if left != 1:
         raise MeshError(_unused(given, tp, pp, cp, dp, num_devices))
     replicate = (dp if zero_stage == 0 else 1) if data_replicate == "auto" else data_replicate
-    problems = _check_fit(tp, devices_per_node, dp, replicate, zero_stage)
+    most = num_devices if tensor_across_nodes else devices_per_node
+    problems = _check_fit(tp, most, dp, replicate, zero_stage)
     raise_problems(MeshError, problems)
     return ParallelSizes(
         pipeline=pp,
@@ -228,7 +231,7 @@ def _check_fit(tp: int, node: int, dp: int, replicate: int, zero_stage: int) -> 
     if node % tp:
         problems.append(
             f"tensor_parallel_size={tp} does not divide the {node} devices of a node; use "
-            f"{_divisors(node)}."
+            f"{_divisors(node)}, or tensor_parallel_across_hosts=True, which is slow."
         )
     if dp % replicate:
         problems.append(

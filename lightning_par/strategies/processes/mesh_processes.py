@@ -65,7 +65,7 @@ class MeshProcesses:
     def __init__(self, options: MeshOptions) -> None:
         self._options = options
         self._devices: list[torch.device] = []
-        self._num_nodes = 1
+        self._num_nodes, self._rank = 1, 0
         self._environment: ClusterEnvironment | None = None
         self._sizes: ParallelSizes | None = None
         self._mesh: ParallelMesh | None = None
@@ -101,9 +101,9 @@ class MeshProcesses:
             environment: Knows the ranks.
         """
         self._devices, self._num_nodes, self._environment = devices, num_nodes, environment
+        self._rank = _number(environment, num_nodes, self.num_local)
         if environment is not None:
-            rank = environment.node_rank() * self.num_local + environment.local_rank()
-            environment.set_global_rank(rank)
+            environment.set_global_rank(self._rank)
             environment.set_world_size(num_nodes * self.num_local)
         # Only the first rank of the first island logs.
         others = 0 if self._options.outer is None else self.island << 20
@@ -121,8 +121,12 @@ class MeshProcesses:
 
     @property
     def rank(self) -> int:
-        """Global rank of this process."""
-        return 0 if self._environment is None else self._environment.global_rank()
+        """Global rank of this process: those of one node follow each other.
+
+        So neighbours on the innermost axes share a node, also where a scheduler deals ranks out
+        to the nodes in turn; then it is not the scheduler's number.
+        """
+        return self._rank
 
     @property
     def world_size(self) -> int:
@@ -285,7 +289,8 @@ class MeshProcesses:
             store, self._hosts = meet_hosts(*given)
         elif self._hosts is None:
             self._hosts = gather_hosts(address)
-        check_placement(self.sizes, self._hosts)
+        if not self._options.tensor_parallel_across_hosts:
+            check_placement(self.sizes, self._hosts)
         self._variables += name_common_interface(self._hosts, self.rank, address)
         return store
 
@@ -353,3 +358,12 @@ class MeshProcesses:
         votes = torch.tensor(int(decision))  # on the host: nobody has to wait for the device
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if unanimous else bool(votes)
+
+
+def _number(environment: ClusterEnvironment | None, num_nodes: int, num_local: int) -> int:
+    """Return the rank of this process, counted node by node; the environment's if it fits none."""
+    if environment is None:
+        return 0
+    node, local = environment.node_rank(), environment.local_rank()
+    fits = 0 <= node < num_nodes and 0 <= local < num_local
+    return node * num_local + local if fits else environment.global_rank()

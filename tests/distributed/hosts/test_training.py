@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.hosts.runs import assert_layouts, start_ranks, train_layouts
+from tests.support.host_runs import assert_layouts, start_ranks, train_layouts
 from tests.support.hosts import Network, open_hosts
 
 NOWHERE, LEADING = Network(ipv4="10.1.0", leads_somewhere=False), Network(ipv4="10.2.0")
