@@ -36,6 +36,7 @@ from lightning_par.strategies.processes.interface import (
 __all__ = [
     "HostOf",
     "check_placement",
+    "find_common_route",
     "gather_hosts",
     "meet_hosts",
     "name_common_interface",
@@ -202,8 +203,8 @@ def check_placement(sizes: ParallelSizes, hosts: Sequence[HostOf]) -> None:
         )
 
 
-def name_common_interface(hosts: Sequence[HostOf], rank: int, address: str) -> list[str]:
-    """Tell gloo and NCCL the interface of this host that leads to the others.
+def find_common_route(hosts: Sequence[HostOf], rank: int, address: str) -> Route | None:
+    """Return how this host talks to the others, None where nothing tells.
 
     Rank 0 may know itself by a loopback address, under a name that others resolve to another one;
     its host takes the route to one of them.
@@ -212,17 +213,28 @@ def name_common_interface(hosts: Sequence[HostOf], rank: int, address: str) -> l
         hosts: For every rank where it is.
         rank: Global rank of this process.
         address: Address of rank 0.
+    """
+    route = find_route(address)
+    others = [host.address for host in hosts if host.name != hosts[rank].name]
+    if route is not None and is_loopback(route) and others:
+        route = find_route(others[0])
+    return route
+
+
+def name_common_interface(hosts: Sequence[HostOf], rank: int, route: Route) -> list[str]:
+    """Tell gloo and NCCL the interface of this host that leads to the others.
+
+    Args:
+        hosts: For every rank where it is.
+        rank: Global rank of this process.
+        route: From `find_common_route`.
 
     Returns:
         The environment variables set here; the caller removes them at the end of the run.
     """
-    own = hosts[rank].name
-    route = find_route(address)
-    others = [host.address for host in hosts if host.name != own]
-    if route is not None and is_loopback(route) and others:
-        route = find_route(others[0])
-    if route is None or route.interface is None:
+    if route.interface is None:
         return []
+    own = hosts[rank].name
     first = min(r for r, host in enumerate(hosts) if host.name == own)
     named = name_interface(route.interface, GLOO, NCCL)
     if rank == first:

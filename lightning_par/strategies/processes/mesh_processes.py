@@ -22,13 +22,16 @@ from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.deferred_signals import DeferredSignals
+from lightning_par.strategies.processes.host_status import HostStatusServer
 from lightning_par.strategies.processes.hosts import (
     check_placement,
+    find_common_route,
     gather_hosts,
     HostOf,
     meet_hosts,
     name_common_interface,
 )
+from lightning_par.strategies.processes.interface import Route
 from lightning_par.strategies.processes.interruption import Interruption
 from lightning_par.strategies.processes.island_place import find_island
 from lightning_par.strategies.processes.launcher import PreflightLauncher
@@ -72,6 +75,7 @@ class MeshProcesses:
         self._launcher: PreflightLauncher | None = None
         self._watch: RankWatch | None = None
         self._hosts: list[HostOf] | None = None
+        self._route: Route | None = None
         self._variables: list[str] = []
         self._owns_group = False
         self._filter: Any = None
@@ -221,6 +225,8 @@ class MeshProcesses:
         """Tell the other ranks of an exception, and the user of its cause; return a clearer one."""
         clearer = None
         raised_here = not is_communication_error(error)
+        if not raised_here:
+            self.interruption.tear()
         if self.copy and raised_here and self.activity.now().action == BETWEEN_STEPS:
             clearer = explain_copy(error, self.copy)
         if self._watch is not None:
@@ -249,10 +255,16 @@ class MeshProcesses:
         if self._watch is None and self.world_size > 1:
             assert self._environment is not None
             local_rank = self._environment.local_rank()
-            file = open_status_file(self.rank, local_rank, self.activity)
+            server = None
+            if self._route is not None and local_rank == 0:
+                server = HostStatusServer(self._route.address)
+            given = self.rank, local_rank, self.activity, sizes, server
+            file, others = open_status_file(*given)
             if file is not None:
-                self._watch = RankWatch(file, sizes, self._options.timeout)
+                self._watch = RankWatch(file, sizes, self._options.timeout, others, server)
                 self._observe_children(False)
+            elif server is not None:
+                server.close()
 
     def _rendezvous(self) -> None:
         """Make the default process group; the processes of one node meet on its loopback."""
@@ -291,7 +303,9 @@ class MeshProcesses:
             self._hosts = gather_hosts(address)
         if not self._options.tensor_parallel_across_hosts:
             check_placement(self.sizes, self._hosts)
-        self._variables += name_common_interface(self._hosts, self.rank, address)
+        self._route = find_common_route(self._hosts, self.rank, address)
+        if self._route is not None:
+            self._variables += name_common_interface(self._hosts, self.rank, self._route)
         return store
 
     def begin_loop(self) -> None:
