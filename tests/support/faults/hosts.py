@@ -37,7 +37,7 @@ def train_long(timeout: float, devices: int, nodes: int) -> None:
     sizes = {"tensor_parallel_size": devices, "pipeline_parallel_size": nodes}
     strategy = lightning_par.Hybrid3DStrategy(**sizes, timeout=timedelta(seconds=timeout))
     trainer = quiet_trainer(devices=devices, num_nodes=nodes, strategy=strategy, max_steps=STEPS)
-    trainer.fit(_Telling("sgd", blocks=nodes), loader(ToyData(4000), 4))
+    trainer.fit(_Telling(blocks=nodes), loader(ToyData(4000), 4))
 
 
 @dataclass(frozen=True, kw_only=True)
