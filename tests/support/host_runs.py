@@ -1,7 +1,9 @@
 """Runs on several hosts: what every rank trains, and how they are started."""
 
+import json
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,17 @@ import torch
 
 from lightning_par.strategies.processes.interface import GLOO, NCCL
 from tests.support.hosts import Hosts
-from tests.support.parity import assert_results, one_process, train
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import assert_results, one_process, quiet_trainer, train
 
-__all__ = ["PORT", "assert_layouts", "place", "start_ranks", "train_layouts"]
+__all__ = [
+    "PORT",
+    "assert_layouts",
+    "place",
+    "start_ranks",
+    "train_and_resume",
+    "train_layouts",
+]
 
 PORT = 29400
 """Free on every host: its network is its own."""
@@ -56,3 +66,26 @@ def assert_layouts(out: Path, layouts: Sequence[dict[str, Any]], hosts: Sequence
         assert_results(
             [r[number] for _, r in found], one_process(repr({**RUN, "shuffled": shuffled}))
         )
+
+
+def train_and_resume(out: Path, layout: dict[str, Any], devices: int, nodes: int) -> None:
+    """Train an epoch, save, and let another Trainer go on; leave its weights in a file."""
+    import lightning_par
+
+    torch.set_default_dtype(torch.float64)
+    samples = loader(ToyData(10, RUN["ignored"]), RUN["batch_size"])
+    weights: dict[str, Any] = {}
+    for epochs, start in ((1, None), (2, out / "one.ckpt")):
+        strategy = lightning_par.Hybrid3DStrategy(**layout)
+        place = {"devices": devices, "num_nodes": nodes, "precision": "64-true"}
+        trainer = quiet_trainer(strategy=strategy, max_epochs=epochs, **place)
+        trainer.fit(ToyModule(), samples, ckpt_path=start)
+        if start is None:
+            trainer.save_checkpoint(out / "one.ckpt")
+        else:
+            weights = strategy.gather_state_dict()
+    torch.save([socket.gethostname(), weights], out / f"{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":  # as a user's script, which its launcher may start once for each device
+    train_and_resume(Path(sys.argv[1]), json.loads(sys.argv[2]), *map(int, sys.argv[3:5]))

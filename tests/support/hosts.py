@@ -185,9 +185,11 @@ class Host:
         found, own = [], Path(f"/proc/{self.anchor.pid}/ns/pid").readlink()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (entry / "ns/pid").readlink() == own and int(entry.name) != self.anchor.pid:
+                # The first process is no init: what it has inherited stays there, ended.
+                has_ended = "State:\tZ" in (entry / "status").read_text()
+                if (entry / "ns/pid").readlink() == own and not has_ended:
                     found.append(int(entry.name))
-        return found
+        return [pid for pid in found if pid != self.anchor.pid]
 
     def signal(self, number: int) -> None:
         """Send a signal to every process on this host, as to freeze or to kill all of them."""
@@ -227,8 +229,17 @@ class Host:
         said = self.anchor.call(f"ip -j -s link show dev eth{network}")
         return int(json.loads(said)[0]["stats64"]["tx"]["bytes"])
 
-    def left(self) -> list[str]:
-        """Return what is left of finished tasks: processes, temporary files, listening sockets."""
+    def left(self, seconds: float = 10) -> list[str]:
+        """Return what is left of finished tasks: processes, temporary files, listening sockets.
+
+        A process whose parent has ended may take some seconds to end, too.
+        """
+        deadline = time.monotonic() + seconds
+        while (found := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _left(self) -> list[str]:
         found = [f"process {pid}: {_command_of(pid)}" for pid in self.processes()]
         found += [f"file {path}" for path in self.temporary.rglob("*")]
         for kind in ("tcp", "tcp6"):

@@ -45,8 +45,14 @@ __all__ = [
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun where its agent serves the store, and not rank 0."""
-_LOOK = timedelta(seconds=5)
-"""How long one wait for the others takes; in between an interrupt of the user is heard."""
+_COUNT = "lightning_par/on"
+"""Key of the number of ranks that have come."""
+_PERIOD = 0.2
+"""Seconds between two looks at who has come."""
+_READ = "lightning_par/read"
+"""Key of the number of ranks that have read who has come."""
+_GRACE = 10.0
+"""Seconds, at most, in which rank 0 keeps the store for ranks that have not read yet."""
 _RETRY = 1.0
 """Seconds between two tries to resolve a name."""
 _logger = logging.getLogger(__name__)
@@ -91,8 +97,10 @@ def meet_hosts(
     try:
         store = TCPStore(address, port, world_size, serves, timeout=left, wait_for_workers=False)
         store.set(_key(rank), json.dumps([name, route.address]))
-        _wait_for_all(store, world_size, deadline, f"{address}:{port} within {limit}")
+        store.add(_COUNT, 1)
+        _wait_for_all(store, rank, world_size, deadline, f"{address}:{port} within {limit}")
         said = store.multi_get([_key(r) for r in range(world_size)])
+        _leave(store, rank, world_size)
     except DistError as error:
         raise MeshError(
             f"rank {rank} on host {name} (address {route.address}) did not reach rank 0 at "
@@ -100,7 +108,6 @@ def meet_hosts(
             "running there, and does a firewall between the hosts let this port through? "
             "MASTER_ADDR must be an address of the first host that the others reach."
         ) from error
-    # Rank 0 serves the store: it goes on once nobody asks it for the others any more.
     store.set_timeout(default_pg_timeout)
     return store, [_read(text) for text in said]
 
@@ -153,7 +160,7 @@ def _resolve(address: str, rank: int, name: str, deadline: float) -> Route:
         time.sleep(_RETRY)
 
 
-def _wait_for_all(store: TCPStore, world_size: int, deadline: float, where: str) -> None:
+def _wait_for_all(store: TCPStore, rank: int, world_size: int, deadline: float, where: str) -> None:
     """Wait until every rank has said where it is.
 
     Raises:
@@ -161,22 +168,28 @@ def _wait_for_all(store: TCPStore, world_size: int, deadline: float, where: str)
         DistError: The store is gone.
     """
     keys = [_key(rank) for rank in range(world_size)]
-    while True:
-        left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-        try:
-            store.wait(keys, min(_LOOK, left))
-            return
-        except DistError:
-            missing = [rank for rank in range(world_size) if not store.check([_key(rank)])]
-            if not missing or time.monotonic() < deadline:
-                continue
-        there = [rank for rank in range(world_size) if rank not in missing]
-        hosts = [_read(store.get(_key(rank))) for rank in there]
+    # Everybody looks at one number: at all keys that would be much for thousands of ranks.
+    while store.add(_COUNT, 0) < world_size or not store.check(keys):
+        if time.monotonic() < deadline:
+            time.sleep(_PERIOD)
+            continue
+        missing = [other for other in range(world_size) if not store.check([_key(other)])]
+        there = [other for other in range(world_size) if other not in missing]
+        hosts = [_read(store.get(_key(other))) for other in there]
+        _leave(store, rank, len(there))
         raise MeshError(
             f"{say_ranks(missing)} did not come to the rendezvous at {where}; "
             f"{_say_places(there, hosts)} came. A host that did not start, or does not reach rank "
             "0: look at the first error in its log, and start all ranks anew."
         )
+
+
+def _leave(store: TCPStore, rank: int, ranks: int) -> None:
+    """Say that this rank has read; rank 0, whose end is that of the store, waits for the others."""
+    deadline = time.monotonic() + _GRACE
+    store.add(_READ, 1)
+    while rank == 0 and store.add(_READ, 0) < ranks and time.monotonic() < deadline:
+        time.sleep(_PERIOD)
 
 
 def check_placement(sizes: ParallelSizes, hosts: Sequence[HostOf]) -> None:

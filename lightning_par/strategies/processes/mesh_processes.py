@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -273,8 +274,8 @@ class MeshProcesses:
         store: Any = None
         if self._num_nodes > 1:
             store = self._meet_hosts()
-        else:
-            self._variables += use_loopback()
+        self._variables += self._name_interface()
+        if self._num_nodes == 1:
             if self.world_size == 1 and not dist.is_initialized():
                 # Nobody to meet: no port, no variables, and `close` can leave nothing behind.
                 # Where its backend is "gloo", Lightning evaluates without inference mode.
@@ -304,9 +305,25 @@ class MeshProcesses:
         if not self._options.tensor_parallel_across_hosts:
             check_placement(self.sizes, self._hosts)
         self._route = find_common_route(self._hosts, self.rank, address)
-        if self._route is not None:
-            self._variables += name_common_interface(self._hosts, self.rank, self._route)
         return store
+
+    def _name_interface(self) -> list[str]:
+        """Tell gloo and NCCL the interface to use; return the variables that were set for it."""
+        if self._num_nodes == 1:
+            return use_loopback()
+        if self._route is None or self._hosts is None:
+            return []
+        return name_common_interface(self._hosts, self.rank, self._route)
+
+    @contextmanager
+    def naming_interface(self) -> Iterator[None]:
+        """Surrounds what may make a process group, also after the run has ended."""
+        named = self._name_interface()
+        try:
+            yield
+        finally:
+            for variable in named:
+                os.environ.pop(variable, None)
 
     def begin_loop(self) -> None:
         """Answer signals between two batches from now on; see `DeferredSignals`."""
