@@ -143,11 +143,19 @@ def _divisors(number: int) -> str:
     return f"one of {either(found)}" if len(found) > 1 else "1"
 
 
+_PLANNED = (
+    "auto_parallel chooses the sizes from the model, when the Trainer's fit sets it up; before, they "
+    "are not known. lightning-par search --samples N prints the sizes of layouts for N samples a "
+    "step, and Hybrid3DStrategy takes them."
+)
+
+
 def fit_sizes(
     *,
     num_devices: int,
     devices_per_node: int,
     tensor: Size = "auto",
+    tensor_across_nodes: bool = False,
     pipeline: Size = "auto",
     data: Size = "auto",
     data_replicate: Size = "auto",
@@ -166,8 +174,9 @@ def fit_sizes(
 
     Args:
         num_devices: Ranks in the world.
-        devices_per_node: Ranks on one node; `tensor` has to divide it.
+        devices_per_node: Ranks on one node; `tensor` has to divide it, unless it may be larger.
         tensor: Size of ``tp``.
+        tensor_across_nodes: Whether it may be larger than a node.
         pipeline: Size of ``pp``.
         data: Number of data-parallel replicas, ``dp_replicate * dp_shard``.
         data_replicate: Of those, the size of ``dp_replicate``. "auto": all at ZeRO stage 0, else 1.
@@ -180,11 +189,7 @@ def fit_sizes(
         MeshError: With every problem, and sizes that would work; or the rule is ``planned``.
     """
     if auto == "planned":
-        raise MeshError(
-            "auto_parallel chooses the sizes from the model, when the Trainer's fit sets it up; "
-            "before, they are not known. lightning-par search --samples N prints the sizes of "
-            "layouts for N samples a step, and Hybrid3DStrategy takes them."
-        )
+        raise MeshError(_PLANNED)
     given: Mapping[str, Size] = {
         "tensor_parallel_size": tensor,
         "pipeline_parallel_size": pipeline,
@@ -206,7 +211,8 @@ def fit_sizes(
     if left != 1:
         raise MeshError(_unused(given, tp, pp, cp, dp, num_devices))
     replicate = (dp if zero_stage == 0 else 1) if data_replicate == "auto" else data_replicate
-    problems = _check_fit(tp, devices_per_node, dp, replicate, zero_stage)
+    most = num_devices if tensor_across_nodes else devices_per_node
+    problems = _check_fit(tp, most, dp, replicate, zero_stage)
     raise_problems(MeshError, problems)
     return ParallelSizes(
         pipeline=pp,
@@ -234,7 +240,7 @@ def _check_fit(tp: int, node: int, dp: int, replicate: int, zero_stage: int) -> 
     if node % tp:
         problems.append(
             f"tensor_parallel_size={tp} does not divide the {node} devices of a node; use "
-            f"{_divisors(node)}."
+            f"{_divisors(node)}, or tensor_parallel_across_hosts=True, which is slow."
         )
     if dp % replicate:
         problems.append(

@@ -66,6 +66,7 @@ class MeshStrategy(ParallelStrategy):
 
     Args:
         tensor_parallel_size: Ranks over which every layer's weights are sharded.
+        tensor_parallel_across_hosts: Let such ranks be on different hosts, which is slow.
         pipeline_parallel_size: Ranks over which the blocks are split into stages.
         context_parallel_size: Ranks over which sequences are sharded.
         context_options: How they are sharded: a `ContextOptions`, or a dict of its fields.
@@ -120,6 +121,7 @@ class MeshStrategy(ParallelStrategy):
         self,
         *,
         tensor_parallel_size: Size = "auto",
+        tensor_parallel_across_hosts: bool = False,
         pipeline_parallel_size: Size = "auto",
         context_parallel_size: Size = "auto",
         context_options: ContextOptions | dict[str, Any] | None = None,
@@ -190,14 +192,9 @@ class MeshStrategy(ParallelStrategy):
         return self.processes.mesh
 
     @property
-    def zero_stage(self) -> int:
-        """What the replicas shard."""
-        return self.options.zero_stage
-
-    @property
-    def schedule(self) -> str:
-        """Name or path of the pipeline schedule."""
-        return self.options.schedule
+    @override
+    def global_rank(self) -> int:
+        return self.processes.rank
 
     def change_options(
         self,

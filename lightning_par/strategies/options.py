@@ -49,6 +49,7 @@ class MeshOptions:
     """
 
     tensor_parallel_size: Size = "auto"
+    tensor_parallel_across_hosts: bool = False
     pipeline_parallel_size: Size = "auto"
     context_parallel_size: Size = "auto"
     context_options: ContextOptions = field(default_factory=ContextOptions)
@@ -169,6 +170,7 @@ class MeshOptions:
             num_devices=num_devices,
             devices_per_node=devices_per_node,
             tensor=self.tensor_parallel_size,
+            tensor_across_nodes=self.tensor_parallel_across_hosts,
             pipeline=self.pipeline_parallel_size,
             data=self.data_parallel_size,
             data_replicate=self.data_parallel_replicate_size,

@@ -146,7 +146,7 @@ def train_rank(rank: int, world: int, strategy: str, options: dict[str, Any], ru
 
 
 @cache
-def _one_process(run: str) -> Result:
+def one_process(run: str) -> Result:
     """Run `train` here; `run` is the `repr` of its arguments, so that it can be a key."""
     try:
         return train("auto", devices=1, **eval(run))
@@ -174,7 +174,7 @@ def compare_with_one_process(
         run: Arguments of `train`; the batch size is that of the whole batch.
     """
     whole = {**run, "shuffled": replicas > 1}
-    wanted = _one_process(repr(whole))
+    wanted = one_process(repr(whole))
     part = {**run, "batch_size": run["batch_size"] // replicas, "callbacks": callbacks}
     results: list[Result] = run_ranks(train_rank, world, strategy, options, part, timeout=120)
     return results, wanted
@@ -192,6 +192,14 @@ def assert_parity(
 ) -> list[Result]:
     """Assert that every rank computes what one process does; gives what the ranks returned."""
     results, wanted = compare_with_one_process(strategy, options, world, replicas, **run)
+    assert_results(results, wanted, atol=atol, rtol=rtol)
+    return results
+
+
+def assert_results(
+    results: Sequence[Result], wanted: Result, *, atol: float = TOLERANCE, rtol: float = 0
+) -> None:
+    """Assert that what every rank returned from `train` is what one process returned."""
     close = {"rtol": rtol, "atol": atol, "equal_nan": True}
     assert len(wanted["gradients"]) >= 3
     for rank, result in enumerate(results):
@@ -211,4 +219,3 @@ def assert_parity(
     for name, weight in weights.items():
         note = lambda m, n=name: f"{n}: {m}"  # noqa: E731
         torch.testing.assert_close(weight, wanted["weights"][name], **close, msg=note)
-    return results

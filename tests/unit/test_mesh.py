@@ -97,6 +97,7 @@ def test_auto_tensor_stays_inside_a_node_and_the_rest_is_data():
     assert (sizes.tensor, sizes.data) == (6, 4)
     assert fit(24, nodes=4, auto="tensor", tensor=3).data == 8
     assert fit(10, nodes=2, auto="balanced") == ParallelSizes(pipeline=2, data_shard=5)
+    assert fit(8, nodes=2, tensor=8, tensor_across_nodes=True) == ParallelSizes(tensor=8)
 
 
 def test_given_sizes_leave_the_rest_to_auto():
@@ -117,6 +118,7 @@ def test_stage_0_replicates_and_the_others_shard(stage):
         assert (hybrid.data_replicate, hybrid.data_shard) == (2, 3)
 
 
+ACROSS = r", or tensor_parallel_across_hosts=True, which is slow\.$"
 REFUSED = {
     "zero": (
         {"devices": 4, "tensor": 0},
@@ -161,11 +163,11 @@ REFUSED = {
     ),
     "beyond a node": (
         {"devices": 8, "nodes": 2, "tensor": 8},
-        r"tensor_parallel_size=8 does not divide the 4 devices of a node.*one of 1, 2 or 4\.$",
+        rf"tensor_parallel_size=8 does not divide the 4 devices of .*one of 1, 2 or 4{ACROSS}",
     ),
     "across nodes": (
         {"devices": 8, "nodes": 4, "tensor": 4},
-        r"tensor_parallel_size=4 does not divide the 2 devices of a node.*one of 1 or 2\.$",
+        rf"tensor_parallel_size=4 does not divide the 2 devices of a node.*one of 1 or 2{ACROSS}",
     ),
     "replicas": (
         {"devices": 6, "auto": "data", "data_replicate": 4},

@@ -153,7 +153,8 @@ class CheckpointSave:
         part = self._make_part(model, checkpoint, as_file=as_file)
         order = self._metadata(model, checkpoint)
         try:
-            self._saver.save(Path(path), part, order, background=self._in_background)
+            with self._processes.naming_interface():  # a first save makes a group
+                self._saver.save(Path(path), part, order, background=self._in_background)
         except CheckpointError as error:
             if self._processes.world_size > 1 or self._form != "auto" or self._in_background:
                 raise

@@ -38,6 +38,8 @@ _PERIOD = 0.2
 """Seconds between two looks at the store."""
 _PATIENCE = 30.0
 """Seconds in which all ranks have to name a batch; one whose run has ended does not."""
+_LEAVE = 3.0
+"""Seconds in which the thread ends; it does so by itself after its last look at the store."""
 _OVER = "over"
 """Verdict: somebody named none, and nobody answers the signal."""
 _logger = logging.getLogger(__name__)
@@ -212,7 +214,7 @@ class _Agreement:
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(_LEAVE)  # then it may wait for a store that no network leads to
 
     def _listen(self) -> None:
         with suppress(RuntimeError):  # the store is gone, and the run with it

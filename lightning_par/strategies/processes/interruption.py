@@ -38,6 +38,14 @@ class Interruption:
         self.module: pl.LightningModule | None = None
         self._count = 0
         self._together: bool | None = None
+        self._torn = False
+
+    def tear(self) -> None:
+        """Let ranks be apart from now on: they fail to reach each other.
+
+        The store may be as far away as they are, and whoever asks it may wait for ever.
+        """
+        self._torn = True
 
     @property
     def is_handled(self) -> bool:
@@ -53,7 +61,7 @@ class Interruption:
             self._together = None
             return True
         if self._together is None:
-            self._together = self._agree_on_stopping()
+            self._together = not self._torn and self._agree_on_stopping()
         return self._together
 
     def _agree_on_stopping(self) -> bool:

@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,15 +23,21 @@ from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.deferred_signals import DeferredSignals
+from lightning_par.strategies.processes.host_status import HostStatusServer
+from lightning_par.strategies.processes.hosts import (
+    check_placement,
+    find_common_route,
+    gather_hosts,
+    HostOf,
+    meet_hosts,
+    name_common_interface,
+)
+from lightning_par.strategies.processes.interface import Route
 from lightning_par.strategies.processes.interruption import Interruption
 from lightning_par.strategies.processes.island_place import find_island
 from lightning_par.strategies.processes.launcher import PreflightLauncher
 from lightning_par.strategies.processes.module_copies import explain_copy
-from lightning_par.strategies.processes.rendezvous import (
-    INTERFACE,
-    loopback_store,
-    use_loopback,
-)
+from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
 from lightning_par.strategies.processes.watchdog import (
     is_communication_error,
     open_status_file,
@@ -62,13 +69,16 @@ class MeshProcesses:
     def __init__(self, options: MeshOptions) -> None:
         self._options = options
         self._devices: list[torch.device] = []
-        self._num_nodes = 1
+        self._num_nodes, self._rank = 1, 0
         self._environment: ClusterEnvironment | None = None
         self._sizes: ParallelSizes | None = None
         self._mesh: ParallelMesh | None = None
         self._launcher: PreflightLauncher | None = None
         self._watch: RankWatch | None = None
-        self._names_interface = self._owns_group = False
+        self._hosts: list[HostOf] | None = None
+        self._route: Route | None = None
+        self._variables: list[str] = []
+        self._owns_group = False
         self._filter: Any = None
         self.activity = Activity()
         self.interruption = Interruption(options.timeout)
@@ -96,9 +106,9 @@ class MeshProcesses:
             environment: Knows the ranks.
         """
         self._devices, self._num_nodes, self._environment = devices, num_nodes, environment
+        self._rank = _number(environment, num_nodes, self.num_local)
         if environment is not None:
-            rank = environment.node_rank() * self.num_local + environment.local_rank()
-            environment.set_global_rank(rank)
+            environment.set_global_rank(self._rank)
             environment.set_world_size(num_nodes * self.num_local)
         # Only the first rank of the first island logs.
         others = 0 if self._options.outer is None else self.island << 20
@@ -116,8 +126,12 @@ class MeshProcesses:
 
     @property
     def rank(self) -> int:
-        """Global rank of this process."""
-        return 0 if self._environment is None else self._environment.global_rank()
+        """Global rank of this process: those of one node follow each other.
+
+        So neighbours on the innermost axes share a node, also where a scheduler deals ranks out
+        to the nodes in turn; then it is not the scheduler's number.
+        """
+        return self._rank
 
     @property
     def world_size(self) -> int:
@@ -215,6 +229,8 @@ class MeshProcesses:
         """Tell the other ranks of an exception, and the user of its cause; return a clearer one."""
         clearer = None
         raised_here = not is_communication_error(error)
+        if not raised_here:
+            self.interruption.tear()
         if self.copy and raised_here and self.activity.now().action == BETWEEN_STEPS:
             clearer = explain_copy(error, self.copy)
         if self._watch is not None:
@@ -228,7 +244,7 @@ class MeshProcesses:
         """
         self.attach(self._devices, self._num_nodes, self._environment)
         self._rendezvous()
-        waits = self._sizes is None and self._options.auto_rule == "planned"
+        waits = self._waits
         if not waits:
             self._arrange()
         if self.world_size > 1 and "PL_GLOBAL_SEED" in os.environ:
@@ -239,11 +255,17 @@ class MeshProcesses:
         if self._watch is None and self.world_size > 1:
             assert self._environment is not None
             local_rank = self._environment.local_rank()
-            file = open_status_file(self.rank, local_rank, self.activity)
+            sizes = ParallelSizes(data_shard=self.world_size) if waits else self.sizes
+            server = None
+            if self._route is not None and local_rank == 0:
+                server = HostStatusServer(self._route.address)
+            given = self.rank, local_rank, self.activity, sizes, server
+            file, others = open_status_file(*given)
             if file is not None:
-                named = ParallelSizes(data_shard=self.world_size) if waits else self.sizes
-                self._watch = RankWatch(file, named, self._options.timeout)
+                self._watch = RankWatch(file, sizes, self._options.timeout, others, server)
                 self._observe_children(False)
+            elif server is not None:
+                server.close()
 
     def _arrange(self) -> None:
         """Make the mesh, if there is none."""
@@ -261,6 +283,7 @@ class MeshProcesses:
         """
         if sizes != self._sizes:
             self._sizes, self._mesh = sizes, None
+        self._check_placement()
         self._arrange()
         if self._watch is not None:
             self._watch.sizes = sizes
@@ -269,9 +292,11 @@ class MeshProcesses:
         """Make the default process group; the processes of one node meet on its loopback."""
         environment, timeout = self._environment, self._options.timeout
         assert environment is not None
-        store = None
+        store: Any = None
+        if self._num_nodes > 1:
+            store = self._meet_hosts()
+        self._variables += self._name_interface()
         if self._num_nodes == 1:
-            self._names_interface = use_loopback() or self._names_interface
             if self.world_size == 1 and not dist.is_initialized():
                 # Nobody to meet: no port, no variables, and `close` can leave nothing behind.
                 # Where its backend is "gloo", Lightning evaluates without inference mode.
@@ -286,7 +311,49 @@ class MeshProcesses:
                 started_here = self._launcher is not None and self._launcher.sees_processes
                 patience = None if started_here else _PATIENCE
                 store = loopback_store(environment.main_port, self.rank, self.world_size, patience)
-        init_process_group(environment, self.backend, timeout=timeout, store=store)
+        place = {"global_rank": self.rank, "world_size": self.world_size}
+        init_process_group(environment, self.backend, timeout=timeout, store=store, **place)
+
+    def _meet_hosts(self) -> Any:
+        """Meet the ranks of all hosts; return the store, or None if there is a group already."""
+        assert self._environment is not None
+        store, address = None, self._environment.main_address
+        if not dist.is_initialized():
+            given = self._environment, self.rank, self.world_size, self._options.timeout
+            store, self._hosts = meet_hosts(*given)
+        elif self._hosts is None:
+            self._hosts = gather_hosts(address)
+        if not self._waits:
+            self._check_placement()
+        self._route = find_common_route(self._hosts, self.rank, address)
+        return store
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the sizes are still to be chosen."""
+        return self._sizes is None and self._options.auto_rule == "planned"
+
+    def _check_placement(self) -> None:
+        if self._hosts is not None and not self._options.tensor_parallel_across_hosts:
+            check_placement(self.sizes, self._hosts)
+
+    def _name_interface(self) -> list[str]:
+        """Tell gloo and NCCL the interface to use; return the variables that were set for it."""
+        if self._num_nodes == 1:
+            return use_loopback()
+        if self._route is None or self._hosts is None:
+            return []
+        return name_common_interface(self._hosts, self.rank, self._route)
+
+    @contextmanager
+    def naming_interface(self) -> Iterator[None]:
+        """Surrounds what may make a process group, also after the run has ended."""
+        named = self._name_interface()
+        try:
+            yield
+        finally:
+            for variable in named:
+                os.environ.pop(variable, None)
 
     def begin_loop(self) -> None:
         """Answer signals between two batches from now on; see `DeferredSignals`."""
@@ -305,9 +372,8 @@ class MeshProcesses:
     def close(self) -> None:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
         self._signals.close()
-        if self._names_interface:
-            os.environ.pop(INTERFACE, None)
-            self._names_interface = False
+        while self._variables:
+            os.environ.pop(self._variables.pop(), None)
         filters: Any = warnings.filters  # a list
         if self._filter in filters:
             filters.remove(self._filter)
@@ -353,3 +419,12 @@ class MeshProcesses:
         votes = torch.tensor(int(decision))  # on the host: nobody has to wait for the device
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if unanimous else bool(votes)
+
+
+def _number(environment: ClusterEnvironment | None, num_nodes: int, num_local: int) -> int:
+    """Return the rank of this process, counted node by node; the environment's if it fits none."""
+    if environment is None:
+        return 0
+    node, local = environment.node_rank(), environment.local_rank()
+    fits = 0 <= node < num_nodes and 0 <= local < num_local
+    return node * num_local + local if fits else environment.global_rank()

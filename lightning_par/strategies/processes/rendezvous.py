@@ -1,6 +1,5 @@
 """Rendezvous of the processes of one node, on the loopback, which no other host can reach."""
 
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -13,27 +12,23 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from lightning_par.errors import MeshError
+from lightning_par.strategies.processes.interface import GLOO, name_interface
 
-__all__ = ["INTERFACE", "loopback_store", "use_loopback"]
+__all__ = ["loopback_store", "use_loopback"]
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable that gloo reads whenever it makes a group."""
 _LOOPBACK = "127.0.0.1"
 _PERIOD = 0.05
 """Seconds between two looks at who has come."""
 
 
-def use_loopback() -> bool:
+def use_loopback() -> list[str]:
     """Let gloo connect over the loopback interface, unless GLOO_SOCKET_IFNAME says otherwise.
 
     Returns:
-        Whether the variable was set here; the caller removes it at the end of the run.
+        The variables set here; the caller removes them at the end of the run.
     """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if not names or INTERFACE in os.environ:
-        return False
-    os.environ[INTERFACE] = names[0]
-    return True
+    return name_interface(names[0], GLOO) if names else []
 
 
 def loopback_store(

@@ -20,12 +20,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from lightning_par.engine.activity import Activity
 from lightning_par.errors import LightningParError
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.processes.host_status import (
+    ask_hosts,
+    Causes,
+    HostStatusServer,
+    OtherHost,
+)
 from lightning_par.strategies.processes.rank_status import RankState, RankStatus, RankStatusFile
 
 __all__ = ["RankWatch", "is_communication_error", "open_status_file"]
@@ -47,35 +54,54 @@ _COMMUNICATION = re.compile(r"gloo/|NCCL|ProcessGroup")
 _logger = logging.getLogger(__name__)
 
 
-def open_status_file(rank: int, local_rank: int, activity: Activity) -> RankStatusFile | None:
-    """Open the status file of this node; every rank has to call this.
+def open_status_file(
+    rank: int,
+    local_rank: int,
+    activity: Activity,
+    sizes: ParallelSizes,
+    server: HostStatusServer | None,
+) -> tuple[RankStatusFile | None, list[OtherHost]]:
+    """Open the status file of this node, and find those who know about other nodes.
+
+    Every rank has to call this.
 
     Args:
         rank: Global rank of this process.
         local_rank: Its rank on this node.
         activity: What this process is doing.
+        sizes: Sizes of the mesh.
+        server: Where others ask about this node; None if they ask another rank, or nobody.
 
     Returns:
-        None if the ranks of this node share no folder for temporary files.
+        None if the ranks of this node share no folder for temporary files; the other hosts.
 
     **Communicates**: a few names, between all ranks.
     """
-    offers: list[tuple[str, int, str | None]] = [("", 0, None)] * dist.get_world_size()
     name = socket.gethostname()
     path = None
     if local_rank == 0:
         # The node's size is not known yet: room for every rank costs 330 bytes each.
         path = str(RankStatusFile.create(dist.get_world_size()))
-    dist.all_gather_object(offers, (name, rank - local_rank, path))
-    node = rank - local_rank
-    ranks = [r for r, (host, first, _) in enumerate(offers) if (host, first) == (name, node)]
+    asked = None if server is None else (server.address, server.port)
+    offers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(offers, ((name, rank - local_rank), path, asked))
+    nodes: dict[tuple[str, int], list[int]] = {}
+    for other, (node, _, _) in enumerate(offers):
+        nodes.setdefault(node, []).append(other)
+    ranks = nodes.pop((name, rank - local_rank))
     file = None
     with suppress(OSError):
-        file = RankStatusFile(Path(offers[ranks[0]][2] or ""), ranks, rank, activity)
+        file = RankStatusFile(Path(offers[ranks[0]][1] or ""), ranks, rank, activity)
     dist.barrier()
     if path is not None:
         Path(path).unlink()  # whoever has opened it keeps it; nothing is left behind
-    return file
+    others = []
+    for (host, _), members in nodes.items():
+        if offers[members[0]][2] is not None:
+            address, port = offers[members[0]][2]
+            described = [sizes.describe(r) for r in members]
+            others.append(OtherHost(name=host, ranks=described, address=address, port=port))
+    return file, others
 
 
 class RankWatch:
@@ -85,15 +111,25 @@ class RankWatch:
         file: Status file of this node.
         sizes: Sizes of the mesh, which tell the place of a rank.
         timeout: Timeout of the process groups.
+        others: The other hosts of the run, which are asked if no rank here is the cause.
+        server: Answers them; closed with this.
 
     Attributes:
         sizes: As given.
     """
 
     def __init__(
-        self, file: RankStatusFile, sizes: ParallelSizes, timeout: timedelta | None
+        self,
+        file: RankStatusFile,
+        sizes: ParallelSizes,
+        timeout: timedelta | None,
+        others: Sequence[OtherHost] = (),
+        server: HostStatusServer | None = None,
     ) -> None:
-        self._file, self.sizes = file, sizes
+        self._file, self.sizes, self._others_hosts, self._server = file, sizes, others, server
+        self._host = f" on host {socket.gethostname()}" if others else ""
+        if server is not None:
+            server.tell = lambda: self._causes(self._file.look())
         self._timeout = timedelta(minutes=30) if timeout is None else timeout
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -103,6 +139,8 @@ class RankWatch:
         """Stop watching."""
         self._stopping.set()
         self._thread.join()
+        if self._server is not None:
+            self._server.close()
         self._file.close()
 
     def explain(self, error: BaseException) -> None:
@@ -150,6 +188,9 @@ class RankWatch:
             if mine.status is not RankStatus.RUNNING:
                 # It is on its way; what Lightning and callbacks do there may take a while.
                 if now - mine.when > max(_LEAVE, self._timeout.total_seconds()):
+                    text = "%s had %s, and has not ended since. It waits here:"
+                    _logger.critical(text, self._name(mine), mine.fault)
+                    faulthandler.dump_traceback(all_threads=True)
                     os._exit(1)
                 continue
             failed = (RankStatus.FAILED, RankStatus.CUT_OFF)
@@ -169,44 +210,57 @@ class RankWatch:
         os._exit(1)
 
     def _name(self, state: RankState) -> str:
-        return self.sizes.describe(state.rank)
+        return f"{self.sizes.describe(state.rank)}{self._host}"
 
-    def _describe(self, states: Sequence[RankState]) -> str:
-        """Say which rank is the cause, what it was doing, and what to do."""
-        own = next(s for s in states if s.rank == self._file.rank)
-        text = f"{self._name(own)}, in {own.activity}, could not go on: "
-        dead = [f"{self._name(s)} is gone, in {s.activity}" for s in states if s.is_dead]
-        if dead:
-            return text + (
-                f"{_few(dead)}. Its process was killed or crashed without a word; if it was short "
-                "of memory, `dmesg` says so. Restart from the last checkpoint (ckpt_path='last')."
-            )
+    def _causes(self, states: Sequence[RankState]) -> Causes:
+        """Return what the ranks of this node say."""
         failed = [s for s in states if s.status is RankStatus.FAILED]
-        if failed:
-            failed.sort(key=lambda s: s.when)
-            said = [f"{self._name(s)} raised {s.fault} in {s.activity}" for s in failed]
-            return text + f"{_few(said)}. The traceback of that rank says where; mend that one."
-        unresponsive = [s for s in states if s.status is RankStatus.RUNNING]
-        if unresponsive:
-            unresponsive = [s for s in unresponsive if s.is_stopped] or unresponsive
-            unresponsive.sort(key=lambda s: s.activity.since)
-            waiting = _few([self._say_unresponsive(s) for s in unresponsive])
-            return text + (
-                f"{waiting}. Look at what it does there; if it "
-                f"is only slow, give the strategy more than timeout={self._timeout}."
-            )
-        ended = [f"{self._name(s)} has ended" for s in states if s.status is RankStatus.ENDED]
-        if ended:
-            return text + (
-                f"{_few(ended)} its run already. Give every replica as many batches as the others."
-            )
-        return text + (
-            "every rank of this node was cut off, hence the cause is the network or a rank of "
-            "another node; see its log."
+        failed.sort(key=lambda s: s.when)
+        running = [s for s in states if s.status is RankStatus.RUNNING and not s.is_dead]
+        now = time.monotonic()
+        waiting = [(now - s.activity.since, s) for s in running]
+        ended = [s for s in states if s.status is RankStatus.ENDED]
+        return Causes(
+            dead=[f"{self._name(s)} is gone, in {s.activity}" for s in states if s.is_dead],
+            failed=[f"{self._name(s)} raised {s.fault} in {s.activity}" for s in failed],
+            stopped=[self._say_unresponsive(s, t) for t, s in waiting if s.is_stopped],
+            waiting=[(t, self._say_unresponsive(s, t)) for t, s in waiting if not s.is_stopped],
+            ended=[f"{self._name(s)} has ended" for s in ended],
         )
 
-    def _say_unresponsive(self, state: RankState) -> str:
-        seconds = time.monotonic() - state.activity.since
+    def _describe(self, states: Sequence[RankState]) -> str:
+        """Say which rank or host is the cause, what it was doing, and what to do."""
+        own = next(s for s in states if s.rank == self._file.rank)
+        causes = self._causes(states)
+        if not causes.dead and not causes.failed:
+            causes.add(ask_hosts(self._others_hosts))
+        return f"{self._name(own)}, in {own.activity}, could not go on: {self._say(causes)}"
+
+    def _say(self, causes: Causes) -> str:
+        if causes.dead:
+            return (
+                f"{_few(causes.dead)}. Its process was killed or crashed without a word; if it was "
+                "short of memory, `dmesg` says so. Restart from the last checkpoint "
+                "(ckpt_path='last')."
+            )
+        if causes.failed:
+            return f"{_few(causes.failed)}. The traceback of that rank says where; mend that one."
+        if causes.silent:
+            return f"{_few(causes.silent)}. Restart from the last checkpoint (ckpt_path='last')."
+        unresponsive = causes.stopped or [text for _, text in sorted(causes.waiting, reverse=True)]
+        if unresponsive:
+            return (
+                f"{_few(unresponsive)}. Look at what it does there; if it "
+                f"is only slow, give the strategy more than timeout={self._timeout}."
+            )
+        if causes.ended:
+            return (
+                f"{_few(causes.ended)} its run already. Give every replica as many batches as the "
+                "others."
+            )
+        return "every rank was cut off from others, hence the cause is the network between them."
+
+    def _say_unresponsive(self, state: RankState, seconds: float) -> str:
         why = f", and its process {state.pid} is stopped by a signal" if state.is_stopped else ""
         return f"{self._name(state)} has been in {state.activity} for {seconds:.0f} s{why}"
 

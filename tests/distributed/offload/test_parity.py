@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_par import ParallelPlan
 from tests.support.exhaustive import some
 from tests.support.offload_runs import KINDS, run_offloaded, same_weights
-from tests.support.parity import _one_process, quiet_trainer, Result, TOLERANCE
+from tests.support.parity import one_process, quiet_trainer, Result, TOLERANCE
 from tests.support.ranks.api import run_ranks
 
 HYBRID: dict[str, Any] = {
@@ -89,7 +89,7 @@ def with_defaults(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_as_one_process(results: list[Result], run: dict[str, Any], replicas: int) -> None:
-    whole = _one_process(repr({**run, "shuffled": replicas > 1}))
+    whole = one_process(repr({**run, "shuffled": replicas > 1}))
     close = {"rtol": 0, "atol": TOLERANCE}
     assert len(whole["losses"]) >= 3
     for result in results:

@@ -15,7 +15,7 @@ from lightning_par.errors import ConfigurationError, OffloadError
 from tests.distributed.offload.test_parity import assert_as_one_process, with_defaults
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.offload_runs import KINDS, run_offloaded, same_weights
-from tests.support.parity import _one_process, quiet_trainer, Result, TOLERANCE
+from tests.support.parity import one_process, quiet_trainer, Result, TOLERANCE
 from tests.support.ranks.api import ranks
 
 CLIPPED = {"trainer": {"gradient_clip_val": 0.05}}
@@ -23,7 +23,7 @@ IGNORE = {"on_nonfinite": "ignore"}
 
 
 def assert_same_numbers(results: list[Result], run: dict[str, Any], replicas: int) -> None:
-    whole = _one_process(repr({**run, "shuffled": replicas > 1}))
+    whole = one_process(repr({**run, "shuffled": replicas > 1}))
     for result in results:
         torch.testing.assert_close(result["losses"], whole["losses"], rtol=0, atol=TOLERANCE)
     for name, weight in results[0]["weights"].items():
