@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_par.upstream.functions import diverted
 from lightning_par.upstream.lightning import (
     launch_scripts,
     SubprocessScriptLauncher,
@@ -88,7 +91,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
             os.environ[_LAUNCHER] = str(os.getpid())  # the other processes inherit it
             launch_scripts(self)
             del os.environ[_LAUNCHER]
-        with self._observed():
+        with self._observed(), diverted(BaseFinetuning.filter_on_optimizer, _not_held):
             if starts:
                 _divide_cores(self.num_processes)
             try:
@@ -160,3 +163,11 @@ def _describe(processes: Sequence["subprocess.Popen[bytes]"]) -> str:
     failed = [(rank, p) for rank, p in enumerate(processes, 1) if p.returncode]
     said = [f"of local rank {rank} (pid {p.pid}) with status {p.returncode}" for rank, p in failed]
     return f"processes ended outside of a run: {', '.join(said)}; what they said is above."
+
+
+def _not_held(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
+    """Return the parameters that an optimizer does not hold; Lightning compares their values, of
+    which a rank has parts only.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in params if id(p) not in held]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from tests.support.models.plain_language_model import PlainModule, token_pairs
@@ -262,6 +263,25 @@ def declared_wrongly() -> Any:
         looks_across = "everything"
 
     return optimized(lambda m: Wrong(m.parameters()))
+
+
+class Unfreezing(BaseFinetuning):
+    """Trains the blocks from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.blocks)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks, optimizer, lr=0.1)
+
+
+@CASES.add(
+    equal="tp2 pp2 tp2pp2 zero3",
+    trainer=lambda: {"callbacks": [Unfreezing()], "limit_train_batches": 2},
+)
+def blocks_that_are_unfrozen_later() -> Any:
+    return optimized(lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.3))
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
