@@ -456,5 +456,12 @@ class GhostModule(_Shape):
         to_meta = lambda t: t.to("meta") if isinstance(t, Tensor) else t  # noqa: E731
         args, kwargs = tree_map(to_meta, (args, kwargs))
         restored = nullcontext() if draws_on_meta() else fork_torch_rng(torch.device("cpu"))
-        with torch.no_grad(), restored:
-            return self.__dict__["_shape_only"](*args, **kwargs)
+        try:
+            with torch.no_grad(), restored:
+                return self.__dict__["_shape_only"](*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise PipelineError(
+                f"{self.__dict__['_fqn']} is run for its shapes alone where another pipeline stage "
+                f"holds it, and needs values ({str(error).splitlines()[0]}). Name it in "
+                "ParallelPlan(replicated=...)."
+            ) from error
