@@ -192,6 +192,16 @@ class MeshStrategy(ParallelStrategy):
         return self.processes.mesh
 
     @property
+    def zero_stage(self) -> int:
+        """What the replicas shard."""
+        return self.options.zero_stage
+
+    @property
+    def schedule(self) -> str:
+        """Name or path of the pipeline schedule."""
+        return self.options.schedule
+
+    @property
     @override
     def global_rank(self) -> int:
         return self.processes.rank
@@ -305,17 +315,16 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        module = self.lightning_module
-        assert self.accelerator is not None
-        assert self.model is not None
+        module, accelerator = self.lightning_module, self.accelerator
+        assert accelerator is not None
         assert module is not None
-        self.accelerator.setup(trainer)
+        accelerator.setup(trainer)
         plugin = self.precision_plugin = self._precision.adopt(self.precision_plugin)
         if not self._on_mesh(module):
             resolved = check_run(trainer, module, self.options, self.processes)
             if self._record is not None:
                 self._record.remember(module)
-            self.model = plugin.convert_module(self.model)
+            self.model = plugin.convert_module(module)
             rest = self.mesh, self.root_device, self._record, self.options, self.activity
             self._parallel_model = parallelize(module, resolved, *rest)
         make_averages(trainer, self.parallel_model)
@@ -506,8 +515,8 @@ class MeshStrategy(ParallelStrategy):
         if weights_only is None and self.launcher is not None:
             # Lightning does not pass it on where checkpoints are restored after the setup.
             weights_only = getattr(self.launcher, "weights_only", None)
-        module, plugin = self.lightning_module, self.checkpoint_io
-        return self._loading.read(module, checkpoint_path, weights_only, plugin)
+        module = self.lightning_module
+        return self._loading.read(module, checkpoint_path, weights_only, self.checkpoint_io)
 
     @property
     @override
@@ -585,10 +594,7 @@ class MeshStrategy(ParallelStrategy):
         if self._parallel_model is not None:
             self._parallel_model.proof.end_run()
             gather_after_run(self._parallel_model, self.options, self.processes)
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        parts: Any = self.cluster_environment, self.precision_plugin, self.accelerator
+        for part in (*parts, self.checkpoint_io):
+            part.teardown()
         self.processes.close()

@@ -20,8 +20,8 @@ from lightning_par.engine.batch import split_batch
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.proof.determinism import DoublePrecision, WithoutDropout
-from lightning_par.strategies.step.logs import logs_off
 from lightning_par.strategies.step.pipelined_step import loss_of
+from lightning_par.strategies.step.step_traces import logs_off
 from lightning_par.verification.layouts import strategy_at
 
 __all__ = ["Subject", "Trace", "describe_error", "trace_steps"]

@@ -11,8 +11,8 @@ from torch import nn, Tensor
 from lightning_par.engine.rng import fork_all_rng, restore_random_states
 from lightning_par.strategies.proof.determinism import WithoutDropout
 from lightning_par.strategies.step.first_look import untouched
-from lightning_par.strategies.step.logs import logs_off
 from lightning_par.strategies.step.pipelined_step import loss_of, take_gradients
+from lightning_par.strategies.step.step_traces import logs_off
 
 if TYPE_CHECKING:
     from lightning_par.strategies.setup.parallel_model import ParallelModel

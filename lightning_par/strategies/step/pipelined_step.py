@@ -20,7 +20,6 @@ from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
-from lightning_par.engine.pipeline.step_attributes import StepAttributes
 from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu, TreeBroadcast
 from lightning_par.errors import ConfigurationError, NonFiniteError, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
@@ -30,15 +29,16 @@ from lightning_par.strategies.step.batch_weights import (
     weigh,
     weighted_mean,
 )
-from lightning_par.strategies.step.logs import (
+from lightning_par.strategies.step.loss_rule import Seen
+from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.step_traces import (
     combine_logs,
     LogCall,
     numbers_of,
     record_logs,
     replay_logs,
+    StepAttributes,
 )
-from lightning_par.strategies.step.loss_rule import Seen
-from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 
 __all__ = ["PipelinedSteps", "loss_of", "merge_results"]
 

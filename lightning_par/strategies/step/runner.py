@@ -39,7 +39,6 @@ from lightning_par.strategies.step.batch_weights import (
     weigh,
 )
 from lightning_par.strategies.step.first_look import FirstLook, untouched
-from lightning_par.strategies.step.logs import adjust_logs, LogCall, numbers_of, record_logs
 from lightning_par.strategies.step.loss_rule import Seen
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
@@ -48,6 +47,7 @@ from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_random import StepRandom
+from lightning_par.strategies.step.step_traces import adjust_logs, LogCall, numbers_of, record_logs
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
 from lightning_par.strategies.step.zero_weight_parts import ZeroWeightParts
 from lightning_par.upstream.lightning import synchronizes_batchnorm, trainer_of
