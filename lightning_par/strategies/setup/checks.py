@@ -176,6 +176,7 @@ def check_module(
     _check_batch(module, plan, options, sizes)
     check_experts(module, resolved, sizes)
     _check_compression(module, options, sizes)
+    _check_entries(module, sizes)
     return resolved
 
 
@@ -202,6 +203,17 @@ def _check_compression(module: nn.Module, options: MeshOptions, sizes: ParallelS
             f"{type(module).__name__} uses: what compression leaves out of a gradient is added to "
             "that of the next step, which is not known. Set automatic_optimization=True, or use "
             "gradient_compression=None."
+        )
+
+
+def _check_entries(module: nn.Module, sizes: ParallelSizes) -> None:
+    """Refuse to average the gradient of a parameter without entries, which FSDP cannot do."""
+    named = module.named_parameters() if sizes.data > 1 else ()
+    empty = [name for name, p in named if p.requires_grad and not p.numel()]
+    if empty:
+        raise ConfigurationError(
+            f"data_parallel_size={sizes.data}: {', '.join(empty)} has no entries, and nothing to "
+            "train. Call requires_grad_(False) on it."
         )
 
 

@@ -47,6 +47,13 @@ def norm_of_all_weights_in_one() -> Any:
     return penalized(lambda m: torch.cat([p.flatten() for p in m.parameters()]).norm())
 
 
+@CASES.add(refused={"zero1": r"net\.extra has no entries.*requires_grad_\(False\)"})
+def a_parameter_without_entries() -> Any:
+    module, samples = penalized(lambda m: m.net.extra.sum())
+    module.net.extra = nn.Parameter(torch.zeros(0, 32))
+    return module, samples
+
+
 @CASES.add(equal="tp2 pp2 zero3", large="tp2pp2")
 def penalty_of_the_head() -> Any:
     return penalized(lambda m: m.net.head.weight.pow(2).mean() + m.net.norm.weight.abs().sum())
