@@ -7,6 +7,7 @@ import torch
 
 from lightning_par.callbacks import CommunicationProfiler, MemoryMonitor, ThroughputMonitor
 from lightning_par.engine.clock import clock_for, DeviceClock
+from tests.support.cuda_simulation import is_wanted
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
 
@@ -16,6 +17,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.skipif(is_wanted(), reason="a simulated device is never behind the program")
 def test_marks_are_when_the_device_gets_there_not_when_the_program_does() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     clock = clock_for(device)

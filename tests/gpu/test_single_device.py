@@ -3,6 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.one_device import differences
@@ -19,7 +20,10 @@ def test_one_device_equals_a_plain_trainer_bit_for_bit(precision: str) -> None:
 
 
 def test_a_model_on_one_device_is_there_and_its_checkpoint_is_not() -> None:
-    module = ToyModule()
+    module, during = ToyModule(), set()
+    look = LambdaCallback(
+        on_train_end=lambda *_: during.update(p.device.type for p in module.parameters())
+    )
     trainer = pl.Trainer(
         accelerator="cuda",
         devices=1,
@@ -29,8 +33,10 @@ def test_a_model_on_one_device_is_there_and_its_checkpoint_is_not() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=[look],
     )
-    trainer.fit(module, loader(ToyData(4), 4))
-    assert {p.device.type for p in module.parameters()} == {"cuda"}
+    trainer.fit(module, loader(ToyData(4), 4), loader(ToyData(4), 4))
+    assert during == {"cuda"}
+    assert {p.device.type for p in module.parameters()} == {"cpu"}  # as after any Trainer
     state = trainer.strategy.gather_state_dict()
     assert {value.device.type for value in state.values()} == {"cpu"}

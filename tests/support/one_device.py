@@ -25,7 +25,7 @@ def train_one(strategy: str, precision: Any, accelerator: str) -> tuple[list[flo
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[recorder],
-    ).fit(module, loader(ToyData(8), 4))
+    ).fit(module, loader(ToyData(8), 4), loader(ToyData(8), 4))
     weights = {name: value.detach().cpu() for name, value in module.state_dict().items()}
     return recorder.losses, weights
 

@@ -1,4 +1,4 @@
-"""The end of a run: the user's module becomes whole and plain again."""
+"""The end of a run: the user's module becomes whole and plain again, and lies on the host."""
 
 import logging
 
@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 def gather_after_run(model: ParallelModel, options: MeshOptions, processes: MeshProcesses) -> None:
     """Give every rank the whole module, if the option says so and the ranks are still together.
 
+    A whole module goes to the host, where every strategy of Lightning leaves it.
+
     Args:
         model: The model on its mesh.
         options: With `gather_after_run`.
@@ -28,8 +30,13 @@ def gather_after_run(model: ParallelModel, options: MeshOptions, processes: Mesh
     **Communicates**: the weights, to every rank, where there are several.
     """
     model.sharding.release()
+    if not model.forms.is_whole:
+        _gather(model, options, processes)
     if model.forms.is_whole:
-        return
+        model.module.cpu()
+
+
+def _gather(model: ParallelModel, options: MeshOptions, processes: MeshProcesses) -> None:
     if processes.world_size == 1:
         model.forms.show_whole(model.gather_tensors() if model.forms.needs_values else {})
         return

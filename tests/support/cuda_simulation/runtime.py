@@ -72,12 +72,12 @@ def _add_functions(torch, native):
         return {"allocated_bytes": each, "reserved_bytes": each}
 
     functions = {
-        "init": lambda: None,
+        "init": native.init,
         "getDeviceCount": lambda: native.NUM_DEVICES,
         "getDevice": native.get_device,
         "setDevice": native.set_device,
         "exchangeDevice": exchange,
-        "maybeExchangeDevice": exchange,
+        "maybeExchangeDevice": lambda index: exchange(index),  # Dynamo wants a second function
         "synchronize": native.synchronize,
         "getCurrentStream": stream_data(torch.accelerator.current_stream),
         "getDefaultStream": lambda index: (0, index, 1),  # id, device, type: CUDA is 1
@@ -94,12 +94,14 @@ def _add_functions(torch, native):
     }
     for name, function in functions.items():
         setattr(torch._C, f"_cuda_{name}", function)
-    _set_attributes(torch.cuda, native, exchange)
+    _set_attributes(torch, native)
 
 
-def _set_attributes(cuda, native, exchange):
+def _set_attributes(torch, native):
     """What `torch.cuda` has got from `torch._C` when it was imported, or would get later."""
-    cuda._exchange_device = cuda._maybe_exchange_device = exchange
+    cuda = torch.cuda
+    cuda._exchange_device = torch._C._cuda_exchangeDevice
+    cuda._maybe_exchange_device = torch._C._cuda_maybeExchangeDevice
     cuda._get_device_properties = _properties
     cuda._cudart = _runtime_library(native)
     cuda.default_generators = tuple(native.generator(i) for i in range(native.NUM_DEVICES))
@@ -151,7 +153,8 @@ def _add_streams(torch):
 
     class Event(torch.Event):
         def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
-            return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking)
+            # No object of this class: torch.Event measures the time to none of a subclass.
+            return torch.Event("cuda", enable_timing=enable_timing, blocking=blocking)
 
     for module in (torch.cuda, torch.cuda.streams):
         module.Stream, module.Event = Stream, Event
@@ -167,7 +170,12 @@ def _add_storages(torch, native):
         native.resize_storage(self, size)
         return self
 
+    def clone(self):
+        seen = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+        return seen.clone().untyped_storage()
+
     torch.UntypedStorage.resize_ = resize_
+    torch.UntypedStorage.clone = clone
 
 
 def _add_nccl(native):

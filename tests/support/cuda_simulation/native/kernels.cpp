@@ -307,7 +307,11 @@ static void record_stream(at::Tensor& self, c10::Stream stream) { record_use(sel
 static at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const std::optional<at::Tensor>& mask, double dropout, bool causal,
                             std::optional<double> scale, bool grouped) {
-  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal,
+  auto bias = mask;
+  if (mask && mask->scalar_type() == at::kBool)  // as torch's own choice does before all kernels
+    bias = at::zeros_like(*mask, mask->options().dtype(query.dtype()))
+               .masked_fill(mask->logical_not(), -std::numeric_limits<double>::infinity());
+  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, bias, dropout, causal,
                                                             std::nullopt, scale, grouped));
 }
 

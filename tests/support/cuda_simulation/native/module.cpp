@@ -59,6 +59,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     std::lock_guard guard(state_lock());
     usage().peak = usage().allocated;
   });
+  m.def("init", [] { at::globalContext().lazyInitDevice(at::kCUDA); });
   m.def("pin", [](int64_t memory, int64_t size) { pin(reinterpret_cast<void*>(memory), size); });
   m.def("unpin", [](int64_t memory) { unpin(reinterpret_cast<void*>(memory)); });
   m.def("generator", [](int device) { return generator_of(static_cast<DeviceIndex>(device)); });
