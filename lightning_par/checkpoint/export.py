@@ -49,7 +49,9 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
     }
     if not stored:
         tops = sorted({name.partition(".")[0] for name in weights})
-        raise CheckpointError(f"there is no weight below {below!r}; there are {', '.join(tops)}.")
+        raise CheckpointError(
+            "LP509", f"there is no weight below {below!r}; there are {', '.join(tops)}."
+        )
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
     values = ((name, stored[name].read()) for name in file_order(specs))
     with replacing(path) as partial:
@@ -104,4 +106,4 @@ def verify_files(reader: CheckpointReader, kinds: Iterable[str]) -> None:
     """
     problems = reader.problems(reader.data_files(*kinds))
     if problems:
-        raise CheckpointError(f"{reader.path} cannot be exported: {'; '.join(problems)}.")
+        raise CheckpointError("LP502", f"{reader.path} cannot be exported: {'; '.join(problems)}.")

@@ -37,7 +37,7 @@ from lightning_par.checkpoint.writer import (
     write_state_tensors,
     WriteReport,
 )
-from lightning_par.errors import CheckpointError
+from lightning_par.errors import describe
 from lightning_par.upstream.tensor import storage_key
 
 __all__ = ["Outline", "Skeleton", "begin_file", "commit_file", "outline", "write_slices"]
@@ -261,8 +261,7 @@ def write_slices(
             f"{partial.name}, which rank 0 made, is not there: all nodes have to share the folder"
         )
     except Exception as error:
-        known = isinstance(error, CheckpointError)
-        report.error = str(error) if known else f"{type(error).__name__}: {error}"
+        report.error = describe(error)
     return report
 
 

@@ -152,11 +152,11 @@ class CheckpointReader:
     def _verify(self, name: str) -> None:
         problems = self.problems([name])
         if problems:
-            raise CheckpointError(f"{self.path}: {problems[0]}. Use another checkpoint.")
+            raise CheckpointError("LP502", f"{self.path}: {problems[0]}. Use another checkpoint.")
 
     def _read_json(self, name: str) -> dict[str, Any]:
         if name not in self.manifest.files:
-            raise CheckpointError(f"{self.path}: {MANIFEST} does not name {name}.")
+            raise CheckpointError("LP502", f"{self.path}: {MANIFEST} does not name {name}.")
         self._verify(name)
         with well_formed(f"{self.path}: {name}"):
             return dict(json.loads(self._store.read(name)))

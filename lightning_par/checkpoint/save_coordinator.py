@@ -135,10 +135,10 @@ class _FileSave(_FolderSave):
                 answer = {**self.skeleton.starts, **self.skeleton.places}
             except Exception as error:
                 remove_path(self.partial)
-                answer = str(not_saved(self.path, error))
+                answer = not_saved(self.path, error).message
         answer = self.ranks.broadcast(answer)
         if isinstance(answer, str):
-            raise CheckpointError(answer)
+            raise CheckpointError("LP508", answer)
         self.starts = answer
 
     def hold(self) -> None:
@@ -316,12 +316,14 @@ def _complete(save: _FolderSave) -> None:
                 save.commit(reports)
             except CheckpointError as failure:
                 error = failure
-        outcome = save.ranks.broadcast(None if error is None else str(error))
+        outcome = save.ranks.broadcast(None if error is None else error.message)
     except RuntimeError as failure:  # of gloo: a rank has died or timed out
         raise _lost_a_rank(save.path, failure) from failure
     if outcome is not None:
-        raise CheckpointError(outcome) from error
+        raise CheckpointError("LP508", outcome) from error
 
 
 def _lost_a_rank(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{path} was not saved, because a rank did not take part: {error}")
+    return CheckpointError(
+        "LP508", f"{path} was not saved, because a rank did not take part: {error}"
+    )

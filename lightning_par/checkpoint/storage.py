@@ -274,7 +274,7 @@ def check_file(path: Path, record: FileRecord) -> str | None:
     except FileNotFoundError:
         return f"{path.name} is missing"
     except CheckpointError as error:
-        return str(error)
+        return error.message
     except OSError as error:
         return f"{path.name} cannot be read: {error}"
     if f"{found:08x}" != record.crc32:
@@ -294,7 +294,9 @@ def check_regular(path: Path) -> None:
         FileNotFoundError: There is none.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise CheckpointError(f"{path.name} is no regular file, as every file of a checkpoint is")
+        raise CheckpointError(
+            "LP502", f"{path.name} is no regular file, as every file of a checkpoint is"
+        )
 
 
 def read_regular(path: Path) -> bytes:

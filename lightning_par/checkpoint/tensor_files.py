@@ -85,7 +85,7 @@ class TensorFiles:
                 self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
             found: Tensor = self._open[file].get_tensor(key)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._folder / file}: {error}") from error
+            raise CheckpointError("LP502", f"{self._folder / file}: {error}") from error
         return found
 
     @torch.no_grad()
@@ -119,8 +119,9 @@ class TensorFiles:
             found = found[None]
         if tuple(found.shape) != chunk.shape:
             raise CheckpointError(
+                "LP502",
                 f"{self._folder / chunk.file}: {chunk.key} has the shape {tuple(found.shape)}, "
-                f"the index says {chunk.shape}."
+                f"the index says {chunk.shape}.",
             )
         return found
 

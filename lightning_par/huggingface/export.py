@@ -43,8 +43,9 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     found = reader.state(0)[OWN_STATE].get(MODEL_STATE)
     if found is None:
         raise CheckpointError(
+            "LP509",
             f"{reader.path} holds no Hugging Face model, or several: use --out "
-            "NAME.safetensors for its weights."
+            "NAME.safetensors for its weights.",
         )
     dot = f"{found['prefix']}." if found["prefix"] else ""
     weights = reader.weights()
@@ -74,8 +75,9 @@ def _as_saved(
     kind = getattr(transformers, architecture, None)
     if kind is None:
         raise CheckpointError(
+            "LP509",
             f"transformers has no {architecture}: use --out NAME.safetensors --below MODULE for "
-            "the weights, and save the configuration with config.save_pretrained."
+            "the weights, and save the configuration with config.save_pretrained.",
         )
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(dict(config)))

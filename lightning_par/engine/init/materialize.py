@@ -68,9 +68,10 @@ class Materializer:
                     continue
                 if buffer.is_meta:
                     raise PlanError(
+                        "LP210",
                         f"the buffer {base}.{key} is a copy of a parameter made in "
                         "configure_model, where parameters have no values yet. Make the buffer "
-                        "from values of its own."
+                        "from values of its own.",
                     )
                 module._buffers[key] = buffer.to(self.device)
 

@@ -148,7 +148,9 @@ class StateMap:
             dist.all_gather_object(everywhere, problems.other)
         found = list(dict.fromkeys(p for some in everywhere for p in some))
         if found:
-            raise CheckpointError(f"the checkpoint does not fit the model: {'; '.join(found)}.")
+            raise CheckpointError(
+                "LP506", f"the checkpoint does not fit the model: {'; '.join(found)}."
+            )
 
     def _given_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict of which tensors in files are not read yet."""
@@ -215,10 +217,11 @@ class StateMap:
                 plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
                 if plain and value.numel() > 1:
                     raise CheckpointError(
+                        "LP505",
                         f"optimizer: {key} of {name} is a plain tensor of shape "
                         f"{tuple(value.shape)} although the parameter is sharded, so that nobody "
                         "knows which part of a whole it is. Make it like the parameter "
-                        "(torch.zeros_like), or save with save_weights_only=True."
+                        "(torch.zeros_like), or save with save_weights_only=True.",
                     )
         return {"state": states, "param_groups": groups}
 
@@ -345,8 +348,9 @@ class StateMap:
     def _name(self, names: Mapping[int, str], parameter: Tensor) -> str:
         if id(parameter) not in names:
             raise CheckpointError(
+                "LP505",
                 f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is no "
-                "parameter of the module, so that it has no name in a checkpoint."
+                "parameter of the module, so that it has no name in a checkpoint.",
             )
         return names[id(parameter)]
 

@@ -190,7 +190,7 @@ class MeshProcesses:
             MeshError: The processes have not been set up.
         """
         if self._mesh is None:
-            raise MeshError("the mesh exists once the Trainer has set up its processes.")
+            raise MeshError("LP104", "the mesh exists once the Trainer has set up its processes.")
         return self._mesh
 
     @property
