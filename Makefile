@@ -72,8 +72,9 @@ format: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/python -m ruff check --fix $(CODE)
 	$(BIN)/python -m ruff format $(CODE)
 
-types: $(STAMP) ## Check types (strict)
+types: $(STAMP) ## Check types: the package with mypy (strict), a user's project also with pyright
 	$(BIN)/python -m mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 bench: $(STAMP) ## Run every benchmark that this machine can run
 	@for script in $(sort $(wildcard benchmarks/[a-z]*.py)); do \
