@@ -17,6 +17,7 @@ from lightning_par.checkpoint.index import file_name, Index, MANIFEST, Manifest,
 from lightning_par.checkpoint.optimizer_groups import split_states, torch_state
 from lightning_par.checkpoint.pieces import Piece, unbroken_runs
 from lightning_par.checkpoint.plain_file import append_records, make_blanks, write_skeleton
+from lightning_par.checkpoint.progress import advance
 from lightning_par.checkpoint.storage import (
     ChecksumFile,
     FileRecord,
@@ -279,6 +280,7 @@ def _write_box(descriptor: int, start: int, piece: Piece) -> FileRecord:
                 part = view[low + first : low + min(first + _CHUNK, size)]
                 found = zlib.crc32(part, found)
                 _write_all(descriptor, part, at + first)
+                advance("write", len(part))
             low += size
     return FileRecord(piece.nbytes, f"{found:08x}")
 

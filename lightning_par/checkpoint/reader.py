@@ -9,6 +9,7 @@ from lightning_par.checkpoint.index import file_name, is_checkpoint_folder, MANI
 from lightning_par.checkpoint.json_encoding import Decoder, PickledValueError
 from lightning_par.checkpoint.optimizer_groups import split_states
 from lightning_par.checkpoint.plain_file import read_manifest
+from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.stores import open_store
 from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
@@ -62,7 +63,10 @@ class CheckpointReader:
         Returns:
             One message per missing or damaged file.
         """
-        found = (self._store.problem(name) for name in names)
+        names = list(names)
+        total = sum(self.manifest.files[name].length for name in names)
+        with counted("verify", f"verifying {self.path.name}", total):
+            found = [self._store.problem(name) for name in names]
         return [problem for problem in found if problem is not None]
 
     def weights(self, *, unpickle: bool = False) -> StoredTensors:

@@ -26,6 +26,7 @@ from lightning_par.checkpoint.file_writer import (
     write_slices,
 )
 from lightning_par.checkpoint.pieces import assign_writers
+from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.storage import remove_path
 from lightning_par.checkpoint.writer import (
     commit,
@@ -309,7 +310,12 @@ def _complete(save: _FolderSave) -> None:
     """
     error: CheckpointError | None = None
     try:
-        reports = save.ranks.gather(save.write())
+        part = save.part
+        size = sum(piece.nbytes for piece in (*part.weights, *part.optimizer))
+        size += sum(tensor.nbytes for tensor in part.tensors.values())
+        with counted("write", f"saving {save.path.name}", size):
+            written = save.write()
+        reports = save.ranks.gather(written)
         if reports is not None:
             # Kept and not raised yet: the other ranks wait in the broadcast.
             try:

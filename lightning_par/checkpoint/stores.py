@@ -26,6 +26,7 @@ from lightning_par.checkpoint.index import (
 )
 from lightning_par.checkpoint.pieces import unbroken_runs
 from lightning_par.checkpoint.plain_file import read_manifest
+from lightning_par.checkpoint.progress import advance
 from lightning_par.checkpoint.storage import check_file, read_regular
 from lightning_par.checkpoint.tensor_files import TensorFiles
 from lightning_par.errors import CheckpointError
@@ -167,6 +168,7 @@ class FileStore:
             parts = self._file.bytes_at(self.manifest.places[name], record.length)
         for part in parts:
             found = zlib.crc32(part, found)
+            advance("verify", len(part))
         if f"{found:08x}" == record.crc32:
             return None
         return f"{name} is damaged: its checksum is {found:08x}, {record.crc32} was written"

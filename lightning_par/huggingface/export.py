@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_par.checkpoint.export import OWN_STATE, verify_files
+from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.storage import publish, remove_path, write_json
 from lightning_par.checkpoint.tensor_files import StoredTensor
@@ -58,7 +59,8 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     partial = path.with_name(f".{path.name}.partial")
     remove_path(partial)
     partial.mkdir(parents=True)
-    files = _write_files(partial, _as_saved(config, stored), max_shard_bytes)
+    with counted("read", f"exporting {path.name}", sum(v.nbytes for v in stored.values())):
+        files = _write_files(partial, _as_saved(config, stored), max_shard_bytes)
     write_json(partial / "config.json", config)
     publish(partial, path)
     return [name for file in files.values() for name in file]

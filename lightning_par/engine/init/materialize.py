@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.checkpoint.progress import advance
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.init.deferred_init import ConstructionRecord
 from lightning_par.engine.pipeline.stage import StageStub
@@ -90,6 +91,7 @@ class Materializer:
             )
         else:
             full = parameter.detach().to(self.device)
+        advance("build", full.nbytes)
         wants_grad = parameter.requires_grad
         placement = None if self.tensor is None else self.tensor.placements[fqn]
         if self.experts is not None and fqn in self.experts.parameters:

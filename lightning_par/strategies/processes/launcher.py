@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_par.checkpoint.progress import showing
+from lightning_par.strategies.components.progress_bar import progress_of
 from lightning_par.upstream.functions import diverted
 from lightning_par.upstream.lightning import (
     launch_scripts,
@@ -91,7 +93,8 @@ class PreflightLauncher(SubprocessScriptLauncher):
             os.environ[_LAUNCHER] = str(os.getpid())  # the other processes inherit it
             launch_scripts(self)
             del os.environ[_LAUNCHER]
-        with self._observed(), diverted(BaseFinetuning.filter_on_optimizer, _not_held):
+        watched = showing(progress_of(trainer))
+        with self._observed(), watched, diverted(BaseFinetuning.filter_on_optimizer, _not_held):
             if starts:
                 _divide_cores(self.num_processes)
             try:
