@@ -3,7 +3,7 @@
 Length: these are all hooks of one interface, and the help of all options.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -40,7 +40,7 @@ from lightning_par.strategies.components.host_offload import (
 from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.processes.mesh_processes import MeshProcesses, with_ranks
 from lightning_par.strategies.setup.before_setup import plain_before_setup
 from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -246,7 +246,10 @@ class MeshStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
-        self.processes.attach(self.parallel_devices or [], self.num_nodes, self.cluster_environment)
+        devices, num_nodes = self.parallel_devices or [], self.num_nodes
+        environment = with_ranks(self.cluster_environment, num_nodes * (len(devices) or 1))
+        self.cluster_environment = environment
+        self.processes.attach(devices, num_nodes, environment)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -328,7 +331,7 @@ class MeshStrategy(ParallelStrategy):
             rest = self.mesh, self.root_device, self._record, self.options, self.activity
             self._parallel_model = parallelize(module, resolved, *rest)
         make_averages(trainer, self.parallel_model)
-        self._precision.connect(self.parallel_model.gradients)
+        self._precision.connect(self.parallel_model.gradients, self._around_backward)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
             with optimizers_of_a_stage(self.sizes.pipeline):
@@ -407,18 +410,12 @@ class MeshStrategy(ParallelStrategy):
     def _evaluate(self, name: str, context: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return self.parallel_model.steps.evaluation(name, context, [*args, *kwargs.values()])
 
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        model, plugin = self.parallel_model, self.precision_plugin
-        manual = model.steps.manual  # whose steps call this
-        if manual.is_used and manual.notes(closure_loss):
-            return closure_loss.detach()
-        step, self._step = self._step or manual.step or Step(), None
+    @contextmanager
+    def _around_backward(self, loss: Tensor) -> Iterator[Tensor]:
+        """Surrounds the backward of a loss; gives what is to be differentiated."""
+        model = self.parallel_model
+        step, self._step = self._step or model.steps.manual.step or Step(), None
         with closing(step), model.gradients.of_one_backward():
-            self.pre_backward(closure_loss)
-            loss = plugin.pre_backward(closure_loss, model.module)
             model.steps.before_backward()
             if self.offload is not None:
                 self.offload.before_backward()
@@ -426,14 +423,11 @@ class MeshStrategy(ParallelStrategy):
             model.gradients.add_loss(weighted, step.has_valid_labels)
             # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
             with model.steps.backward(step):
-                plugin.backward(weighted, model.module, optimizer, *args, **kwargs)
+                yield weighted
             model.gradients.after_backward()
         if not model.proof.is_over:
             model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
-        loss = plugin.post_backward(loss, model.module)
-        self.post_backward(loss)
-        return loss
 
     def _drop_step(self) -> None:
         """Close a step that had no backward, as after an exception."""

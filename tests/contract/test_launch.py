@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lightning_par.errors import ConfigurationError
 from tests.support.exhaustive import some
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
@@ -184,3 +185,10 @@ def test_killed_process_ends_the_script_everywhere(
     assert code != 0
     assert f"rank {failing} ({place}) is gone, in start of the batch, step 1. Its process" in text
     assert "Restart from the last checkpoint (ckpt_path='last')." in text
+
+
+def test_allocation_of_slurm_without_srun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    with pytest.raises(ConfigurationError, match=r"SLURM_PROCID.*Start the 2 processes with srun"):
+        quiet_trainer(devices=2, strategy="tensor_parallel")

@@ -208,6 +208,11 @@ def parameter_groups_that_a_callback_adds(run: Run) -> Any:
 
 
 @idiom
+def parameters_that_a_callback_adds_although_they_are_there(run: Run) -> Any:
+    return trained(run, Tiny(), callbacks=[Freezing()], max_epochs=2)  # and the warning
+
+
+@idiom
 def storage_options_are_refused_like_by_lightning(run: Run) -> Any:
     trainer = run.fit()
     with pytest.raises(TypeError, match="storage_options") as refused:

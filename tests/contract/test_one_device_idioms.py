@@ -4,8 +4,10 @@ numbers, hooks, warnings and errors, and nothing is left behind.
 
 import collections
 import copy
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -438,6 +440,16 @@ def one_trainer_many_runs(run: Run) -> Any:
     other = Tiny()
     found.append(trainer.predict(other))
     return [found, outcome(trainer, module)]
+
+
+@idiom
+def inside_an_allocation_of_slurm_without_srun(run: Run) -> Any:
+    given = {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7"}
+    with mock.patch.dict(os.environ, given):
+        trainer, module = run.trainer(), Tiny()
+        trainer.fit(module)
+        place = trainer.global_rank, trainer.world_size, trainer.strategy.is_global_zero
+        return place, outcome(trainer, module)
 
 
 @idiom

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -93,9 +94,11 @@ class PreflightLauncher(SubprocessScriptLauncher):
             os.environ[_LAUNCHER] = str(os.getpid())  # the other processes inherit it
             launch_scripts(self)
             del os.environ[_LAUNCHER]
-        watched = showing(progress_of(trainer))
-        with self._observed(), watched, diverted(BaseFinetuning.filter_on_optimizer, _not_held):
+        with ExitStack() as stack:
+            stack.enter_context(self._observed())
+            stack.enter_context(showing(progress_of(trainer)))
             if starts:
+                stack.enter_context(diverted(BaseFinetuning.filter_on_optimizer, _not_held))
                 _divide_cores(self.num_processes)
             try:
                 return function(*args, **kwargs)
@@ -172,5 +175,13 @@ def _not_held(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
     """Return the parameters that an optimizer does not hold; Lightning compares their values, of
     which a rank has parts only.
     """
+    given = list(params)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [p for p in params if id(p) not in held]
+    new = [p for p in given if id(p) not in held]
+    if len(new) < len(given):
+        rank_zero_warn(
+            f"{len(given) - len(new)} of the {len(given)} parameters that are to be added to the "
+            "optimizer are in it already, and keep their group. Give the optimizer only "
+            "parameters with requires_grad at first."
+        )
+    return new

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_par.engine.activity import Activity, BETWEEN_STEPS
 from lightning_par.engine.rng import collect_random_states, restore_random_states
-from lightning_par.errors import MeshError
+from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
@@ -45,7 +46,7 @@ from lightning_par.strategies.processes.watchdog import (
 )
 from lightning_par.upstream.lightning import init_process_group, reduce_tensor, trainer_of
 
-__all__ = ["MeshProcesses"]
+__all__ = ["MeshProcesses", "with_ranks"]
 
 
 _PATIENCE = timedelta(seconds=120)
@@ -419,6 +420,32 @@ class MeshProcesses:
         votes = torch.tensor(int(decision))  # on the host: nobody has to wait for the device
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if unanimous else bool(votes)
+
+
+def with_ranks(environment: ClusterEnvironment | None, size: int) -> ClusterEnvironment | None:
+    """Return the environment, or that of a single process where `srun` has started none.
+
+    In an allocation of `salloc` without `srun`, SLURM tells the number of tasks, and no rank.
+
+    Args:
+        environment: The one that Lightning has found.
+        size: Number of processes that the Trainer asks for.
+
+    Raises:
+        ConfigurationError: There are to be several processes, and SLURM has not numbered them.
+    """
+    if not isinstance(environment, SLURMEnvironment):
+        return environment
+    names = "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"
+    missing = [name for name in names if name not in os.environ]
+    if missing and size > 1:
+        raise ConfigurationError(
+            "LP710",
+            f"SLURM has not set {', '.join(missing)} for this process: srun did not start it. "
+            f"Start the {size} processes with srun; or set SLURM_JOB_NAME=bash, and this process "
+            "starts the others of its node itself.",
+        )
+    return LightningEnvironment() if missing else environment
 
 
 def _number(environment: ClusterEnvironment | None, num_nodes: int, num_local: int) -> int:

@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from torch import nn
+from torch import nn, Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -26,8 +27,8 @@ _FLOAT8_MULTIPLE = 16
 class AdoptedPrecision:
     """The strategy's own copy of the precision plugin that the user chose.
 
-    Lightning clips the gradients of one device, and scales the loss for one, in methods of the
-    plugin. The copy does so for the whole mesh; the user's object stays as it is.
+    Lightning runs the backward of one device, clips its gradients, and scales the loss for one, in
+    methods of the plugin. The copy does so for the whole mesh; the user's object stays as it is.
     """
 
     def __init__(self) -> None:
@@ -53,9 +54,19 @@ class AdoptedPrecision:
                 self._own.scaler = MeshGradScaler.like(scaler)  # type: ignore[attr-defined]
         return self._own
 
-    def connect(self, gradients: GradientPath) -> None:
-        """Let the copy clip along a path, whose norms and actions know the scaler of the copy."""
+    def connect(
+        self,
+        gradients: GradientPath,
+        around_backward: Callable[[Tensor], AbstractContextManager[Tensor]],
+    ) -> None:
+        """Let the copy run backwards and clip on the mesh; norms know the scaler of the copy.
+
+        Args:
+            gradients: The path along which it clips.
+            around_backward: Surrounds a backward; gives the loss that is to be differentiated.
+        """
         self._own.gradients = gradients  # type: ignore[union-attr]
+        self._own.around_backward = around_backward  # type: ignore[union-attr]
         gradients.scaler = getattr(self._own, "scaler", None)
 
 

@@ -382,9 +382,12 @@ class GradientPath:
 
 
 class _MeshPrecision(Precision):
-    """Sends the gradients along a `GradientPath` where a plugin would clip those of one device."""
+    """Runs the backward of a step of the mesh, and sends the gradients along a `GradientPath` where
+    a plugin would clip those of one device.
+    """
 
     gradients: GradientPath
+    around_backward: Callable[[Tensor], AbstractContextManager[Tensor]]
     is_lightnings: bool
 
     def _in_hooks(
@@ -392,6 +395,10 @@ class _MeshPrecision(Precision):
     ) -> AbstractContextManager[None]:
         # A plugin of somebody else's may do anything with gradients.
         return self.gradients.in_hooks(names, optimizers, surely=not self.is_lightnings)
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self.around_backward(tensor) as weighted:
+            super().backward(weighted, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         optimizers = module.trainer.optimizers

@@ -34,7 +34,7 @@ class ManualSteps:
         self.step: Any = None
         self._module, self._norms = module, norms
         self._in_backward = False
-        self._losses: list[float] | None = None  # while a step is looked at
+        self._is_looking = False
 
     @contextmanager
     def running(self, step: Any) -> Iterator[None]:
@@ -52,7 +52,7 @@ class ManualSteps:
         Raises:
             ConfigurationError: It calls ``loss.backward()``.
         """
-        is_at_work = self.step is not None or self._losses is not None
+        is_at_work = self.step is not None or self._is_looking
         if not is_at_work or dist.get_world_size() == 1:
             yield
             return
@@ -83,13 +83,6 @@ class ManualSteps:
         finally:
             self._in_backward = False
 
-    def notes(self, loss: Tensor) -> bool:
-        """Note the loss of a backward, and return True, if the step is only looked at."""
-        if self._losses is None:
-            return False
-        self._losses.append(float(loss.detach()))
-        return True
-
     @contextmanager
     def looked_at(self) -> Iterator[list[float]]:
         """Surrounds a step that leaves no trace in optimizers and gradients; gives its losses.
@@ -101,8 +94,14 @@ class ManualSteps:
         wrapped = found if isinstance(found, list) else [found]
         parameters = list(module.parameters())
         kept = take_gradients(parameters)
-        losses = self._losses = []
+        losses: list[float] = []
+
+        def note(loss: Tensor, *_: Any, **__: Any) -> Tensor:
+            losses.append(float(loss.detach()))
+            return loss.detach()
+
         with ExitStack() as stack:
+            stack.callback(_replace(trainer.strategy, "backward", note))
             for optimizer in (*trainer.optimizers, *wrapped):
                 stack.callback(_replace(optimizer, "step", _only_closure))
             for optimizer in trainer.optimizers:
@@ -110,10 +109,11 @@ class ManualSteps:
                     stack.callback(group.update, {k: v for k, v in group.items() if k != "params"})
             for config in trainer.lr_scheduler_configs:
                 stack.callback(_replace(config.scheduler, "step", lambda *_, **__: None))
+            self._is_looking = True
             try:
                 yield losses
             finally:
-                self._losses = None
+                self._is_looking = False
                 for parameter, gradient in zip(parameters, kept, strict=True):
                     parameter.grad = gradient
 
