@@ -24,7 +24,11 @@ SIMULATED = tests/cuda_simulation tests/gpu $(addprefix tests/distributed/,test_
 	data/test_masked_mean.py offload/test_parity.py offload/test_axes.py \
 	pipeline/test_parity_schedules.py)
 
-.PHONY: help setup demo test test-all test-cuda-sim lint format types bench pictures docs docs-serve package clean
+# The oldest versions that pyproject.toml allows, except those of torch (gigabytes) and safetensors
+# (transformers, which the tests use, wants a newer one).
+OLDEST = $(shell sed -nE 's/^ *"(jsonargparse|lightning|torchmetrics)[^>]*>=([0-9.]+).*/\1==\2/p' pyproject.toml)
+
+.PHONY: help setup demo test test-all test-cuda-sim minimal lint format types bench pictures docs docs-serve package clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -66,6 +70,13 @@ test-all: test ## Run the tests, and then every cell of the large matrices (long
 test-cuda-sim: $(STAMP) ## Run tests on a simulated CUDA device (needs g++; compiles it the first time)
 	CUDA_SIMULATION=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not alone and not exhaustive" $(or $(PYTEST_ARGS),$(SIMULATED))
 
+minimal: $(STAMP) ## Check the oldest versions of Lightning and of what it needs, if they can be installed
+	@rm -rf build/minimal
+	@if $(BIN)/python -m pip install -qq --no-deps --target build/minimal $(OLDEST); then \
+		PYTHONPATH="$(CURDIR)/build/minimal:$$PYTHONPATH" $(BIN)/python -m pytest -q \
+			tests/unit/test_upstream.py tests/unit/test_registration.py tests/unit/test_cli.py; \
+	else echo "minimal: not checked, as pip cannot install $(OLDEST)" >&2; fi
+
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/python -m ruff check $(CODE)
 	$(BIN)/python -m ruff format --check $(CODE)
@@ -74,8 +85,9 @@ format: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/python -m ruff check --fix $(CODE)
 	$(BIN)/python -m ruff format $(CODE)
 
-types: $(STAMP) ## Check types (strict)
+types: $(STAMP) ## Check types: the package with mypy (strict), a user's project also with pyright
 	$(BIN)/python -m mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 bench: $(STAMP) ## Run every benchmark that this machine can run
 	@for script in $(sort $(wildcard benchmarks/[a-z]*.py)); do \

@@ -51,8 +51,9 @@ def local_box(name: str, tensor: Tensor) -> Box:
         return Box(name, box.offset, held)  # an empty shard may differ in its other dims
     if held != box.shape:
         raise CheckpointError(
+            "LP505",
             f"{name} holds {held} of {tuple(tensor.shape)} here, but its placements "
-            f"{tensor.placements} on {tuple(mesh.shape)} ranks would be {box.shape}."
+            f"{tensor.placements} on {tuple(mesh.shape)} ranks would be {box.shape}.",
         )
     return box
 
@@ -78,8 +79,9 @@ def box_at(
     plain = {p.dim for _, p in shards if type(p) is Shard}
     if any(p.dim not in plain for _, p in shards):  # nothing was cut before: these are strips
         raise CheckpointError(
+            "LP505",
             f"{name} is sharded as {tuple(placements)}: a rank holds several strips of a dim, not "
-            "one block. Keep the weight whole, or store it with a dim of its own for the strips."
+            "one block. Keep the weight whole, or store it with a dim of its own for the strips.",
         )
     return cut_box(name, shape, [(p.dim, mesh.size(i), place[i]) for i, p in shards])
 

@@ -135,7 +135,9 @@ def build_mesh(
     """
     world = dist.get_world_size()
     if sizes.world_size != world:
-        raise MeshError(f"{sizes} needs {sizes.world_size} ranks, but the world has {world}.")
+        raise MeshError(
+            "LP102", f"{sizes} needs {sizes.world_size} ranks, but the world has {world}."
+        )
     mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
     if timeout is not None:
         # `init_device_mesh` takes no timeout, and the world may have been made by somebody else.

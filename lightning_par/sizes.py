@@ -52,12 +52,15 @@ class ParallelSizes:
     def __post_init__(self) -> None:
         bad = {n: s for n, s in vars(self).items() if not _is_size(s)}
         raise_problems(
-            MeshError, [f"{n}={s!r} must be a whole number of 1 or more." for n, s in bad.items()]
+            MeshError,
+            "LP101",
+            [f"{n}={s!r} must be a whole number of 1 or more." for n, s in bad.items()],
         )
         if self._expert_ranks % self.expert:
             raise MeshError(
+                "LP103",
                 f"expert_parallel_size={self.expert} does not divide the {self._expert_ranks} data-"
-                f"parallel ranks that may divide experts; use {_divisors(self._expert_ranks)}."
+                f"parallel ranks that may divide experts; use {_divisors(self._expert_ranks)}.",
             )
 
     @property
@@ -189,7 +192,7 @@ def fit_sizes(
         MeshError: With every problem, and sizes that would work; or the rule is ``planned``.
     """
     if auto == "planned":
-        raise MeshError(_PLANNED)
+        raise MeshError("LP106", _PLANNED)
     given: Mapping[str, Size] = {
         "tensor_parallel_size": tensor,
         "pipeline_parallel_size": pipeline,
@@ -200,7 +203,7 @@ def fit_sizes(
     _check_values({**given, **other}, zero_stage)
     fixed = math.prod(int(v) for v in given.values() if v != "auto")
     if num_devices % fixed:
-        raise MeshError(_misfit(given, fixed, num_devices))
+        raise MeshError("LP102", _misfit(given, fixed, num_devices))
     left = num_devices // fixed
     tp, left = _take(tensor, left, auto, "tensor", devices_per_node)
     pp, left = _take(pipeline, left, auto, "pipeline", left)
@@ -209,11 +212,11 @@ def fit_sizes(
     cp, left = _take(context, left, auto, "context", left)
     dp, left = (left, 1) if data == "auto" else (data, left)
     if left != 1:
-        raise MeshError(_unused(given, tp, pp, cp, dp, num_devices))
+        raise MeshError("LP102", _unused(given, tp, pp, cp, dp, num_devices))
     replicate = (dp if zero_stage == 0 else 1) if data_replicate == "auto" else data_replicate
     most = num_devices if tensor_across_nodes else devices_per_node
     problems = _check_fit(tp, most, dp, replicate, zero_stage)
-    raise_problems(MeshError, problems)
+    raise_problems(MeshError, "LP103", problems)
     return ParallelSizes(
         pipeline=pp,
         data_replicate=replicate,
@@ -232,7 +235,7 @@ def _check_values(given: Mapping[str, Size], zero_stage: int) -> None:
     ]
     if zero_stage not in (0, 1, 2, 3):
         problems.append(f"zero_stage={zero_stage!r} must be 0, 1, 2 or 3.")
-    raise_problems(MeshError, problems)
+    raise_problems(MeshError, "LP101", problems)
 
 
 def _check_fit(tp: int, node: int, dp: int, replicate: int, zero_stage: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The reference, from the code: public names, the strategies' arguments, the command line."""
+"""The reference, from the code: public names, arguments, commands, and the codes of errors."""
 
 import contextlib
 import html
@@ -17,6 +17,7 @@ import docstring_parser
 from lightning_par import strategies
 from lightning_par.cli import main
 from lightning_par.commands import COMMANDS, find_parser
+from lightning_par.errors.catalogue import entries, families
 
 PARTS = {
     "lightning_par": "lightning_par",
@@ -37,6 +38,7 @@ def pages() -> Iterator[tuple[str, str]]:
         yield f"reference/{part}.md", names_page(name, title)
     yield "reference/arguments.md", arguments_page()
     yield "reference/commands.md", commands_page()
+    yield "reference/error_codes.md", error_codes_page()
 
 
 def names_page(module: str, title: str) -> str:
@@ -125,6 +127,25 @@ def commands_page() -> str:
     for name, text in found.items():
         does = COMMANDS.get(name, "train on several islands of this machine")
         lines += [f"## {name}", f"{does[0].upper()}{does[1:]}.", fenced(text)]
+    return "\n\n".join(lines) + "\n"
+
+
+def error_codes_page() -> str:
+    """Return the page with a section for each code: cause, example and cure."""
+    lines = [
+        "# Error codes",
+        "Every [error](errors.md) of this package ends with the code of its cause. "
+        "`lightning-par explain LP203` prints what stands here; `lightning-par explain` lists all. "
+        "A code keeps its meaning in later versions.",
+    ]
+    for family, about in families().items():
+        lines.append(f"## {about}")
+        for code, entry in entries().items():
+            if code.startswith(family):
+                lines.append(f"### {code}: {entry.title} {{ #{code.lower()} }}")
+                lines += ["No longer raised."] * entry.retired
+                lines += [entry.cause, fenced(f"{entry.example} [lightning-par explain {code}]")]
+                lines.append(f"**Cure:** {entry.cure}")
     return "\n\n".join(lines) + "\n"
 
 

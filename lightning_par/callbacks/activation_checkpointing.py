@@ -67,7 +67,7 @@ class ActivationCheckpointing(pl.Callback):
             f"operations: torch has no operation {name!r}; write it as in 'mm' or 'aten.mm.default'"
             for name in unknown
         ]
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP902", problems)
         chosen = tuple(parts) if parts is not None and not isinstance(parts, str) else parts
         listed = per_stage is None or isinstance(per_stage, str)
         self.recomputation = Recomputation(

@@ -91,8 +91,9 @@ class ExpertBalance(Callback):
         """Raise if no pipeline stage has a router, and reset the records."""
         if not any(_gather(trainer, len(_routers(pl_module)))):
             raise ConfigurationError(
+                "LP917",
                 f"ExpertBalance: {type(pl_module).__name__} has no Router of lightning_par.models. "
-                "Remove the callback, or train a MixtralModule."
+                "Remove the callback, or train a MixtralModule.",
             )
         for router in _routers(pl_module).values():
             router.record = None

@@ -119,7 +119,7 @@ class MixedPrecision(pl.Callback):
             )
         if self.float8:
             problems += _float8_problems(device)
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP607", problems)
 
     @override
     def on_before_optimizer_step(
@@ -190,7 +190,7 @@ def _check_values(
         problems.append(f"init_scale={init_scale!r} must be more than 0.")
     if not isinstance(growth_interval, int) or growth_interval < 1:
         problems.append(f"growth_interval={growth_interval!r} must be a whole number of 1 or more.")
-    raise_problems(ConfigurationError, problems)
+    raise_problems(ConfigurationError, "LP902", problems)
 
 
 def _float8_problems(device: torch.device) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_par.checkpoint.optimizer_groups import torch_state
+from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.storage import (
     file_order,
@@ -49,10 +50,13 @@ def export_weights(reader: CheckpointReader, path: Path, *, below: str = "") -> 
     }
     if not stored:
         tops = sorted({name.partition(".")[0] for name in weights})
-        raise CheckpointError(f"there is no weight below {below!r}; there are {', '.join(tops)}.")
+        raise CheckpointError(
+            "LP509", f"there is no weight below {below!r}; there are {', '.join(tops)}."
+        )
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
     values = ((name, stored[name].read()) for name in file_order(specs))
-    with replacing(path) as partial:
+    moves = sum(tensor.nbytes for tensor in stored.values())
+    with replacing(path) as partial, counted("write", f"writing {path.name}", moves):
         # transformers refuses a file that does not name its framework.
         write_tensors(partial, specs, values, {"format": "pt"})
     return list(stored)
@@ -77,10 +81,17 @@ def export_checkpoint(
     state = reader.state(0, unpickle=unpickle)
     state.pop(OWN_STATE, None)
     state.pop("left_out", None)
-    state["state_dict"] = dict(reader.weights(unpickle=unpickle))
+    weights = reader.weights(unpickle=unpickle)
     optimizers = reader.optimizers(unpickle=unpickle) if optimizer else []
-    if optimizers:
-        state["optimizer_states"] = [_state_dict(optimizer) for optimizer in optimizers]
+    entries = [
+        entry for o in optimizers for states in o.states.values() for entry in states.values()
+    ]
+    entries += [weights.find(name) for name in weights]
+    stored = [entry for entry in entries if isinstance(entry, StoredTensor)]
+    with counted("read", f"reading {reader.path.name}", sum(entry.nbytes for entry in stored)):
+        state["state_dict"] = dict(weights)
+        if optimizers:
+            state["optimizer_states"] = [_state_dict(optimizer) for optimizer in optimizers]
     write_object(path, state)
 
 
@@ -104,4 +115,4 @@ def verify_files(reader: CheckpointReader, kinds: Iterable[str]) -> None:
     """
     problems = reader.problems(reader.data_files(*kinds))
     if problems:
-        raise CheckpointError(f"{reader.path} cannot be exported: {'; '.join(problems)}.")
+        raise CheckpointError("LP502", f"{reader.path} cannot be exported: {'; '.join(problems)}.")

@@ -17,6 +17,7 @@ from lightning_par.checkpoint.index import file_name, Index, MANIFEST, Manifest,
 from lightning_par.checkpoint.optimizer_groups import split_states, torch_state
 from lightning_par.checkpoint.pieces import Piece, unbroken_runs
 from lightning_par.checkpoint.plain_file import append_records, make_blanks, write_skeleton
+from lightning_par.checkpoint.progress import advance
 from lightning_par.checkpoint.storage import (
     ChecksumFile,
     FileRecord,
@@ -37,7 +38,7 @@ from lightning_par.checkpoint.writer import (
     write_state_tensors,
     WriteReport,
 )
-from lightning_par.errors import CheckpointError
+from lightning_par.errors import describe
 from lightning_par.upstream.tensor import storage_key
 
 __all__ = ["Outline", "Skeleton", "begin_file", "commit_file", "outline", "write_slices"]
@@ -261,8 +262,7 @@ def write_slices(
             f"{partial.name}, which rank 0 made, is not there: all nodes have to share the folder"
         )
     except Exception as error:
-        known = isinstance(error, CheckpointError)
-        report.error = str(error) if known else f"{type(error).__name__}: {error}"
+        report.error = describe(error)
     return report
 
 
@@ -280,6 +280,7 @@ def _write_box(descriptor: int, start: int, piece: Piece) -> FileRecord:
                 part = view[low + first : low + min(first + _CHUNK, size)]
                 found = zlib.crc32(part, found)
                 _write_all(descriptor, part, at + first)
+                advance("write", len(part))
             low += size
     return FileRecord(piece.nbytes, f"{found:08x}")
 

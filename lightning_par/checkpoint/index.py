@@ -83,7 +83,7 @@ def well_formed(what: str) -> Iterator[None]:
         cause = str(error).partition("\n")[0]
     else:
         return
-    raise CheckpointError(f"{what} is malformed ({cause}). Use another checkpoint.")
+    raise CheckpointError("LP502", f"{what} is malformed ({cause}). Use another checkpoint.")
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Index:
         index.check_complete()
         unknown = [name for name, of in index.aliases.items() if of not in index.weights]
         if unknown:
-            raise CheckpointError(f"the index has no weight for its name {unknown[0]!r}.")
+            raise CheckpointError("LP502", f"the index has no weight for its name {unknown[0]!r}.")
         return index
 
     def chunks(self) -> Iterator[tuple[str, TensorEntry, Chunk]]:
@@ -197,8 +197,9 @@ class Index:
                 if not entry.is_complete():
                     boxes = [(c.offset, c.shape) for c in entry.chunks]
                     raise CheckpointError(
+                        "LP502",
                         f"{kind}: {name} has the shape {entry.shape}, which the boxes (offset, "
-                        f"shape) {boxes} of its ranks do not fill exactly."
+                        f"shape) {boxes} of its ranks do not fill exactly.",
                     )
 
 
@@ -226,7 +227,9 @@ def _entries_from_json(value: Mapping[str, Any]) -> dict[str, TensorEntry]:
             chunk = Chunk(str(c["file"]), str(c["key"]), _sizes(c["offset"]), _sizes(c["shape"]))
             boxes = zip(chunk.offset, chunk.shape, shape, strict=True)
             if any(low + size > whole for low, size, whole in boxes):
-                raise CheckpointError(f"the index puts a part of {name} outside of {shape}.")
+                raise CheckpointError(
+                    "LP502", f"the index puts a part of {name} outside of {shape}."
+                )
             chunks.append(chunk)
         found[name] = TensorEntry(DTYPES[entry["dtype"]], shape, tuple(chunks))
     return found
@@ -235,7 +238,7 @@ def _entries_from_json(value: Mapping[str, Any]) -> dict[str, TensorEntry]:
 def _sizes(value: Iterable[Any]) -> tuple[int, ...]:
     sizes = tuple(value)
     if any(type(size) is not int or size < 0 for size in sizes):
-        raise CheckpointError(f"the index gives {sizes} for sizes.")
+        raise CheckpointError("LP502", f"the index gives {sizes} for sizes.")
     return sizes
 
 
@@ -292,14 +295,16 @@ class Manifest:
         body = data[len(_first_line(b"")) :]
         if data != _first_line(body) + body:
             raise CheckpointError(
+                "LP502",
                 f"{where} is damaged: its content does not have the checksum in its first line. "
-                "Use another checkpoint."
+                "Use another checkpoint.",
             )
         with well_formed(where):
             value = json.loads(data)["manifest"]
             if value.pop("kind") != _KIND or int(value.pop("format")) > FORMAT:
                 raise CheckpointError(
-                    f"{where} says that a newer version wrote it; this one reads format {FORMAT}."
+                    "LP503",
+                    f"{where} says that a newer version wrote it; this one reads format {FORMAT}.",
                 )
             files = {
                 str(name): FileRecord(int(record["length"]), str(record["crc32"]))
@@ -333,13 +338,15 @@ class Manifest:
             data = read_regular(folder / MANIFEST)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(
-                f"{folder} is not a complete checkpoint: it has no {MANIFEST}."
+                "LP501", f"{folder} is not a complete checkpoint: it has no {MANIFEST}."
             ) from None
         manifest, _ = cls.decode(data, f"{folder}: {MANIFEST}")
         # A manifest from elsewhere must not make us read (or compare) "../../etc/passwd".
         outside = [name for name in manifest.files if Path(name).name != name]
         if outside:
-            raise CheckpointError(f"{folder}: {MANIFEST} names {outside[0]!r}, a file elsewhere.")
+            raise CheckpointError(
+                "LP502", f"{folder}: {MANIFEST} names {outside[0]!r}, a file elsewhere."
+            )
         return manifest
 
 

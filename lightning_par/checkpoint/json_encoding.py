@@ -106,8 +106,9 @@ class Encoder:
     def _encode_array(self, value: Any, where: str) -> Any:
         if isinstance(value, DTensor):
             raise CheckpointError(
+                "LP505",
                 f"{where} is sharded over ranks, but this state is that of rank 0 alone. Keep it "
-                "in the module's parameters or buffers, or store its full_tensor()."
+                "in the module's parameters or buffers, or store its full_tensor().",
             )
         kind = "tensor"
         if not isinstance(value, Tensor):
@@ -118,8 +119,9 @@ class Encoder:
             value = torch.from_numpy(np.array(value))
         if value.dtype not in DTYPES.values():
             raise CheckpointError(
+                "LP505",
                 f"{where} is a tensor of {value.dtype}, which safetensors cannot hold. Use one of "
-                f"{either(sorted(str(d) for d in DTYPES.values()))}."
+                f"{either(sorted(str(d) for d in DTYPES.values()))}.",
             )
         key = f"{len(self.tensors)}"
         # A clone, since training goes on while a background save writes it.
@@ -142,8 +144,9 @@ class Encoder:
             data = pickle.dumps(value)
         except Exception as error:
             raise CheckpointError(
+                "LP505",
                 f"{where} is a {type(value).__qualname__}, which cannot be stored: {error}. Leave "
-                "it out of what is saved, or store numbers, strings, lists, dicts or tensors."
+                "it out of what is saved, or store numbers, strings, lists, dicts or tensors.",
             ) from error
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         return {"$": "pickle", "type": name, "value": base64.b64encode(data).decode()}
@@ -204,12 +207,13 @@ class Decoder:
             return torch.device(text)
         if kind == "path":
             return Path(text)
-        raise CheckpointError(f"{where} is a {kind!r}, which this version does not know.")
+        raise CheckpointError("LP503", f"{where} is a {kind!r}, which this version does not know.")
 
     def _load_pickle(self, value: dict[str, Any], where: str) -> Any:
         if not self._unpickle:
             raise PickledValueError(
+                "LP504",
                 f"{where} is a {value['type']}, stored as a pickle, which could run code. If you "
-                "trust the checkpoint, pass weights_only=False."
+                "trust the checkpoint, pass weights_only=False.",
             )
         return pickle.loads(base64.b64decode(value["value"]))

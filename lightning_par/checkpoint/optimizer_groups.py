@@ -36,8 +36,9 @@ def by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Stored
     counts = [len(g["params"]) for g in saved]
     if counts != [len(group) for group in groups]:
         raise CheckpointError(
+            "LP507",
             f"the checkpoint's optimizer has groups of {counts} parameters, this one "
-            f"of {[len(group) for group in groups]}."
+            f"of {[len(group) for group in groups]}.",
         )
     numbers = number_names(groups)
     states = {name: state["state"][i] for name, i in numbers.items() if i in state["state"]}
@@ -106,4 +107,4 @@ def check_groups(stored: StoredOptimizer, groups: Sequence[Sequence[str]]) -> No
                 rest = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
                 problems.append(f"differs in group {number} by {extra[0]}{rest}, {words}")
     if problems:
-        raise CheckpointError("the checkpoint's optimizer " + "; it ".join(problems) + ".")
+        raise CheckpointError("LP507", "the checkpoint's optimizer " + "; it ".join(problems) + ".")

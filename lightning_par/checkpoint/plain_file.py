@@ -56,10 +56,14 @@ def read_manifest(path: Path) -> bytes | None:
             if not found:
                 return None
             if found[0].compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError(f"{path}: {_MANIFEST} is compressed, as none of ours is.")
+                raise CheckpointError(
+                    "LP502", f"{path}: {_MANIFEST} is compressed, as none of ours is."
+                )
             return archive.read(found[0])
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {_MANIFEST} cannot be read: {error}.") from error
+        raise CheckpointError(
+            "LP502", f"{path} is damaged: {_MANIFEST} cannot be read: {error}."
+        ) from error
 
 
 def make_blanks(specs: Mapping[K, tuple[torch.dtype, tuple[int, ...]]]) -> dict[K, Tensor]:
@@ -118,8 +122,9 @@ def write_skeleton(path: Path, value: Any) -> dict[str, tuple[torch.UntypedStora
         sizes = {name: info.file_size for name, info in found.items() if name[:5] == "data/"}
         if sizes != {name: storage.nbytes() for name, storage in expected.items()}:
             raise CheckpointError(
+                "LP505",
                 "the state of a callback, a module or an optimizer holds a storage, or a sparse or "
-                "quantized tensor. Store a plain tensor, or use checkpoint_format='folder'."
+                "quantized tensor. Store a plain tensor, or use checkpoint_format='folder'.",
             )
         return {n: (storage, _place(file, found[n])) for n, storage in expected.items()}
 

@@ -9,6 +9,7 @@ from lightning_par.checkpoint.index import file_name, is_checkpoint_folder, MANI
 from lightning_par.checkpoint.json_encoding import Decoder, PickledValueError
 from lightning_par.checkpoint.optimizer_groups import split_states
 from lightning_par.checkpoint.plain_file import read_manifest
+from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.stores import open_store
 from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
@@ -62,7 +63,10 @@ class CheckpointReader:
         Returns:
             One message per missing or damaged file.
         """
-        found = (self._store.problem(name) for name in names)
+        names = list(names)
+        total = sum(self.manifest.files[name].length for name in names)
+        with counted("verify", f"verifying {self.path.name}", total):
+            found = [self._store.problem(name) for name in names]
         return [problem for problem in found if problem is not None]
 
     def weights(self, *, unpickle: bool = False) -> StoredTensors:
@@ -152,11 +156,11 @@ class CheckpointReader:
     def _verify(self, name: str) -> None:
         problems = self.problems([name])
         if problems:
-            raise CheckpointError(f"{self.path}: {problems[0]}. Use another checkpoint.")
+            raise CheckpointError("LP502", f"{self.path}: {problems[0]}. Use another checkpoint.")
 
     def _read_json(self, name: str) -> dict[str, Any]:
         if name not in self.manifest.files:
-            raise CheckpointError(f"{self.path}: {MANIFEST} does not name {name}.")
+            raise CheckpointError("LP502", f"{self.path}: {MANIFEST} does not name {name}.")
         self._verify(name)
         with well_formed(f"{self.path}: {name}"):
             return dict(json.loads(self._store.read(name)))

@@ -33,8 +33,9 @@ def find_weights(path: Path) -> StoredTensors:
         files = {path.name}
     else:
         raise CheckpointError(
+            "LP501",
             f"{path} holds no weights: give a .safetensors file, a model.safetensors.index.json, "
-            "or a folder with one of them."
+            "or a folder with one of them.",
         )
     folder = path.parent
     entries: dict[str, TensorEntry] = {}
@@ -55,11 +56,15 @@ def _files_of(index: Path) -> set[str]:
     try:
         files = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+        raise CheckpointError(
+            "LP502", f"{index} is not an index of safetensors files: {error}"
+        ) from error
     # A downloaded index must not make us read files elsewhere on this machine.
     outside = [name for name in files if Path(str(name)).name != name]
     if outside:
-        raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file beside it.")
+        raise CheckpointError(
+            "LP502", f"{index} names {outside[0]!r}, which is not a file beside it."
+        )
     return files
 
 
@@ -74,5 +79,5 @@ def _entries_of(folder: Path, file: str) -> dict[str, TensorEntry]:
                 chunk = Chunk(file, key, (0,) * len(shape), shape)
                 found[key] = TensorEntry(DTYPES[part.get_dtype()], shape, (chunk,))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder / file}: {error}") from error
+        raise CheckpointError("LP502", f"{folder / file}: {error}") from error
     return found

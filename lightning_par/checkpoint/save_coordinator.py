@@ -26,6 +26,7 @@ from lightning_par.checkpoint.file_writer import (
     write_slices,
 )
 from lightning_par.checkpoint.pieces import assign_writers
+from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.storage import remove_path
 from lightning_par.checkpoint.writer import (
     commit,
@@ -135,10 +136,10 @@ class _FileSave(_FolderSave):
                 answer = {**self.skeleton.starts, **self.skeleton.places}
             except Exception as error:
                 remove_path(self.partial)
-                answer = str(not_saved(self.path, error))
+                answer = not_saved(self.path, error).message
         answer = self.ranks.broadcast(answer)
         if isinstance(answer, str):
-            raise CheckpointError(answer)
+            raise CheckpointError("LP508", answer)
         self.starts = answer
 
     def hold(self) -> None:
@@ -309,19 +310,26 @@ def _complete(save: _FolderSave) -> None:
     """
     error: CheckpointError | None = None
     try:
-        reports = save.ranks.gather(save.write())
+        part = save.part
+        size = sum(piece.nbytes for piece in (*part.weights, *part.optimizer))
+        size += sum(tensor.nbytes for tensor in part.tensors.values())
+        with counted("write", f"saving {save.path.name}", size):
+            written = save.write()
+        reports = save.ranks.gather(written)
         if reports is not None:
             # Kept and not raised yet: the other ranks wait in the broadcast.
             try:
                 save.commit(reports)
             except CheckpointError as failure:
                 error = failure
-        outcome = save.ranks.broadcast(None if error is None else str(error))
+        outcome = save.ranks.broadcast(None if error is None else error.message)
     except RuntimeError as failure:  # of gloo: a rank has died or timed out
         raise _lost_a_rank(save.path, failure) from failure
     if outcome is not None:
-        raise CheckpointError(outcome) from error
+        raise CheckpointError("LP508", outcome) from error
 
 
 def _lost_a_rank(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{path} was not saved, because a rank did not take part: {error}")
+    return CheckpointError(
+        "LP508", f"{path} was not saved, because a rank did not take part: {error}"
+    )

@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lightning_par.checkpoint.progress import advance
 from lightning_par.errors import CheckpointError
 
 __all__ = [
@@ -62,6 +63,8 @@ DTYPES: dict[str, torch.dtype] = {
 """Name of a dtype in the safetensors format -> dtype."""
 _CHUNK = 1 << 20
 """Bytes that are summed and then written at a time, so that they are still in the CPU cache."""
+_PART = 16 << 20
+"""Bytes after which a save says how far it has come."""
 # Constants of Linux's headers, which Python does not export.
 _RENAME_EXCHANGE = 2
 """Flag of `renameat2` that swaps two paths."""
@@ -177,7 +180,10 @@ def write_tensors(
             assert specs[key] == (tensor.dtype, tuple(tensor.shape)), key
             if tensor.numel():
                 flat = tensor.detach().cpu().contiguous().view(-1)
-                file.write(flat.view(torch.uint8).numpy())  # NumPy lacks bfloat16 and float8
+                # NumPy lacks bfloat16 and float8.
+                for part in flat.view(torch.uint8).split(_PART):
+                    file.write(part.numpy())
+                    advance("write", len(part))
     return file.record
 
 
@@ -271,10 +277,11 @@ def check_file(path: Path, record: FileRecord) -> str | None:
         found = 0
         for part in _read(path):
             found = zlib.crc32(part, found)
+            advance("verify", len(part))
     except FileNotFoundError:
         return f"{path.name} is missing"
     except CheckpointError as error:
-        return str(error)
+        return error.message
     except OSError as error:
         return f"{path.name} cannot be read: {error}"
     if f"{found:08x}" != record.crc32:
@@ -294,7 +301,9 @@ def check_regular(path: Path) -> None:
         FileNotFoundError: There is none.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise CheckpointError(f"{path.name} is no regular file, as every file of a checkpoint is")
+        raise CheckpointError(
+            "LP502", f"{path.name} is no regular file, as every file of a checkpoint is"
+        )
 
 
 def read_regular(path: Path) -> bytes:

@@ -26,6 +26,7 @@ from lightning_par.checkpoint.index import (
 )
 from lightning_par.checkpoint.pieces import unbroken_runs
 from lightning_par.checkpoint.plain_file import read_manifest
+from lightning_par.checkpoint.progress import advance
 from lightning_par.checkpoint.storage import check_file, read_regular
 from lightning_par.checkpoint.tensor_files import TensorFiles
 from lightning_par.errors import CheckpointError
@@ -77,20 +78,24 @@ class FolderStore:
         self._path = path
         self.manifest = Manifest.read(path)
         if INDEX not in self.manifest.files:
-            raise CheckpointError(f"{path}: {MANIFEST} does not name {INDEX}.")
+            raise CheckpointError("LP502", f"{path}: {MANIFEST} does not name {INDEX}.")
         problem = self.problem(INDEX)
         if problem is not None:
-            raise CheckpointError(f"{path}: {problem}. Use another checkpoint.")
+            raise CheckpointError("LP502", f"{path}: {problem}. Use another checkpoint.")
         with well_formed(f"{path}: {INDEX}"):
             self.index = Index.from_json(json.loads(self.read(INDEX)))
         # Nor may an index make us read files elsewhere, or tensors that no file is long enough for.
         room = {name: record.length for name, record in self.manifest.files.items()}
         for _, entry, chunk in self.index.chunks():
             if chunk.file not in room:
-                raise CheckpointError(f"{path}: {INDEX} names {chunk.file!r}, which is not there.")
+                raise CheckpointError(
+                    "LP502", f"{path}: {INDEX} names {chunk.file!r}, which is not there."
+                )
             room[chunk.file] -= _nbytes(entry, chunk)
             if room[chunk.file] < 0:
-                raise CheckpointError(f"{path}: {chunk.file} is shorter than {INDEX} says.")
+                raise CheckpointError(
+                    "LP502", f"{path}: {chunk.file} is shorter than {INDEX} says."
+                )
         self.files = TensorFiles(path)
 
     def problem(self, name: str) -> str | None:
@@ -104,7 +109,7 @@ class FolderStore:
     def state_tensor(self, file: str, key: str) -> Tensor:
         """See `Store.state_tensor`."""
         if file not in self.manifest.files:
-            raise CheckpointError(f"{self._path} names {file!r}, which is not there.")
+            raise CheckpointError("LP502", f"{self._path} names {file!r}, which is not there.")
         # A clone, since a mapped tensor would keep the file open and change with it.
         return self.files.tensor(file, key).clone()
 
@@ -124,7 +129,8 @@ class FileStore:
         data = read_manifest(path)
         if data is None:
             raise CheckpointError(
-                f"{path} has no manifest: lightning_par did not write it, or it is damaged."
+                "LP501",
+                f"{path} has no manifest: lightning_par did not write it, or it is damaged.",
             )
         where = f"{path}: {MANIFEST}"
         self.manifest, rest = Manifest.decode(data, where)
@@ -142,11 +148,15 @@ class FileStore:
             place = places.get(chunk.file, -1)
             end = place + entry.numel * entry.dtype.itemsize
             if place < 0 or place % entry.dtype.itemsize or end > size or name not in files:
-                raise CheckpointError(f"{self._path}: {MANIFEST} gives {name} a wrong place.")
+                raise CheckpointError(
+                    "LP502", f"{self._path}: {MANIFEST} gives {name} a wrong place."
+                )
         for name, record in files.items():
             end = places.get(name, -1) + record.length
             if name not in self._boxes and not 0 <= record.length <= end <= size:
-                raise CheckpointError(f"{self._path}: {MANIFEST} gives {name} a wrong place.")
+                raise CheckpointError(
+                    "LP502", f"{self._path}: {MANIFEST} gives {name} a wrong place."
+                )
 
     def problem(self, name: str) -> str | None:
         """See `Store.problem`."""
@@ -158,6 +168,7 @@ class FileStore:
             parts = self._file.bytes_at(self.manifest.places[name], record.length)
         for part in parts:
             found = zlib.crc32(part, found)
+            advance("verify", len(part))
         if f"{found:08x}" == record.crc32:
             return None
         return f"{name} is damaged: its checksum is {found:08x}, {record.crc32} was written"
@@ -171,11 +182,11 @@ class FileStore:
         """See `Store.state_tensor`."""
         if file not in self._state:
             if file not in self.manifest.places:
-                raise CheckpointError(f"{self._path} names {file!r}, which is not there.")
+                raise CheckpointError("LP502", f"{self._path} names {file!r}, which is not there.")
             try:
                 self._state[file] = safetensors.torch.load(self.read(file))
             except SafetensorError as error:
-                raise CheckpointError(f"{self._path}: {file}: {error}") from error
+                raise CheckpointError("LP502", f"{self._path}: {file}: {error}") from error
         return self._state[file][key].clone()
 
 
@@ -224,7 +235,7 @@ class _MappedFile(TensorFiles):
         while length:
             count = os.preadv(self._descriptor, [self._block[:length]], place)
             if not count:
-                raise CheckpointError(f"{self._path} is shorter than its manifest says.")
+                raise CheckpointError("LP502", f"{self._path} is shorter than its manifest says.")
             place, length = place + count, length - count
             yield self._block[:count]
 

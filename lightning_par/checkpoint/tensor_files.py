@@ -12,6 +12,7 @@ from safetensors import safe_open, SafetensorError
 from torch import Tensor
 
 from lightning_par.checkpoint.index import Chunk, TensorEntry
+from lightning_par.checkpoint.progress import advance
 from lightning_par.checkpoint.storage import check_regular
 from lightning_par.errors import CheckpointError
 
@@ -85,7 +86,7 @@ class TensorFiles:
                 self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
             found: Tensor = self._open[file].get_tensor(key)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._folder / file}: {error}") from error
+            raise CheckpointError("LP502", f"{self._folder / file}: {error}") from error
         return found
 
     @torch.no_grad()
@@ -110,7 +111,8 @@ class TensorFiles:
                 source = source.narrow(dim, low - chunk.offset[dim], high - low)
                 target = target.narrow(dim, low - offset[dim], high - low)
             target.copy_(source)
-            self.bytes_read += source.numel() * source.element_size()
+            self.bytes_read += source.nbytes
+            advance("read", source.nbytes)
 
     def _chunk(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
         found = self.tensor(chunk.file, chunk.key)
@@ -119,8 +121,9 @@ class TensorFiles:
             found = found[None]
         if tuple(found.shape) != chunk.shape:
             raise CheckpointError(
+                "LP502",
                 f"{self._folder / chunk.file}: {chunk.key} has the shape {tuple(found.shape)}, "
-                f"the index says {chunk.shape}."
+                f"the index says {chunk.shape}.",
             )
         return found
 
@@ -152,6 +155,11 @@ class StoredTensor:
     def dtype(self) -> torch.dtype:
         """Dtype in the files."""
         return self.entry.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.entry.numel * self.entry.dtype.itemsize
 
     def read_box(self, offset: Sequence[int], out: Tensor) -> None:
         """Read a box into `out`; see `TensorFiles.read_box`."""

@@ -35,7 +35,7 @@ from lightning_par.checkpoint.storage import (
     write_tensors,
 )
 from lightning_par.dtensor import Box
-from lightning_par.errors import CheckpointError
+from lightning_par.errors import CheckpointError, describe
 
 __all__ = [
     "Part",
@@ -178,7 +178,8 @@ def make_part(
     for piece in (*weights, *optimizer):
         if piece.values.dtype not in DTYPES.values():
             raise CheckpointError(
-                f"{piece.box.name} is of {piece.values.dtype}, which safetensors cannot hold."
+                "LP505",
+                f"{piece.box.name} is of {piece.values.dtype}, which safetensors cannot hold.",
             )
     # All states, as of some of them another rank may be the writer.
     state_names = list(dict.fromkeys(p.box.name.rpartition("/")[2] for p in optimizer))
@@ -242,8 +243,7 @@ def write_part(folder: Path, part: Part) -> WriteReport:
         _write_state(folder, part, report)
         sync_files(folder / name for name in report.files)
     except Exception as error:
-        cause = error if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        report.error = str(cause)
+        report.error = describe(error)
     return report
 
 
@@ -351,9 +351,9 @@ def not_saved(final: Path, error: Exception) -> CheckpointError:
         final: Path of the checkpoint.
         error: What failed on rank 0, or a `CheckpointError` that says what failed elsewhere.
     """
-    cause = error if isinstance(error, CheckpointError) else f"rank 0: {error}"
+    cause = error.message if isinstance(error, CheckpointError) else f"rank 0: {error}"
     before = "what was there before is untouched" if final.exists() else "nothing is left"
-    return CheckpointError(f"{final} was not saved, {before}: {cause}")
+    return CheckpointError("LP508", f"{final} was not saved, {before}: {cause}")
 
 
 def merge_index(
@@ -397,7 +397,7 @@ def check_reports(reports: Sequence[WriteReport], step: int) -> None:
             if r.step != step
         ]
     if problems:
-        raise CheckpointError("; ".join(problems))
+        raise CheckpointError("LP508", "; ".join(problems))
 
 
 def _check_shared(folder: Path, reports: Sequence[WriteReport]) -> None:
@@ -409,7 +409,7 @@ def _check_shared(folder: Path, reports: Sequence[WriteReport]) -> None:
         if not (folder / name).exists()
     ]
     if problems:
-        raise CheckpointError("; ".join(problems))
+        raise CheckpointError("LP508", "; ".join(problems))
 
 
 def merge_groups(

@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {
     "backends": "list the attention kernels, and why one cannot be used here",
     "calibrate": "measure this machine, and write a device profile for search and forecast",
     "completion": "print a script with which a shell completes commands and options",
+    "explain": "say the cause, an example and the cure of the code at the end of an error",
     "export": "write a checkpoint folder as files for programs that do not know this package",
     "forecast": "predict time and memory of a configured run on a machine that need not be here",
     "inspect": "say what a checkpoint folder holds, and verify it",

@@ -149,7 +149,7 @@ def as_profile(
 def _content(path: Path) -> dict[str, Any]:
     """Return what the file holds, or an empty profile."""
     if not path.parent.is_dir():
-        raise ConfigurationError(f"--out {path}: there is no folder {path.parent}.")
+        raise ConfigurationError("LP905", f"--out {path}: there is no folder {path.parent}.")
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return {
@@ -158,7 +158,7 @@ def _content(path: Path) -> dict[str, Any]:
         }
     except (AttributeError, ValueError, TypeError) as error:
         raise ConfigurationError(
-            f"--out {path}: holds no device profiles ({error}); name another file."
+            "LP905", f"--out {path}: holds no device profiles ({error}); name another file."
         ) from error
 
 

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
         shtab = importlib.import_module("shtab")
     except ImportError as error:
         raise ConfigurationError(
-            "the scripts are written by shtab, which is not installed: pip install shtab"
+            "LP909", "the scripts are written by shtab, which is not installed: pip install shtab"
         ) from error
     print(shtab.complete(whole_parser(), shell=options.shell))
     return 0

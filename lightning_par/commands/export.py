@@ -33,11 +33,14 @@ def main(arguments: list[str]) -> int:
         return _export_folder(Path(options.ckpt), out, options)
     if out.suffix not in (".safetensors", ".ckpt"):
         raise ConfigurationError(
+            "LP905",
             f"--out {out}: the name has to end in .safetensors (weights) or .ckpt (everything, for "
-            "a plain Trainer)."
+            "a plain Trainer).",
         )
     if out.suffix == ".ckpt" and options.below:
-        raise ConfigurationError("--below is for weights: use it with --out NAME.safetensors.")
+        raise ConfigurationError(
+            "LP905", "--below is for weights: use it with --out NAME.safetensors."
+        )
     reader = CheckpointReader(Path(options.ckpt))
     if out.suffix == ".ckpt":
         export_checkpoint(reader, out, unpickle=options.trust)
@@ -56,7 +59,7 @@ def _export_folder(ckpt: Path, out: Path, options: argparse.Namespace) -> int:
         problems.append("--below and --trust are for files: leave them out.")
     if options.max_shard_gb <= 0:
         problems.append(f"--max-shard-gb {options.max_shard_gb} must be more than 0.")
-    raise_problems(ConfigurationError, problems)
+    raise_problems(ConfigurationError, "LP905", problems)
     reader = CheckpointReader(ckpt)
     names = export_folder(reader, out, max_shard_bytes=int(options.max_shard_gb * 1e9))
     size = sum(file.stat().st_size for file in out.iterdir())

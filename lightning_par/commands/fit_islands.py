@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         problems.append(f"--islands={options.islands} must be 1 or more.")
     if options.restarts < 0:
         problems.append(f"--restarts={options.restarts} must be 0 or more.")
-    raise_problems(ConfigurationError, problems)
+    raise_problems(ConfigurationError, "LP902", problems)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     key = os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)
     server = IslandServer("127.0.0.1", 0, read_key(None, key), state=options.state)

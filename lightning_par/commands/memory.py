@@ -41,8 +41,9 @@ def main(arguments: list[str]) -> int:
     strategy, module = cli.trainer.strategy, cli.model
     if not isinstance(strategy, MeshStrategy):
         raise ConfigurationError(
+            "LP903",
             f"trainer.strategy is {type(strategy).__name__}: what it holds is not known here. Use "
-            "one of this package, such as 'zero_offload'."
+            "one of this package, such as 'zero_offload'.",
         )
     # The model may be larger than this machine.
     with torch.device("meta"):

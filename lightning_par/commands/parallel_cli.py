@@ -86,10 +86,11 @@ class ParallelCLI(LightningCLI):
         options = strategy.options if isinstance(strategy, MeshStrategy) else None
         if place is not None and (options is None or options.outer is None):
             raise ConfigurationError(
+                "LP705",
                 f"{ISLAND_VARIABLE}={place} says that this run is one of several islands, but "
                 f"{type(strategy).__name__} has no outer=, so each would train by itself. Give it, "
                 "as in --trainer.strategy=lightning_par.Hybrid3DStrategy "
-                "--trainer.strategy.outer.every=50."
+                "--trainer.strategy.outer.every=50.",
             )
 
     def before_instantiate_classes(self) -> None:
@@ -104,8 +105,9 @@ class ParallelCLI(LightningCLI):
         if isinstance(name, str) and name not in known:
             hint = nearest(name, known, cutoff=0.6, otherwise="")
             raise ConfigurationError(
+                "LP904",
                 f"trainer.strategy={name!r} is not registered{hint}\n"
-                f"Registered are: {', '.join(known)}."
+                f"Registered are: {', '.join(known)}.",
             )
 
 

@@ -139,7 +139,8 @@ def _shape(run: ConfiguredRun, length: int | None) -> TransformerShape:
         config = getattr(getattr(run.model, "model", None), "config", None)
     if config is None:
         raise ConfigurationError(
+            "LP907",
             f"{type(run.model).__name__} has neither `config` nor `model.config`: the sizes of its "
-            "blocks are not known. Set one of them to a configuration such as GPTConfig."
+            "blocks are not known. Set one of them to a configuration such as GPTConfig.",
         )
     return read_shape(config, length)

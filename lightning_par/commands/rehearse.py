@@ -130,13 +130,14 @@ def _counts(options: argparse.Namespace) -> tuple[int, int]:
     """Return the numbers of nodes and of devices of a node: as given, or those of the file."""
     path = Path(options.config)
     if not path.is_file():
-        raise ConfigurationError(f"--config {path}: there is no such file.")
+        raise ConfigurationError("LP905", f"--config {path}: there is no such file.")
     written = (yaml.safe_load(path.read_text()) or {}).get("trainer") or {}
     num_nodes = options.nodes or written.get("num_nodes", 1)
     devices = options.devices or written.get("devices")
     if not isinstance(devices, int) or devices < 1:
         raise ConfigurationError(
-            f"trainer.devices={devices!r} is no number of devices; say how many with --devices."
+            "LP905",
+            f"trainer.devices={devices!r} is no number of devices; say how many with --devices.",
         )
     return int(num_nodes), devices
 

@@ -67,7 +67,8 @@ def configure(
     )
     if not isinstance(run.trainer.strategy, MeshStrategy):
         raise ConfigurationError(
+            "LP903",
             f"trainer.strategy is a {type(run.trainer.strategy).__name__}, which places whole "
-            "models; name one of this package, such as --trainer.strategy=hybrid3d."
+            "models; name one of this package, such as --trainer.strategy=hybrid3d.",
         )
     return run

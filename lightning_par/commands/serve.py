@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         server = IslandServer(options.host, options.port, key, state=options.state, tls=tls)
     except OSError as error:
         place = f"{options.host}:{options.port}"
-        raise ConfigurationError(f"cannot serve on {place}: {error}") from error
+        raise ConfigurationError("LP709", f"cannot serve on {place}: {error}") from error
     print(f"serving on {options.host}:{server.port}", flush=True)
     ended.wait()
     server.close()

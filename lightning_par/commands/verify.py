@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     """
     options, rest = make_parser().parse_known_args(arguments)
     if options.steps < 1:
-        raise ConfigurationError(f"--steps {options.steps} must be 1 or more.")
+        raise ConfigurationError("LP902", f"--steps {options.steps} must be 1 or more.")
     make = partial(_make, tuple(rest), options.steps)
     subject = make()
     asked = subject.strategy.sizes

@@ -89,9 +89,10 @@ def find_batch_dims(
     declared = _declared(batch, layout)
     if len(set(declared.values())) > 1:
         raise PlanError(
+            "LP301",
             f"the declared batch entries have different numbers of samples: {declared}. Declare "
             "the batch dim of an entry where it is not 0 in BatchLayout(batch_dims=...), and "
-            "entries without one in BatchLayout(whole=...)."
+            "entries without one in BatchLayout(whole=...).",
         )
     seen = {extents[path][0] for path in known if path in extents}
     given = {*sizes} & {size for size, _ in extents.values()}
@@ -155,11 +156,12 @@ class BatchDimsFinder:
             self._known.update(dims.dims)
         elif must_know:
             raise PlanError(
+                "LP301",
                 f"which entries of the batch have a batch dim cannot be told from their shapes: "
                 f"{dims.unsure}. It has to be known for {self._divided}. Declare the entries that "
                 "have one in ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})), or those "
                 "that have none in BatchLayout(whole=(entry, ...)); a batch that cannot be cut "
-                "needs num_microbatches=1."
+                "needs num_microbatches=1.",
             )
         return dims
 
@@ -248,7 +250,7 @@ def batch_size(batch: Any) -> int:
     """
     size = find_batch_dims(batch, BatchLayout()).size
     if size is None:
-        raise ConfigurationError("the batch holds nothing with a batch dim.")
+        raise ConfigurationError("LP301", "the batch holds nothing with a batch dim.")
     return size
 
 
@@ -344,7 +346,7 @@ def batch_entry(batch: Any, path: str) -> Any:
                 has = f"has {len(value)} entries ({type(value).__name__})"
             elif held is not None:
                 has = f"has {sorted(str(key) for key, _ in held)}"
-            raise PlanError(f"the plan names the batch entry {path!r}, but {where} {has}.")
+            raise PlanError("LP302", f"the plan names the batch entry {path!r}, but {where} {has}.")
         value = found[step]
         passed.append(step)
     return value

@@ -27,9 +27,10 @@ def read_fields(kind: type[Options], given: Mapping[str, Any], option: str) -> O
     if unknown:
         hint = nearest(unknown[0], known, cutoff=0.6)
         raise ConfigurationError(
-            f"{option} has no {', '.join(map(repr, unknown))}: it takes {', '.join(known)}{hint}"
+            "LP901",
+            f"{option} has no {', '.join(map(repr, unknown))}: it takes {', '.join(known)}{hint}",
         )
     try:
         return kind(**given)
     except TypeError as error:  # a field without a default
-        raise ConfigurationError(f"{option}={dict(given)!r}: {error}.") from error
+        raise ConfigurationError("LP902", f"{option}={dict(given)!r}: {error}.") from error

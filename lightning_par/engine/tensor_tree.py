@@ -216,7 +216,7 @@ def on_first_tensor(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         if isinstance(leaf, Tensor):
             leaves[place] = function(leaf)
             return tree_unflatten(leaves, spec)
-    raise PlanError("a module with a tensor style was called without a tensor.")
+    raise PlanError("LP207", "a module with a tensor style was called without a tensor.")
 
 
 def _is_no_container(node: Any) -> bool:

@@ -77,15 +77,17 @@ def _attend(
     """Attend as transformers expects it: [B, N, t, H] in, [B, t, N, H] out."""
     if dropout > 0:
         raise ConfigurationError(
+            "LP305",
             f"{type(module).__name__} drops out attention weights ({dropout}), which is not "
             "supported on divided sequences. Set attention_dropout (attn_pdrop, "
-            "attention_probs_dropout_prob) of its configuration to 0."
+            "attention_probs_dropout_prob) of its configuration to 0.",
         )
     beside = [name for name in _BESIDE if others.get(name) is not None]
     if beside:
         raise ConfigurationError(
+            "LP305",
             f"{type(module).__name__} changes its attention weights ({', '.join(beside)}), which "
-            "is not supported on divided sequences. Use context_parallel_size=1."
+            "is not supported on divided sequences. Use context_parallel_size=1.",
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible = None if attention_mask is None else attention_mask.bool()
@@ -108,7 +110,8 @@ def _check_packing(batch: Any) -> None:
     positions = batch.get("position_ids")
     if isinstance(positions, Tensor) and bool((torch.diff(positions, dim=-1) != 1).any()):
         raise ConfigurationError(
+            "LP305",
             "position_ids of this batch start again inside a row, so its rows hold several "
             "documents; Hugging Face models cannot be divided so. Use context_parallel_size=1, or "
-            "one document in a row."
+            "one document in a row.",
         )

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_par.checkpoint.export import OWN_STATE, verify_files
+from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.storage import publish, remove_path, write_json
 from lightning_par.checkpoint.tensor_files import StoredTensor
@@ -43,8 +44,9 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     found = reader.state(0)[OWN_STATE].get(MODEL_STATE)
     if found is None:
         raise CheckpointError(
+            "LP509",
             f"{reader.path} holds no Hugging Face model, or several: use --out "
-            "NAME.safetensors for its weights."
+            "NAME.safetensors for its weights.",
         )
     dot = f"{found['prefix']}." if found["prefix"] else ""
     weights = reader.weights()
@@ -57,7 +59,8 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     partial = path.with_name(f".{path.name}.partial")
     remove_path(partial)
     partial.mkdir(parents=True)
-    files = _write_files(partial, _as_saved(config, stored), max_shard_bytes)
+    with counted("read", f"exporting {path.name}", sum(v.nbytes for v in stored.values())):
+        files = _write_files(partial, _as_saved(config, stored), max_shard_bytes)
     write_json(partial / "config.json", config)
     publish(partial, path)
     return [name for file in files.values() for name in file]
@@ -74,8 +77,9 @@ def _as_saved(
     kind = getattr(transformers, architecture, None)
     if kind is None:
         raise CheckpointError(
+            "LP509",
             f"transformers has no {architecture}: use --out NAME.safetensors --below MODULE for "
-            "the weights, and save the configuration with config.save_pretrained."
+            "the weights, and save the configuration with config.save_pretrained.",
         )
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(dict(config)))

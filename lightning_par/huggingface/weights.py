@@ -105,9 +105,10 @@ def _join(name: str, converter: Any, sources: _Parts) -> StoredTensor:
     if operations or len(merged) != 1 or len(converter.target_patterns) != 1:
         kinds = ", ".join(type(operation).__name__ for operation in converter.operations)
         raise CheckpointError(
+            "LP510",
             f"{name} is computed from {', '.join(sources)} by {kinds}, which cannot be read in "
             "parts. Build the model with from_pretrained in the LightningModule's constructor "
-            "instead, and train without ckpt_path."
+            "instead, and train without ckpt_path.",
         )
     return merged[0]
 

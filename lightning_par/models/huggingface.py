@@ -50,11 +50,14 @@ class HuggingFaceModule(L.LightningModule):
         try:
             import transformers
         except ImportError as error:
-            raise ConfigurationError("HuggingFaceModule needs transformers 5 or newer.") from error
+            raise ConfigurationError(
+                "LP909", "HuggingFaceModule needs transformers 5 or newer."
+            ) from error
         if not hasattr(transformers, f"AutoModelFor{task}"):
             raise ConfigurationError(
+                "LP902",
                 f"task={task!r}: transformers has no AutoModelFor{task}; use CausalLM, MaskedLM, "
-                "SequenceClassification or another."
+                "SequenceClassification or another.",
             )
         self.save_hyperparameters()
         self.config, self.overrides, self.task = config, overrides or {}, task

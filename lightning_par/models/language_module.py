@@ -63,7 +63,7 @@ class LanguageModule(L.LightningModule):
             )
             if not fits
         ]
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP902", problems)
         self.save_hyperparameters()
         self.config = self.config_type.preset(preset, **(overrides or {}))
         self.lr = lr
@@ -106,7 +106,7 @@ class LanguageModule(L.LightningModule):
                     f"the data has {name}={value}, but the model has {name}={limit}; "
                     f"pass overrides={{{name!r}: {value}}} to the model."
                 )
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP912", problems)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return fused AdamW, and the learning rate schedule, updated every step."""

@@ -31,7 +31,8 @@ def find_plan(module: nn.Module) -> ParallelPlan | None:
             found[name] = child.parallel_plan().under(name)
     if len(found) > 1:
         raise PlanError(
+            "LP201",
             f"{len(found)} submodules offer a parallel_plan(): {', '.join(found)}. Define "
-            f"parallel_plan() on the {type(module).__name__}, or pass plan= to the strategy."
+            f"parallel_plan() on the {type(module).__name__}, or pass plan= to the strategy.",
         )
     return next(iter(found.values())) if found else find_huggingface_plan(module)

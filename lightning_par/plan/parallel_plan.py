@@ -47,7 +47,7 @@ class _Frozen(dict[str, Any]):
 
 def _names(where: str, value: Iterable[str]) -> tuple[str, ...]:
     if isinstance(value, str):
-        raise PlanError(f"{where}={value!r} must hold several names; write ({value!r},).")
+        raise PlanError("LP202", f"{where}={value!r} must hold several names; write ({value!r},).")
     return tuple(value)
 
 
@@ -56,8 +56,9 @@ def _refuse_unknown(kind: type, values: Mapping[str, Any]) -> None:
     unknown = sorted(set(values) - set(fields))
     if unknown:
         raise PlanError(
+            "LP202",
             f"unknown entries {unknown} in a {kind.__name__}: it has {', '.join(fields)}"
-            + nearest(unknown[0], fields, cutoff=0.6)
+            + nearest(unknown[0], fields, cutoff=0.6),
         )
 
 
@@ -131,11 +132,15 @@ class BatchLayout:
             object.__setattr__(self, name, _Frozen(getattr(self, name)))
         both = sorted({*self.whole} & {*self.batch_dims})
         if both:
-            raise PlanError(f"the batch entries {both} are in `whole` and in `batch_dims`.")
+            raise PlanError(
+                "LP202", f"the batch entries {both} are in `whole` and in `batch_dims`."
+            )
         if self.loss_weight == "labels" and self.labels is None:
-            raise PlanError("loss_weight='labels' needs labels= to name the entry that holds them.")
+            raise PlanError(
+                "LP202", "loss_weight='labels' needs labels= to name the entry that holds them."
+            )
         if self.label_shift < 0:
-            raise PlanError(f"label_shift={self.label_shift} must be 0 or more.")
+            raise PlanError("LP202", f"label_shift={self.label_shift} must be 0 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +217,7 @@ class ParallelPlan:
             problems.append(
                 f"sequence_region={self.sequence_region!r} must be 'blocks', 'model' or 'none'."
             )
-        raise_problems(PlanError, problems)
+        raise_problems(PlanError, "LP202", problems)
         divided = {k: _names(f"divided[{k!r}]", v) for k, v in self.divided.items()}
         tied = tuple(_names(f"tied[{i}]", group) for i, group in enumerate(self.tied))
         values: dict[str, Any] = {"tensor": _Frozen(self.tensor), "divided": _Frozen(divided)}

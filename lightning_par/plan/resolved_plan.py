@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from lightning_par.errors import either, nearest, PlanError, raise_problems
+from lightning_par.errors import either, nearest, PlanError, Problem, raise_problems
 from lightning_par.plan.block_partition import partition_blocks
 from lightning_par.plan.parallel_plan import match_pattern, ParallelPlan
 from lightning_par.plan.stage_partition import (
@@ -135,7 +135,7 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
                 f"tied: {' and '.join(group)} are different parameters in this model; make them "
                 f"one ({others[-1]} = {first}), or take the group out of tied."
             )
-    raise_problems(PlanError, problems)
+    raise_problems(PlanError, "LP203", problems)
     units = classify_units(model, plan)
     return ResolvedPlan(
         plan=plan,
@@ -177,9 +177,9 @@ def check_plan(
     resolved = resolve_plan(model, plan)
     if sizes is not None:
         stages = sizes.pipeline * (stages_per_rank if sizes.pipeline > 1 else 1)
-        problems = _check_pipeline(model, resolved, stages, sizes.pipeline, stage_blocks)
-        problems += _check_tensor(model, resolved, sizes.tensor, sequence_parallel)
-        raise_problems(PlanError, problems)
+        of_stages = _check_pipeline(model, resolved, stages, sizes.pipeline, stage_blocks)
+        of_tensors = _check_tensor(model, resolved, sizes.tensor, sequence_parallel)
+        raise_problems(PlanError, "LP204", [*of_stages, *of_tensors])
     return resolved
 
 
@@ -271,14 +271,14 @@ def _check_pipeline(
     num_stages: int,
     num_ranks: int,
     stage_blocks: Sequence[int] | None,
-) -> list[str]:
+) -> Sequence[Problem]:
     count = len(resolved.block_names)
     asked = f"pipeline_parallel_size={num_ranks}"
     each = "" if num_stages == num_ranks else f" with {num_stages // num_ranks} stages per rank"
     if num_stages == 1:
         return []
     if "pipeline" in resolved.plan.refusals:
-        return [f"{asked}: {resolved.plan.refusals['pipeline']}"]
+        return [("LP211", f"{asked}: {resolved.plan.refusals['pipeline']}")]
     if not count:
         lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
         near = f'ParallelPlan(blocks="{lists[0]}")' if lists else "ParallelPlan(blocks=...)"
@@ -308,11 +308,12 @@ def _check_pipeline(
 
 def _check_tensor(
     model: nn.Module, resolved: ResolvedPlan, degree: int, sequence_parallel: bool
-) -> list[str]:
+) -> Sequence[Problem]:
     if degree == 1:
         return []
     if "tensor" in resolved.plan.refusals:
-        return [f"tensor_parallel_size={degree}: {resolved.plan.refusals['tensor']}"]
+        text = f"tensor_parallel_size={degree}: {resolved.plan.refusals['tensor']}"
+        return [("LP211", text)]
     if not resolved.styles:
         return [
             f"tensor_parallel_size={degree}: the plan of {type(model).__name__} has no tensor "

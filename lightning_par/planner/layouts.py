@@ -69,7 +69,7 @@ class LayoutSpace:
         problems += [
             f"{n!r} is no axis: use {sorted(known)}." for n, _ in self.fixed if n not in known
         ]
-        raise_problems(MeshError, problems)
+        raise_problems(MeshError, "LP101", problems)
 
     def sizes(self, shape: TransformerShape) -> Iterator[tuple[ParallelSizes, int]]:
         """Yield every mesh with a ZeRO stage that shards over it.

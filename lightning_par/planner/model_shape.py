@@ -47,8 +47,9 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
     if missing or length is None:
         names = ", ".join([*missing, *(["max_length"] if length is None else [])])
         raise ConfigurationError(
+            "LP907",
             f"{type(config).__name__} has no {names}: only transformers of equal blocks can be "
-            "predicted. Give a length, or a configuration with these fields."
+            "predicted. Give a length, or a configuration with these fields.",
         )
     activation = _first(config, ("activation", "hidden_act")) or ""
     # transformers' gated models name SiLU; GPT-2 and BERT name GELU.
@@ -81,15 +82,17 @@ def find_shape(module: Any, length: int | None = None) -> TransformerShape:
     name = type(module).__name__
     if not configs:
         raise ConfigurationError(
+            "LP907",
             f"no module of {name} has a `config` with the sizes of a transformer of equal blocks, "
-            "such as GPTConfig"
+            "such as GPTConfig",
         )
     shape = read_shape(configs[0], length)
     held = sum(parameter.numel() for parameter in module.parameters())
     if not 1 / _ALIKE < held / shape.parameters < _ALIKE:
         raise ConfigurationError(
+            "LP907",
             f"{type(configs[0]).__name__} describes {shape.parameters:,} weights, but {name} has "
-            f"{held:,}: it is no transformer of equal blocks"
+            f"{held:,}: it is no transformer of equal blocks",
         )
     return shape
 

@@ -68,11 +68,12 @@ def load_profile(name: str, path: str | Path | None = None) -> DeviceProfile:
     devices, networks = _merged(path)
     if name not in devices:
         raise ConfigurationError(
+            "LP908",
             f"device {name!r} has no profile{nearest(name, devices, otherwise='')} "
-            f"There are: {', '.join(sorted(devices))}."
+            f"There are: {', '.join(sorted(devices))}.",
         )
     entry = devices[name]
-    raise_problems(ConfigurationError, list(_problems(name, entry, networks)))
+    raise_problems(ConfigurationError, "LP908", list(_problems(name, entry, networks)))
     given = {key: entry[key] for key in (*_NUMBERS, *_OPTIONAL) if entry.get(key) is not None}
     link, network = (float(networks[entry[key]]["bandwidth"]) for key in ("link", "network"))
     return DeviceProfile(
@@ -142,11 +143,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"the profile {path} cannot be read: {error}") from error
+        raise ConfigurationError("LP908", f"the profile {path} cannot be read: {error}") from error
     found = content.get("devices") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
         raise ConfigurationError(
-            f"the profile {path} needs an object 'devices': name -> object with its numbers."
+            "LP908",
+            f"the profile {path} needs an object 'devices': name -> object with its numbers.",
         )
     return dict(content)
 
@@ -166,8 +168,9 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
             raise ValueError("a number is missing, unknown or not positive")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
+            "LP908",
             f"device {name}: its calibration cannot be read ({error}); write it again by "
-            "lightning-par calibrate."
+            "lightning-par calibrate.",
         ) from error
     return Calibration(
         constants=Constants(**constants),

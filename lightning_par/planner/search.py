@@ -135,12 +135,13 @@ class Planner:
         every = list(space.layouts(self.shape))
         if not every:
             raise MeshError(
+                "LP105",
                 f"{space.samples} samples of this model do not divide over {space.devices} devices "
-                "in any way. Use another number of samples, or of nodes."
+                "in any way. Use another number of samples, or of nodes.",
             )
         fitting = list(self._fitting(every))
         if not fitting:
-            raise MeshError(self._too_large(every, space))
+            raise MeshError("LP105", self._too_large(every, space))
         estimates = self._estimate(fitting)
         order = sorted(fitting, key=lambda one: estimates[one])
         found = {one: self._simulate(one) for one in order[:beam]}

@@ -59,6 +59,7 @@ class TransformerShape:
         counts = ("layers", "model_dim", "heads", "length", "vocab", "experts", "experts_per_token")
         raise_problems(
             ConfigurationError,
+            "LP902",
             [f"{n}={getattr(self, n)} must be 1 or more." for n in counts if getattr(self, n) < 1],
         )
         defaults = {
@@ -155,11 +156,12 @@ class Layout:
     def __post_init__(self) -> None:
         if self.recompute not in get_args(Recompute):
             allowed = either([repr(v) for v in get_args(Recompute)])
-            raise ConfigurationError(f"recompute={self.recompute!r} must be {allowed}.")
+            raise ConfigurationError("LP902", f"recompute={self.recompute!r} must be {allowed}.")
         if self.blocks and len(self.blocks) != self.stages:
             raise MeshError(
+                "LP107",
                 f"blocks={self.blocks} names {len(self.blocks)} stages; {self.sizes.pipeline} "
-                f"ranks with {self.stages_per_rank} each have {self.stages}."
+                f"ranks with {self.stages_per_rank} each have {self.stages}.",
             )
 
     @property

@@ -48,18 +48,18 @@ def draw_expert_load(
     path = Path(path)
     if path.suffix not in _SUFFIXES:
         raise ConfigurationError(
-            f"path={str(path)!r}: the suffix must be one of {', '.join(_SUFFIXES)}."
+            "LP906", f"path={str(path)!r}: the suffix must be one of {', '.join(_SUFFIXES)}."
         )
     if not loads or not steps:
         raise ConfigurationError(
-            f"There is no load to draw: {len(loads)} layers at {len(steps)} times."
+            "LP906", f"There is no load to draw: {len(loads)} layers at {len(steps)} times."
         )
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            'Drawing needs matplotlib. Install it with: pip install "lightning-par[plot]"'
+            "LP909", 'Drawing needs matplotlib. Install it with: pip install "lightning-par[plot]"'
         ) from error
     experts = len(next(iter(loads.values()))[0])
     height = 1.2 + len(loads) * max(_MIN_BAND_INCHES, _INCHES_PER_EXPERT * experts)

@@ -75,7 +75,7 @@ def draw_timeline(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            'Drawing needs matplotlib. Install it with: pip install "lightning-par[plot]"'
+            "LP909", 'Drawing needs matplotlib. Install it with: pip install "lightning-par[plot]"'
         ) from error
 
     origin = min(event.start for row in events_per_rank for event in row)
@@ -101,12 +101,15 @@ def _check(
 ) -> None:
     if path.suffix not in _SUFFIXES:
         valid = ", ".join(_SUFFIXES)
-        raise ConfigurationError(f"path={str(path)!r}: the suffix must be one of {valid}.")
+        raise ConfigurationError("LP906", f"path={str(path)!r}: the suffix must be one of {valid}.")
     if not any(events_per_rank):
-        raise ScheduleError("There is no event to draw. Run or simulate at least one action.")
+        raise ScheduleError(
+            "LP906", "There is no event to draw. Run or simulate at least one action."
+        )
     if labels is not None and len(labels) != len(events_per_rank):
         raise ScheduleError(
-            f"{len(labels)} labels for {len(events_per_rank)} ranks. Give one label per rank."
+            "LP906",
+            f"{len(labels)} labels for {len(events_per_rank)} ranks. Give one label per rank.",
         )
 
 

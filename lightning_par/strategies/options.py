@@ -19,7 +19,7 @@ from lightning_par.engine.offload.options import OffloadOptions, read_offload_op
 from lightning_par.engine.option_fields import read_fields
 from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.schedules import build_schedule, place_stages, SCHEDULES
-from lightning_par.errors import ConfigurationError, either, MeshError, raise_problems
+from lightning_par.errors import ConfigurationError, either, MeshError, Problem, raise_problems
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.layouts import divisors
 from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
@@ -87,22 +87,28 @@ class MeshOptions:
         }
         if self.outer is not None and self.offload_options is not None:
             raise ConfigurationError(
+                "LP706",
                 "outer= with offload_options=: the optimizer on the host keeps weights of its own, "
-                "which an exchange does not change. Use one of the two."
+                "which an exchange does not change. Use one of the two.",
             )
         read["checkpoint_format"] = self._read_checkpoint_format()
-        raise_problems(ConfigurationError, [*self._schedule_problems(), *self._count_problems()])
+        raise_problems(
+            ConfigurationError, "LP902", [*self._schedule_problems(), *self._count_problems()]
+        )
         read["context_options"] = _read_context_options(self.context_options)
         if self.gather_after_run not in (True, False, "auto"):
             raise ConfigurationError(
-                f"gather_after_run={self.gather_after_run!r} must be True, False or 'auto'."
+                "LP902",
+                f"gather_after_run={self.gather_after_run!r} must be True, False or 'auto'.",
             )
         if self.on_nonfinite not in _NONFINITE:
             valid = either([repr(choice) for choice in _NONFINITE])
-            raise ConfigurationError(f"on_nonfinite={self.on_nonfinite!r} must be {valid}.")
+            raise ConfigurationError(
+                "LP902", f"on_nonfinite={self.on_nonfinite!r} must be {valid}."
+            )
         if self.verify not in _VERIFY:
             valid = either([repr(choice) for choice in _VERIFY])
-            raise ConfigurationError(f"verify={self.verify!r} must be {valid}.")
+            raise ConfigurationError("LP902", f"verify={self.verify!r} must be {valid}.")
         for name, value in read.items():
             object.__setattr__(self, name, value)  # how a frozen dataclass sets its own fields
 
@@ -111,24 +117,26 @@ class MeshOptions:
         form, distributed = self.checkpoint_format, self.save_distributed_checkpoint
         if form not in CHECKPOINT_FORMATS:
             valid = either([repr(choice) for choice in CHECKPOINT_FORMATS])
-            raise ConfigurationError(f"checkpoint_format={form!r} must be {valid}.")
+            raise ConfigurationError("LP511", f"checkpoint_format={form!r} must be {valid}.")
         if distributed is None:
             return form
         other = "folder" if distributed else "file"
         if form not in ("auto", other):
             raise ConfigurationError(
+                "LP511",
                 f"save_distributed_checkpoint={distributed} means checkpoint_format={other!r}, but "
-                f"checkpoint_format={form!r} is given, too. Give one of them."
+                f"checkpoint_format={form!r} is given, too. Give one of them.",
             )
         return other
 
-    def _schedule_problems(self) -> list[str]:
-        problems, schedule, virtual = [], self.schedule, self.virtual_pipeline_size
+    def _schedule_problems(self) -> list[Problem]:
+        problems = list[Problem]()
+        schedule, virtual = self.schedule, self.virtual_pipeline_size
         if schedule not in SCHEDULES and not Path(schedule).is_file():
             near = get_close_matches(str(schedule), sorted(SCHEDULES), n=1, cutoff=0.3)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             valid = either([*sorted(SCHEDULES), "a file"])
-            problems.append(f"schedule={schedule!r} must be {valid}{hint}")
+            problems.append(("LP401", f"schedule={schedule!r} must be {valid}{hint}"))
         if virtual == "auto":
             return problems
         if not _is_count(virtual) or virtual == 1:

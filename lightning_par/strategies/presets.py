@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from lightning_par.engine.context.options import ContextOptions
 from lightning_par.engine.offload.options import OffloadOptions
-from lightning_par.errors import ConfigurationError
+from lightning_par.errors import ConfigurationError, UnknownOptionError
 from lightning_par.sizes import AutoRule
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 
@@ -152,11 +152,12 @@ class ZeROOffloadStrategy(MeshStrategy):
         )
         for name in ("zero_stage", "offload_options"):
             if name in options:
-                raise TypeError(
+                raise UnknownOptionError(
+                    "LP901",
                     f"ZeROOffloadStrategy has no option {name!r}: give stage= and the options of "
-                    f"offloading by name, or use Hybrid3DStrategy({name}=...)."
+                    f"offloading by name, or use Hybrid3DStrategy({name}=...).",
                 )
         if stage not in (1, 2, 3):
-            raise ConfigurationError(f"stage={stage!r} must be 1, 2 or 3.")
+            raise ConfigurationError("LP902", f"stage={stage!r} must be 1, 2 or 3.")
         chosen = None if offload_optimizer is False else offload
         super().__init__(zero_stage=stage, offload_options=chosen, **options)

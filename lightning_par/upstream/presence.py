@@ -45,9 +45,10 @@ class names_of:  # noqa: N801  # reads as a statement: with names_of("torch"):
     ) -> None:
         if isinstance(error, AttributeError | ImportError):
             raise UpstreamError(
+                "LP803",
                 f"a private name that lightning_par uses is missing from {self.package} "
                 f"{_installed(self.package)}: {error}. It was seen on {self.package} "
-                f"{SEEN[self.package]}; install one of these, or a newer lightning_par."
+                f"{SEEN[self.package]}; install one of these, or a newer lightning_par.",
             ) from error
 
 

@@ -107,11 +107,12 @@ def check_batches(batches: Sequence[Any], sizes: ParallelSizes) -> None:
             number of replicas.
     """
     if not batches:
-        raise ConfigurationError("verify needs a batch for every step, but got none.")
+        raise ConfigurationError("LP802", "verify needs a batch for every step, but got none.")
     for number, batch in enumerate(batches):
         size = batch_size(batch)
         if size % sizes.data:
             raise ConfigurationError(
+                "LP802",
                 f"batch {number} has {size} samples, which {sizes.data} replicas cannot share "
-                f"equally. Use {-(-size // sizes.data) * sizes.data} samples."
+                f"equally. Use {-(-size // sizes.data) * sizes.data} samples.",
             )

@@ -61,13 +61,13 @@ def check_context(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
             "context_parallel_size=1."
         )
     if "context" in plan.refusals:
-        problems = [f"{asked}: {plan.refusals['context']}"]
-    elif batch.label_shift and batch.shifted is None:
+        raise PlanError("LP211", f"{asked}: {plan.refusals['context']}")
+    if batch.label_shift and batch.shifted is None:
         problems.append(
             f"{asked}: label_shift={batch.label_shift}, so the model shifts labels by itself, but "
             "the next token may be on another rank. Shift them in the data, and set label_shift=0."
         )
-    raise_problems(PlanError, problems)
+    raise_problems(PlanError, "LP205", problems)
     _positions_of(model, plan.positions or {})
 
 
@@ -87,7 +87,7 @@ def _positions_of(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, st
                     f"{keyword!r}; it takes {', '.join(takes)}."
                 )
             found[name] = keyword
-    raise_problems(PlanError, problems)
+    raise_problems(PlanError, "LP203", problems)
     return found
 
 

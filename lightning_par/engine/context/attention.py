@@ -128,9 +128,10 @@ class _Interception(TorchFunctionMode):
             return self._attention(*args, **options)
         if func is F.multi_head_attention_forward:
             raise ConfigurationError(
+                "LP305",
                 "nn.MultiheadAttention cannot be divided over context_parallel_size="
                 f"{self._axis.group.size()} ranks, since it computes attention out of sight. Call "
-                "F.scaled_dot_product_attention or lightning_par.attention in the block."
+                "F.scaled_dot_product_attention or lightning_par.attention in the block.",
             )
         if self._axis.looks and not self.is_sum:
             check_mixing(func, args, options, self._axis.layout.local)
@@ -150,20 +151,22 @@ class _Interception(TorchFunctionMode):
         ranks = self._axis.group.size()
         if dropout_p > 0:
             raise ConfigurationError(
+                "LP305",
                 f"dropout_p={dropout_p} of attention weights is not supported with "
                 f"context_parallel_size={ranks}: the backward would need the same random numbers "
-                "for every pair of tokens. Set the dropout of attention to 0."
+                "for every pair of tokens. Set the dropout of attention to 0.",
             )
         visible = None
         if attn_mask is not None:
             shape = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
             if is_causal or shape[1:3] != (1, 1) or shape[-1] != query.shape[-2]:
                 raise ConfigurationError(
+                    "LP305",
                     f"attn_mask of shape {tuple(attn_mask.shape)} with is_causal={is_causal}: "
                     f"with context_parallel_size={ranks} a mask may only say which keys are "
                     f"visible, [B, 1, 1, {query.shape[-2]}] without is_causal. Use is_causal=True "
                     "for a causal mask, or lightning_par.attention(causal=..., key_mask=..., "
-                    "cu_seqlens=...)."
+                    "cu_seqlens=...).",
                 )
             visible = attn_mask.reshape(shape)[:, 0, 0]
         return self._attend(query, key, value, causal=is_causal, visible=visible, scale=scale)

@@ -66,8 +66,9 @@ def check_mixing(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
         mixes = name in _WHOLE or name.startswith("fft_")
     if mixes:
         raise ConfigurationError(
+            "LP306",
             f"{_caller()} mixes tokens with {name}, which on divided sequences would see the {t} "
-            f"tokens of one rank only. {_CURE}"
+            f"tokens of one rank only. {_CURE}",
         )
 
 

@@ -59,7 +59,7 @@ class ContextOptions:
                 f"ulysses_size={size!r} needs method='hybrid'; method={self.method!r} says by "
                 "itself how many ranks exchange heads."
             )
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP902", problems)
 
     def ulysses(self, degree: int) -> int:
         """Return how many neighboring ranks exchange heads.
@@ -77,8 +77,9 @@ class ContextOptions:
             fits = [n for n in range(2, degree + 1) if degree % n == 0]
             hint = f"Use {either(fits)}." if fits else "Use method='ring'."
             raise ConfigurationError(
+                "LP307",
                 f"ulysses_size={self.ulysses_size} does not divide context_parallel_size={degree}. "
-                + hint
+                + hint,
             )
         return self.ulysses_size
 

@@ -199,15 +199,17 @@ class RingSchedule:
         falls = any(a > b for a, b in pairwise(bounds))
         if falls or bounds[0] != 0 or bounds[-1] != self.layout.length:
             raise ConfigurationError(
+                "LP305",
                 f"cu_seqlens={list(bounds)} must rise from 0 to the {self.layout.length} tokens of "
-                "the whole sequence."
+                "the whole sequence.",
             )
         object.__setattr__(self, "documents", tuple(dict.fromkeys(bounds)))
         if self.window is not None:
             if min(self.window) < 0:
                 raise ConfigurationError(
+                    "LP305",
                     f"window={self.window} must be two numbers of tokens, to the left and to the "
-                    "right, of at least 0."
+                    "right, of at least 0.",
                 )
             left, right = self.window[0], 0 if self.causal else self.window[1]
             farthest = max(b - a for a, b in pairwise(bounds)) - 1

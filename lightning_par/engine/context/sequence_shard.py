@@ -30,7 +30,7 @@ from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["SequenceShard"]
+__all__ = ["SequenceShard", "tokens_of"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -218,24 +218,27 @@ class SequenceShard:
             x.shape[2] != tokens for x in (query, key, value)
         ):
             raise ConfigurationError(
+                "LP305",
                 f"attention over {shapes}: on {self.layout.ranks} context-parallel ranks, query, "
                 f"key and value have to be [B, heads, {tokens}, H], the {tokens} tokens that a "
                 f"rank holds of {self.layout.length}. Attention to other sequences (memories, "
-                "caches, other modalities) is not supported with context_parallel_size > 1."
+                "caches, other modalities) is not supported with context_parallel_size > 1.",
             )
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % kv_heads:
             raise ConfigurationError(
+                "LP305",
                 f"attention over {shapes}: {heads} query heads are not a multiple of {kv_heads} "
-                "key/value heads."
+                "key/value heads.",
             )
         spread = kv_heads * self.ulysses // math.gcd(kv_heads, self.ulysses)
         if heads % spread:
             common = math.gcd(heads, self.group.size())
             raise ConfigurationError(
+                "LP307",
                 f"{heads} query and {kv_heads} key/value heads cannot be exchanged among "
                 f"{self.ulysses} ranks: {heads} is not a multiple of {spread}. Use method='ring'"
-                + (f", or method='hybrid' with ulysses_size={common}." if common > 1 else ".")
+                + (f", or method='hybrid' with ulysses_size={common}." if common > 1 else "."),
             )
 
     def _gather_mask(self, visible: Tensor) -> KeyMask:
@@ -263,8 +266,9 @@ class SequenceShard:
         whole = all_gather(own, 0, self.group)
         if visible.dtype is not torch.bool and bool((whole == _NEITHER).any()):
             raise ConfigurationError(
+                "LP305",
                 "attn_mask holds numbers other than 0 and minus infinity; with "
-                "context_parallel_size > 1 a mask may hide keys, but not weigh them."
+                "context_parallel_size > 1 a mask may hide keys, but not weigh them.",
             )
         by_rank = whole.view(-1, self.ulysses, *own.shape)  # [members, places, B, t]
         return KeyMask(by_rank.transpose(1, 2).flatten(2) == 1)
@@ -288,20 +292,34 @@ def _common_length(found: dict[str, tuple[Any, int]]) -> int:
     Args:
         found: Path -> entry and its sequence dim.
     """
-    lengths = {}
-    for path, (entry, dim) in found.items():
-        shape = tuple(getattr(entry, "shape", ()))
-        if not -len(shape) <= dim < len(shape):
-            raise PlanError(
-                f"the plan says that T is dim {dim} of the batch entry {path!r}, but its shape is "
-                f"{shape}."
-            )
-        lengths[path] = shape[dim]
+    lengths = {path: tokens_of(path, entry, dim) for path, (entry, dim) in found.items()}
     if len(set(lengths.values())) != 1:
         listed = ", ".join(f"{path!r} has {length}" for path, length in lengths.items())
         raise ConfigurationError(
+            "LP304",
             f"the sequences of a batch cannot be divided alike: {listed} tokens. Entries in "
-            "BatchLayout(sequence_dims=...) need the same T."
+            "BatchLayout(sequence_dims=...) need the same T.",
         )
     length: int = next(iter(lengths.values()))
     return length
+
+
+def tokens_of(path: str, entry: Any, dim: int) -> int:
+    """Return T of an entry of the batch.
+
+    Args:
+        path: Where the entry is, for the message.
+        entry: What is there.
+        dim: Its sequence dim.
+
+    Raises:
+        PlanError: The entry has no such dim.
+    """
+    shape = tuple(getattr(entry, "shape", ()))
+    if not -len(shape) <= dim < len(shape):
+        raise PlanError(
+            "LP302",
+            f"the plan says that T is dim {dim} of the batch entry {path!r}, but its shape is "
+            f"{shape}.",
+        )
+    return int(shape[dim])

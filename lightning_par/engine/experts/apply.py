@@ -137,9 +137,10 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
     found = matching_modules(model, resolved.plan.experts)
     if not found:
         raise PlanError(
+            "LP206",
             f"{asked}: the plan of {type(model).__name__} names no experts; return "
             'ParallelPlan(experts=("blocks.*.experts",)) from its parallel_plan(), or use '
-            "expert_parallel_size=1."
+            "expert_parallel_size=1.",
         )
     problems = [
         f"{asked}: {name} is a {type(module).__name__} without compute(rows, counts, beside)."
@@ -157,7 +158,7 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
         f"{either([n for n in range(1, count + 1) if count % n == 0] or [1])}."
         for count, name in misfits.items()
     ]
-    raise_problems(PlanError, problems)
+    raise_problems(PlanError, "LP206", problems)
 
 
 def apply_expert_parallel(

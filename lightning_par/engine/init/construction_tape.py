@@ -273,9 +273,10 @@ class ConstructionTape(TorchDispatchMode):
             names = sorted(self.labels[b] for b in buffers if b in self.labels)
             if names:
                 raise PlanError(
+                    "LP210",
                     f"{operation} needs the values of {', '.join(names)} while the model is built, "
                     "but parameters have no values yet. Compute it from shapes, keep it a "
-                    "tensor, or move it to the first step."
+                    "tensor, or move it to the first step.",
                 )
 
     def slice_of(self, buffer: int) -> list[TapeEntry]:

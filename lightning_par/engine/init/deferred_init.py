@@ -84,8 +84,9 @@ class ConstructionRecord:
         """
         if not self.knows(parameter):
             raise PlanError(
+                "LP209",
                 f"{name}: no initialization was recorded for this parameter of shape "
-                f"{tuple(parameter.shape)}. Make it inside record_construction()."
+                f"{tuple(parameter.shape)}. Make it inside record_construction().",
             )
         known = self._tape.knows(parameter)
         view = self._tape.view(parameter) if known else self._views[parameter]
@@ -118,20 +119,23 @@ class ConstructionRecord:
         made = [e for e in entries if view.buffer in e.writes]
         if not made and not constant:
             raise PlanError(
+                "LP209",
                 f"{name}: this parameter was made on the meta device outside "
-                "record_construction(), so it has no initialization. Make it inside."
+                "record_construction(), so it has no initialization. Make it inside.",
             )
         if not constant and parameter.numel() and all(e.allocates for e in made):
             raise PlanError(
+                "LP209",
                 f"{name}: the constructor leaves all {parameter.numel()} values as torch.empty() "
                 "made them. Initialize the parameter where it is made, for example with "
-                "nn.init.zeros_."
+                "nn.init.zeros_.",
             )
         if any(id(e) in self._tape.leaked for e in entries):
             raise PlanError(
+                "LP209",
                 f"{name}: its initialization reads random values that the model also keeps in a "
                 "real tensor (a buffer), so they cannot be drawn again. Draw the parameter "
-                "separately."
+                "separately.",
             )
 
     def _replay(
@@ -166,8 +170,9 @@ def _run(entry: TapeEntry, made: dict[int, Tensor], device: torch.device, name: 
         if isinstance(x, TensorView):
             if x.buffer not in made:
                 raise PlanError(
+                    "LP209",
                     f"{name}: its initialization reads a meta tensor made outside "
-                    "record_construction(), which has no values. Make it inside."
+                    "record_construction(), which has no values. Make it inside.",
                 )
             return x.of(made[x.buffer])
         return None if isinstance(x, torch.Generator) else x
@@ -272,7 +277,8 @@ def record_construction() -> Iterator[ConstructionRecord]:
     original = nn.Module.register_parameter
     if getattr(original, "__module__", "") == __name__:
         raise ConfigurationError(
-            "record_construction() is already active. Build the model in one context, not in two."
+            "LP209",
+            "record_construction() is already active. Build the model in one context, not in two.",
         )
     record = ConstructionRecord()
     replacement: Any = _registering(original, record)

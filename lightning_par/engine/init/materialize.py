@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.checkpoint.progress import advance
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.init.deferred_init import ConstructionRecord
 from lightning_par.engine.pipeline.stage import StageStub
@@ -68,9 +69,10 @@ class Materializer:
                     continue
                 if buffer.is_meta:
                     raise PlanError(
+                        "LP210",
                         f"the buffer {base}.{key} is a copy of a parameter made in "
                         "configure_model, where parameters have no values yet. Make the buffer "
-                        "from values of its own."
+                        "from values of its own.",
                     )
                 module._buffers[key] = buffer.to(self.device)
 
@@ -89,6 +91,7 @@ class Materializer:
             )
         else:
             full = parameter.detach().to(self.device)
+        advance("build", full.nbytes)
         wants_grad = parameter.requires_grad
         placement = None if self.tensor is None else self.tensor.placements[fqn]
         if self.experts is not None and fqn in self.experts.parameters:

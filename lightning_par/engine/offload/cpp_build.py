@@ -46,8 +46,9 @@ def find_compiler(names: Sequence[str] = COMPILERS) -> str:
         if path is not None:
             return path
     raise OffloadError(
+        "LP601",
         f"no C++ compiler: none of {', '.join(names)} is on the PATH. Install one (Debian: g++, "
-        "macOS: xcode-select --install), or use cpu_kernel='torch'."
+        "macOS: xcode-select --install), or use cpu_kernel='torch'.",
     )
 
 
@@ -77,8 +78,9 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
         handle, partial = tempfile.mkstemp(prefix=library.stem, suffix=".part", dir=folder)
     except OSError as error:
         raise OffloadError(
+            "LP601",
             f"{source.name} cannot be compiled: the folder {folder} cannot be written "
-            f"({error.strerror})."
+            f"({error.strerror}).",
         ) from error
     os.close(handle)
     try:
@@ -105,10 +107,11 @@ def _run(command: list[str]) -> bytes:
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise OffloadError(f"the compiler {command[0]} did not run: {error}.") from error
+        raise OffloadError("LP601", f"the compiler {command[0]} did not run: {error}.") from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()[-1000:]
         raise OffloadError(
-            f"the compiler {command[0]} failed with status {done.returncode}: {said or 'no text'}."
+            "LP601",
+            f"the compiler {command[0]} failed with status {done.returncode}: {said or 'no text'}.",
         )
     return done.stdout

@@ -90,7 +90,7 @@ def choose_kernel(name: str, cache: Path) -> AdamKernel:
     """
     if name not in KERNELS:
         raise ConfigurationError(
-            f"cpu_kernel={name!r} must be {either([repr(k) for k in KERNELS])}."
+            "LP902", f"cpu_kernel={name!r} must be {either([repr(k) for k in KERNELS])}."
         )
     if name == "torch":
         kernel: AdamKernel = _TorchKernel()
@@ -133,8 +133,9 @@ class _NativeKernel:
             self._function = CDLL(str(self.library)).lightning_par_adam
         except (OSError, AttributeError) as error:
             raise OffloadError(
+                "LP601",
                 f"{self.library} cannot be loaded ({error}). Remove it, so that it is compiled "
-                "again, or use cpu_kernel='torch'."
+                "again, or use cpu_kernel='torch'.",
             ) from error
         self._function.argtypes = [c_void_p] * 6 + [c_int64] * 2 + [c_int] * 4
         self._function.restype = c_int
@@ -184,8 +185,9 @@ class _NativeKernel:
 
 def _unknown(tensors: AdamTensors) -> OffloadError:
     return OffloadError(
+        "LP604",
         f"no Adam step takes a gradient of {tensors.grad.dtype}, moments of {tensors.mean.dtype} "
-        f"and a master of {tensors.master.dtype} to a parameter of {tensors.out.dtype}."
+        f"and a master of {tensors.master.dtype} to a parameter of {tensors.out.dtype}.",
     )
 
 

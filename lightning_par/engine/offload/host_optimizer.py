@@ -50,14 +50,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if kind not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigurationError(
+            "LP604",
             f"configure_optimizers gave {kind.__module__}.{kind.__name__}, but what is offloaded "
             "is torch.optim.Adam or torch.optim.AdamW. Use one of them, or a strategy without "
-            "offloading, such as Hybrid3DStrategy(zero_stage=2)."
+            "offloading, such as Hybrid3DStrategy(zero_stage=2).",
         )
     if any(group["amsgrad"] for group in optimizer.param_groups):
         raise ConfigurationError(
+            "LP604",
             f"{kind.__name__}(amsgrad=True) is not offloaded: its kernel keeps two moments, and "
-            "amsgrad needs a third. Use amsgrad=False."
+            "amsgrad needs a third. Use amsgrad=False.",
         )
 
 
@@ -214,7 +216,7 @@ class HostOptimizer:
             OffloadError: Updates have started with them.
         """
         if self.state.streams and self._submitted:
-            raise OffloadError("a step cannot be left out after its first updates.")
+            raise OffloadError("LP603", "a step cannot be left out after its first updates.")
         self._discard()
         if self.state is not OffloadState.DELAYED:
             self._enter(OffloadState.IDLE)
@@ -264,8 +266,9 @@ class HostOptimizer:
         missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in states]
         if missing:
             raise CheckpointError(
+                "LP507",
                 f"the checkpoint's optimizer has no {', '.join(missing)} of a parameter, but "
-                f"{', '.join(states)}: it was not Adam. Load weights alone, or use its optimizer."
+                f"{', '.join(states)}: it was not Adam. Load weights alone, or use its optimizer.",
             )
         for name, target in held.targets(states).items():
             if name in states:
@@ -307,9 +310,10 @@ class HostOptimizer:
             if held.is_changed():
                 if self._submitted:
                     raise OffloadError(
+                        "LP603",
                         f"a parameter of shape {tuple(held.parameter.shape)} was changed while "
                         "its delayed update was computed. Change parameters where updates are "
-                        "complete, as in on_validation_start, or use delayed_update=False."
+                        "complete, as in on_validation_start, or use delayed_update=False.",
                     )
                 held.refresh_master()
 
@@ -350,8 +354,9 @@ class HostOptimizer:
         """Add a further part of a gradient, as reentrant checkpointing computes several."""
         if self.state.streams:
             raise OffloadError(
+                "LP603",
                 f"the gradient of a parameter of shape {tuple(held.parameter.shape)} came in "
-                "several parts, after its update had started. Use overlap='off'."
+                "several parts, after its update had started. Use overlap='off'.",
             )
         # This is rare enough to wait for both copies: the slot is read here, and then overwritten.
         self._copy_stream.record_event().synchronize()

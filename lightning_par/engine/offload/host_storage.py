@@ -118,7 +118,7 @@ def _map_file(folder: Path, size: int) -> tuple[mmap.mmap, int | None]:
     """Make and map a file; also return a descriptor with O_DIRECT where that works."""
     asked = f'offload_optimizer="nvme:{folder}"'
     if not folder.is_dir():
-        raise OffloadError(f"{asked}: there is no such folder. Make it, on a fast disk.")
+        raise OffloadError("LP602", f"{asked}: there is no such folder. Make it, on a fast disk.")
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             # Not ftruncate: a sparse file fails with SIGBUS in the middle of a step.
@@ -129,10 +129,11 @@ def _map_file(folder: Path, size: int) -> tuple[mmap.mmap, int | None]:
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             free = shutil.disk_usage(folder).free
             raise OffloadError(
+                "LP602",
                 f"{asked}: this rank needs {size:,} bytes there, and {free:,} are free. Use "
-                'another folder, state_dtype="bfloat16", or more ranks.'
+                'another folder, state_dtype="bfloat16", or more ranks.',
             ) from error
-        raise OffloadError(f"{asked} cannot be written: {error.strerror}.") from error
+        raise OffloadError("LP602", f"{asked} cannot be written: {error.strerror}.") from error
 
 
 def offloaded_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> list[nn.Parameter]:

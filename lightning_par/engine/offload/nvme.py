@@ -166,9 +166,11 @@ def _transfer(
             try:
                 moved = call(file, [view[at + done : at + size]], start + done)
             except OSError as error:
-                raise OffloadError(f"the file of optimizer states failed: {error}.") from error
+                raise OffloadError(
+                    "LP602", f"the file of optimizer states failed: {error}."
+                ) from error
             if not moved:
-                raise OffloadError("the file of optimizer states ended too early.")
+                raise OffloadError("LP602", "the file of optimizer states ended too early.")
             done += moved
         at += size
 

@@ -78,7 +78,7 @@ class OffloadOptions:
         size = self.bucket_size_mb
         if not isinstance(size, int | float) or isinstance(size, bool) or not 0 < size < math.inf:
             problems.append(f"bucket_size_mb={size!r} must be a number of more than 0.")
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP902", problems)
 
     def _wrong_placement(self) -> Iterator[str]:
         """Yield the problems of the options that say what is where."""

@@ -69,8 +69,9 @@ class Action:
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ScheduleError(
+                "LP401",
                 f"{text!r} is not an action. Write the stage, one of F, B, I, W, and the "
-                "micro-batch, like 2F0."
+                "micro-batch, like 2F0.",
             )
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
@@ -127,7 +128,7 @@ class Schedule:
             for stage, rank in enumerate(self.rank_of_stage)
             if not 0 <= rank < self.num_ranks
         ]
-        raise_problems(ScheduleError, problems)
+        raise_problems(ScheduleError, "LP402", problems)
 
     @property
     def num_ranks(self) -> int:
@@ -175,8 +176,8 @@ def parse_actions(text: str) -> tuple[Action, ...]:
         try:
             actions.append(Action.parse(word))
         except ScheduleError as error:
-            problems.append(str(error))
-    raise_problems(ScheduleError, problems)
+            problems.append(error.message)
+    raise_problems(ScheduleError, "LP401", problems)
     return tuple(actions)
 
 

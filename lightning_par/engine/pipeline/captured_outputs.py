@@ -88,7 +88,9 @@ def _keeper(block: nn.Module, path: str, index: int) -> Callable[[nn.Module, Any
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         value = output[index] if isinstance(output, tuple | list) else output
         if not isinstance(value, Tensor):
-            raise PlanError(f"captured: {path} gives a {type(value).__name__}, not a tensor.")
+            raise PlanError(
+                "LP212", f"captured: {path} gives a {type(value).__name__}, not a tensor."
+            )
         object.__setattr__(block, _attribute(path), value)
 
     return hook

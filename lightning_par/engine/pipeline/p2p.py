@@ -179,13 +179,15 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
     kinds = [[(spec.shape, spec.dtype) for spec in each.specs] for each in (known, header)]
     if known.specs != header.specs and kinds[0] == kinds[1]:
         raise PipelineError(
+            "LP405",
             "whether what a stage hands on needs a gradient changed: parameters were frozen or "
-            "unfrozen after the first step. Under a pipeline, do that before the fit."
+            "unfrozen after the first step. Under a pipeline, do that before the fit.",
         )
     if known.specs != header.specs:
         raise PipelineError(
+            "LP405",
             "what a stage hands on changed its shape for a batch of the same shape: "
-            f"{kinds[0]} before, {kinds[1]} now. {advice}"
+            f"{kinds[0]} before, {kinds[1]} now. {advice}",
         )
     # Equal trees may have different pickles, where a value is shared in one of them only.
     before, now = (unpack(each, range(len(each.specs))) for each in (known, header))
@@ -196,6 +198,7 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
         pairs = zip(*leaves, strict=True)
         before, now = next(((k, h) for k, h in pairs if k != h), (before, now))
     raise PipelineError(
+        "LP405",
         "what a stage hands on, besides tensors, changed for a batch of the same shape: "
-        f"{before!r} before, {now!r} now. {advice}"
+        f"{before!r} before, {now!r} now. {advice}",
     )

@@ -114,7 +114,9 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
     p, v = num_ranks, stages_per_rank
     _check_counts("interleaved", p, num_microbatches)
     if v < 2:
-        raise ScheduleError(f"interleaved: stages_per_rank={v}. Use 2 or more; 1f1b takes one.")
+        raise ScheduleError(
+            "LP402", f"interleaved: stages_per_rank={v}. Use 2 or more; 1f1b takes one."
+        )
     rounds = range(-(-num_microbatches // p))
     rows = []
     for rank in range(p):
@@ -155,7 +157,7 @@ def forward_only(rank_of_stage: Sequence[int], num_microbatches: int) -> Schedul
     stages = len(rank_of_stage)
     ranks = max(rank_of_stage, default=-1) + 1
     problems = count_problems("forward_only", num_stages=stages, num_microbatches=num_microbatches)
-    raise_problems(ScheduleError, problems)
+    raise_problems(ScheduleError, "LP402", problems)
     v = -(-stages // ranks)
     in_rounds = stages > ranks and rank_of_stage[ranks] == rank_of_stage[0]
 
@@ -206,7 +208,7 @@ def build_schedule(
     if name not in SCHEDULES:
         if not Path(name).is_file():
             raise ScheduleError(
-                f"schedule={name!r} is neither {either(sorted(SCHEDULES))} nor a file."
+                "LP401", f"schedule={name!r} is neither {either(sorted(SCHEDULES))} nor a file."
             )
         return read_schedule(name, num_ranks, num_microbatches)
     if name == "interleaved" and stages_per_rank is not None:
@@ -215,8 +217,9 @@ def build_schedule(
     has = schedule.num_stages // num_ranks
     if stages_per_rank not in (None, has):
         raise ScheduleError(
+            "LP401",
             f"schedule={name!r} has {has} stage(s) per rank, not {stages_per_rank}. Only "
-            "'interleaved' lets you choose."
+            "'interleaved' lets you choose.",
         )
     return schedule
 
@@ -258,18 +261,21 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"schedule={str(path)!r} cannot be read: {error}") from error
+        raise ScheduleError("LP401", f"schedule={str(path)!r} cannot be read: {error}") from error
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
     rows = [parse_actions(" ".join(words)) for words in lines if words]
     if len(rows) != num_ranks:
         raise ScheduleError(
+            "LP401",
             f"{path}: {len(rows)} lines with actions, but there are {num_ranks} pipeline ranks. "
-            "Write one line per rank."
+            "Write one line per rank.",
         )
     owners = {a.stage: rank for rank, row in enumerate(rows) for a in row}
     missing = sorted(set(range(max(owners) + 1)) - owners.keys())
     if missing:
-        raise ScheduleError(f"{path}: stage {missing[0]} has no action, but {max(owners)} has.")
+        raise ScheduleError(
+            "LP401", f"{path}: stage {missing[0]} has no action, but {max(owners)} has."
+        )
     schedule = Schedule(
         name=Path(path).name,
         num_stages=len(owners),
@@ -280,8 +286,9 @@ def read_schedule(path: str | Path, num_ranks: int, num_microbatches: int) -> Sc
     validate_schedule(schedule)
     if schedule.num_microbatches < num_microbatches:
         raise ScheduleError(
+            "LP402",
             f"{path}: it has {schedule.num_microbatches} micro-batches, but the batch is cut into "
-            f"{num_microbatches}. Use num_microbatches={schedule.num_microbatches} or fewer."
+            f"{num_microbatches}. Use num_microbatches={schedule.num_microbatches} or fewer.",
         )
     return schedule.first(num_microbatches)
 
@@ -311,4 +318,4 @@ def _one_stage_per_rank(
 
 def _check_counts(name: str, num_ranks: int, num_microbatches: int) -> None:
     problems = count_problems(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
-    raise_problems(ScheduleError, problems)
+    raise_problems(ScheduleError, "LP402", problems)

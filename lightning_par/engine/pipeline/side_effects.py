@@ -45,7 +45,7 @@ def watch_side_effects(model: nn.Module, fqn: str, carried: Sequence[str]) -> No
         before.clear()
         found = [(owner, name) for owner, name in found if name not in carried]
         if found:
-            raise PlanError(_text(fqn, *found[0]))
+            raise PlanError("LP409", _text(fqn, *found[0]))
 
     handles = [
         block.register_forward_pre_hook(look, prepend=True),

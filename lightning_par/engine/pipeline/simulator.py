@@ -135,11 +135,11 @@ def simulate(
     inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
     _per_stage("backward - backward_weight", inputs, schedule.num_stages)
     if p2p < 0:
-        raise ScheduleError(f"p2p={p2p}: a time cannot be negative. Use 0 or more.")
-    raise_problems(ScheduleError, list(foreign_actions(schedule, training=True)))
+        raise ScheduleError("LP404", f"p2p={p2p}: a time cannot be negative. Use 0 or more.")
+    raise_problems(ScheduleError, "LP403", list(foreign_actions(schedule, training=True)))
     costs = {_F: forwards, _B: backwards, _I: inputs, _W: weights}
     walk = _Walk(schedule, costs, p2p)
-    raise_problems(ScheduleError, walk.run())
+    raise_problems(ScheduleError, "LP403", walk.run())
     events = tuple(tuple(row) for row in walk.events)
     return Simulation(
         events=events,
@@ -177,7 +177,7 @@ def validate_schedule(schedule: Schedule, *, training: bool = True) -> None:
         costs = dict.fromkeys(ActionKind, [1.0] * schedule.num_stages)
         # Times do not matter here: a schedule deadlocks with any or with none.
         problems = _Walk(schedule, costs, 0.0).run()
-    raise_problems(ScheduleError, problems)
+    raise_problems(ScheduleError, "LP403", problems)
 
 
 def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
@@ -203,7 +203,9 @@ def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2) 
         ScheduleError: The schedule deadlocks, or a cost is less than 1.
     """
     if min(forward, backward) < 1:
-        raise ScheduleError(f"forward={forward}, backward={backward}: use 1 unit or more for each.")
+        raise ScheduleError(
+            "LP404", f"forward={forward}, backward={backward}: use 1 unit or more for each."
+        )
     simulation = simulate(schedule, forward=forward, backward=backward)
     width = max((len(str(event.action)) for row in simulation.events for event in row), default=1)
     lines = [
@@ -314,12 +316,15 @@ def _per_stage(name: str, cost: float | Sequence[float], num_stages: int) -> lis
     costs = [float(c) for c in cost] if isinstance(cost, Sequence) else [float(cost)] * num_stages
     if len(costs) != num_stages:
         raise ScheduleError(
+            "LP404",
             f"{name} has {len(costs)} costs for {num_stages} stages. Give one number, or one per "
-            "stage."
+            "stage.",
         )
     negative = [c for c in costs if c < 0]
     if negative:
-        raise ScheduleError(f"{name}={negative[0]}: a time cannot be negative. Use 0 or more.")
+        raise ScheduleError(
+            "LP404", f"{name}={negative[0]}: a time cannot be negative. Use 0 or more."
+        )
     return costs
 
 

@@ -183,12 +183,15 @@ class Stage:
                 state.left = True
         if not self.is_last and not state.left:
             raise PipelineError(
+                "LP406",
                 f"the step returned before block {self.end_block}: it skipped blocks, returned "
                 "early, or caught the "
-                "BaseException that ends a stage (a bare `except:` around the model call)."
+                "BaseException that ends a stage (a bare `except:` around the model call).",
             )
         if self.is_last and self.end_block - 1 not in state.called:
-            raise PipelineError("the step returned a result without calling the last block.")
+            raise PipelineError(
+                "LP406", "the step returned a result without calling the last block."
+            )
         return result
 
     def outgoing(self, state: MicroBatchState) -> Message:
@@ -214,8 +217,9 @@ class Stage:
             return
         if block in state.called:
             raise PipelineError(
+                "LP406",
                 f"block {block} was called twice in one step; a pipeline passes through the blocks "
-                "once."
+                "once.",
             )
         state.called.add(block)
         if self.is_last:
@@ -259,8 +263,9 @@ class _AbsentTensor(Tensor):
         if getattr(func, "__name__", "") not in ("__get__", "dim", "size", "numel"):
             fqn = next(t._fqn for t in tree_leaves((args, kwargs)) if isinstance(t, _AbsentTensor))
             raise PipelineError(
+                "LP407",
                 f"{fqn} lives on another pipeline stage than the code that uses it; name its "
-                "module in ParallelPlan(replicated=...)."
+                "module in ParallelPlan(replicated=...).",
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -325,7 +330,9 @@ class EarlierBlock(StageStub):
         """Return what was received in the place of the block's output."""
         state = self._stage.current
         if state is None:
-            raise PipelineError(f"block {self._number} lives on an earlier pipeline stage.")
+            raise PipelineError(
+                "LP406", f"block {self._number} lives on an earlier pipeline stage."
+            )
         for name in self._stage.carried:
             value = state.received.get(f"{self._number}.{name}")
             if value is not None:
@@ -335,9 +342,10 @@ class EarlierBlock(StageStub):
         answer = state.received.get(str(self._number))
         if answer is None:
             raise PlanError(
+                "LP406",
                 f"block {self._number} gave no output to the next stage: its forward was called by "
                 "name, which passes its hooks over. Call the block, as in block(x), not "
-                "block.forward(x), or use pipeline_parallel_size=1."
+                "block.forward(x), or use pipeline_parallel_size=1.",
             )
         if self._number == self._stage.first_block - 1:
             return answer
@@ -395,8 +403,9 @@ class AbsentModule(_Shape):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `PipelineError`."""
         raise PipelineError(
+            "LP407",
             f"{self.__dict__['_fqn']} belongs to the last pipeline stage but was called before the "
-            "blocks; name it in ParallelPlan(first=...) or ParallelPlan(replicated=...)."
+            "blocks; name it in ParallelPlan(first=...) or ParallelPlan(replicated=...).",
         )
 
 
@@ -447,8 +456,9 @@ class GhostModule(_Shape):
     def _poisoned(self, tensor: Tensor, device: torch.device) -> Tensor:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise PipelineError(
+                "LP407",
                 f"{self.__dict__['_fqn']} gives a tensor of {tensor.dtype}, which later pipeline "
-                "stages would need: name it in ParallelPlan(replicated=...)."
+                "stages would need: name it in ParallelPlan(replicated=...).",
             )
         return poison(tensor.shape, tensor.dtype, device)
 
@@ -461,7 +471,8 @@ class GhostModule(_Shape):
                 return self.__dict__["_shape_only"](*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise PipelineError(
+                "LP407",
                 f"{self.__dict__['_fqn']} is run for its shapes alone where another pipeline stage "
                 f"holds it, and needs values ({str(error).splitlines()[0]}). Name it in "
-                "ParallelPlan(replicated=...)."
+                "ParallelPlan(replicated=...).",
             ) from error

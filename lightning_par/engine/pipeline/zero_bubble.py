@@ -167,4 +167,4 @@ def _v_row(rank: int, p: int, m: int) -> list[Action]:
 
 def _check_counts(name: str, num_ranks: int, num_microbatches: int) -> None:
     problems = count_problems(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
-    raise_problems(ScheduleError, problems)
+    raise_problems(ScheduleError, "LP402", problems)

@@ -67,7 +67,8 @@ def shard_parameter(
             local = local.split(sizes, placement.dim)[mesh.get_local_rank(axis)]
         elif not isinstance(placement, Replicate):
             raise PlanError(
-                f"a parameter cannot be placed as {placement}: a shard is one block of one dim."
+                "LP207",
+                f"a parameter cannot be placed as {placement}: a shard is one block of one dim.",
             )
     if local is not full:
         local = local.clone(memory_format=torch.contiguous_format)

@@ -83,7 +83,7 @@ def _rowwise(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: A
 def _vocab_embedding(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Look up the ids of this rank's rows, give 0 for all others, and sum over the ranks."""
     if getattr(module, "max_norm", None):
-        raise PlanError("vocab_embedding: an embedding with max_norm stays 'replicated'.")
+        raise PlanError("LP207", "vocab_embedding: an embedding with max_norm stays 'replicated'.")
     (ids,) = args or tuple(kwargs.values())
     weight = module._parameters["weight"]
     assert weight is not None

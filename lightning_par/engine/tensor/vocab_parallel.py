@@ -202,9 +202,10 @@ def _refuse_change(func: Callable[..., Any]) -> None:
     name = getattr(func, "__name__", "")
     if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")):
         raise ConfigurationError(
+            "LP317",
             f"{name} would change logits that are sharded over the vocabulary in place. Use the "
             "version that returns a new tensor (masked_fill instead of masked_fill_, torch.where "
-            "instead of an assignment), or give the head the style 'colwise_gather_output'."
+            "instead of an assignment), or give the head the style 'colwise_gather_output'.",
         )
 
 

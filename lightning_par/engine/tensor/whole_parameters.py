@@ -89,10 +89,11 @@ def explain_shards(model: nn.Module, error: RuntimeError) -> PlanError | None:
     if _IN_PLACE in str(error):
         name, module = failing_module(model, error.__traceback__)
         return PlanError(
+            "LP207",
             f"{name or 'the step'} ({type(module).__name__}) changes its weight in place while it "
             "computes, as an embedding with max_norm does, and its weight may be a part of the "
             "whole one. Change it in on_train_batch_end (for max_norm: torch.renorm), or use "
-            "tensor_parallel_size=1."
+            "tensor_parallel_size=1.",
         )
     if not _SIGNS.search(str(error)) or not any(isinstance(p, DTensor) for p in model.parameters()):
         return None
@@ -100,16 +101,18 @@ def explain_shards(model: nn.Module, error: RuntimeError) -> PlanError | None:
     where = f"{name} ({type(module).__name__})" if name else "the step"
     if not _is_sharded(model):
         return PlanError(
+            "LP208",
             f"{where} met weights that are shards of the replicas: {error} They are gathered "
             "when their block is called, as in block(x), and neither by block.forward(x) nor "
-            "by code outside of it. Call the block, or use zero_stage=0."
+            "by code outside of it. Call the block, or use zero_stage=0.",
         )
     return PlanError(
+        "LP207",
         f"{where} cannot compute with the shards of its weights or of its input: {error} If "
         "the model runs on one process, its tensor styles do not fit. A layer whose parts are "
         "read by other code, or whose output is cut into heads of its own number, needs "
         "ParallelPlan(tensor={...: 'replicated'}) or 'colwise_gather_output'; what counts "
-        "heads goes into ParallelPlan(divided=...). Or use tensor_parallel_size=1."
+        "heads goes into ParallelPlan(divided=...). Or use tensor_parallel_size=1.",
     )
 
 

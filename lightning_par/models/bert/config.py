@@ -73,7 +73,7 @@ class BertConfig:
             object.__setattr__(self, "mask_id", self.vocab_size - 1)  # frozen
         elif not 0 <= self.mask_id < self.vocab_size:
             problems.append(f"mask_id={self.mask_id} must be 0 .. {self.vocab_size - 1}.")
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP912", problems)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "BertConfig":
@@ -92,7 +92,7 @@ class BertConfig:
         for key in sorted(set(overrides) - set(cls.__dataclass_fields__)):
             hint = nearest(key, cls.__dataclass_fields__)
             problems.append(f"{key!r} is not a field of BertConfig{hint}")
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP901", problems)
         return cls(**{**BERT_PRESETS[name], **overrides})
 
     @property

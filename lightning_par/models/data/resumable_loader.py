@@ -158,9 +158,10 @@ class ResumableLoader(DataLoader[_T_co]):
         seen = min(state["samples"], sampler.total_size)
         if seen % sampler.num_replicas:
             raise ConfigurationError(
+                "LP512",
                 f"the checkpoint has seen {seen} samples of its epoch, which "
                 f"{sampler.num_replicas} replicas cannot share; resume from a checkpoint at the "
-                "end of an epoch."
+                "end of an epoch.",
             )
         if state["global_batch_size"] != self._global_batch:
             _log.warning(

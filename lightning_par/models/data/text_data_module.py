@@ -76,7 +76,7 @@ class TextDataModule(L.LightningDataModule):
         ]
         if num_workers < 0:
             problems.append(f"num_workers={num_workers} must be 0 or more.")
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP902", problems)
         self.save_hyperparameters()
         self.paths = paths
         self.max_length = length
@@ -102,8 +102,9 @@ class TextDataModule(L.LightningDataModule):
         if self.paths and any(path.endswith(".bin") for path in self.paths):
             if len(self.paths) > 1:
                 raise ConfigurationError(
+                    "LP910",
                     f"paths={self.paths}: give one token file, or text files only; "
-                    "write_token_file() joins several into one."
+                    "write_token_file() joins several into one.",
                 )
             tokens, vocab_size = read_token_file(self.paths[0])
             return tokens, vocab_size or self.tokenizer.vocab_size
@@ -141,9 +142,10 @@ class TextDataModule(L.LightningDataModule):
         sampler = self._sampler("train", shuffle=self.shuffle, drop_last=True)
         if sampler.num_samples < self.batch_size:
             raise ConfigurationError(
+                "LP911",
                 f"the training split has {len(self._splits['train'])} samples of {self.max_length} "
                 f"tokens, too few for batch_size={self.batch_size} on {sampler.num_replicas} "
-                "replicas; use more text, or a smaller batch_size or length."
+                "replicas; use more text, or a smaller batch_size or length.",
             )
         loader: ResumableLoader[dict[str, Tensor]] = ResumableLoader(
             self._splits["train"],
@@ -196,8 +198,9 @@ class TextDataModule(L.LightningDataModule):
     def _eval_loader(self, split: Split) -> DataLoader[dict[str, Tensor]]:
         if not len(self._splits[split]):
             raise ConfigurationError(
+                "LP911",
                 f"the {split} split has no sample of {self.max_length} tokens; use more text, a "
-                "smaller length, or a larger validation_fraction and test_fraction."
+                "smaller length, or a larger validation_fraction and test_fraction.",
             )
         return DataLoader(
             self._splits[split],

@@ -68,8 +68,9 @@ def write_token_file(
             tokens = np.asarray(part).ravel()
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < limit:
                 raise ConfigurationError(
+                    "LP910",
                     f"{path.name}: tokens {tokens.min()} .. {tokens.max()} do not fit 0 .. "
-                    f"{limit - 1} (dtype={dtype}, vocab_size={vocab_size})."
+                    f"{limit - 1} (dtype={dtype}, vocab_size={vocab_size}).",
                 )
             file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             count += tokens.size
@@ -92,7 +93,7 @@ def read_token_file(path: str | Path) -> tuple[Tokens, int | None]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigurationError(f"paths: token file {str(path)!r} does not exist.")
+        raise ConfigurationError("LP910", f"paths: token file {str(path)!r} does not exist.")
     beside = path.with_suffix(".json")
     described = json.loads(beside.read_text()) if beside.is_file() else {}
     dtype = np.dtype(described.get("dtype", "uint16")).newbyteorder("<")
@@ -100,8 +101,9 @@ def read_token_file(path: str | Path) -> tuple[Tokens, int | None]:
     count = described.get("num_tokens", size // dtype.itemsize)
     if size != count * dtype.itemsize or not count:
         raise ConfigurationError(
+            "LP910",
             f"{path.name} has {size} bytes, but {count} tokens of {dtype.itemsize} bytes each "
-            "were expected; write it again with write_token_file()."
+            "were expected; write it again with write_token_file().",
         )
     tokens = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
     return cast(Tokens, tokens), described.get("vocab_size")
@@ -134,15 +136,16 @@ def split_ranges(
         for name, share in shares.items()
         if not 0 <= share < 1
     ]
-    raise_problems(ConfigurationError, problems)
+    raise_problems(ConfigurationError, "LP902", problems)
     # A short corpus still has 64 blocks: with fewer, small fractions could not be met.
     block = max(1, min(_SPLIT_BLOCK, num_tokens // 64))
     count = -(-num_tokens // block)
     counts = [max(1, round(share * count)) if share else 0 for share in shares.values()]
     if sum(counts) >= count:
         raise ConfigurationError(
+            "LP911",
             f"validation_fraction={validation} and test_fraction={test} leave nothing of "
-            f"{num_tokens} tokens to train on."
+            f"{num_tokens} tokens to train on.",
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     chosen = (order[sum(counts) :], order[: counts[0]], order[counts[0] : sum(counts)])

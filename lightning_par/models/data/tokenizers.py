@@ -72,8 +72,9 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError as error:
             raise ConfigurationError(
+                "LP909",
                 f"tokenizer={name!r} needs the tokenizers library: pip install tokenizers; "
-                "tokenizer='bytes' needs nothing."
+                "tokenizer='bytes' needs nothing.",
             ) from error
         is_file = Path(name).is_file()
         load = tokenizers.Tokenizer.from_file if is_file else tokenizers.Tokenizer.from_pretrained
@@ -81,8 +82,9 @@ class HuggingFaceTokenizer:
             self._tokenizer = load(name)
         except Exception as error:  # the library raises bare Exceptions
             raise ConfigurationError(
+                "LP910",
                 f"tokenizer={name!r} is no tokenizer.json file, and no model of that name could "
-                f"be loaded ({error}). Use 'bytes', a file, or the name of a model."
+                f"be loaded ({error}). Use 'bytes', a file, or the name of a model.",
             ) from error
 
     @property
@@ -136,8 +138,9 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         hits = sorted(_expand(entry))
         if not hits:
             raise ConfigurationError(
+                "LP910",
                 f"paths: {entry!r} names no text file; give a file, a folder with *.txt files or "
-                "a pattern such as 'folder/**/*.py'."
+                "a pattern such as 'folder/**/*.py'.",
             )
         found.update(dict.fromkeys(hits))
     return list(found)

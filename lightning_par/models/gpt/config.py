@@ -69,7 +69,7 @@ class GPTConfig:
             wide = gated if self.activation == "swiglu" else 4 * self.model_dim
             object.__setattr__(self, "ff_dim", wide)
         problems = self._check_ranges()
-        raise_problems(ConfigurationError, problems or self._check_heads())
+        raise_problems(ConfigurationError, "LP912", problems or self._check_heads())
 
     def _check_ranges(self) -> list[str]:
         counts = (
@@ -139,7 +139,7 @@ class GPTConfig:
         for key in sorted(set(overrides) - set(cls.__dataclass_fields__)):
             hint = nearest(key, cls.__dataclass_fields__)
             problems.append(f"{key!r} is not a field of GPTConfig{hint}")
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP901", problems)
         return cls(**{**PRESETS[name], **overrides})
 
     @property

@@ -69,7 +69,7 @@ class MixtralConfig(GPTConfig):
                 problems.append(f"{name}={getattr(self, name)!r} must be {only!r}.")
         if self.bias:
             problems.append("bias=True: the experts have no biases; use False.")
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP912", problems)
         super().__post_init__()
 
     def _check_numbers(self) -> list[str]:
@@ -117,7 +117,7 @@ class MixtralConfig(GPTConfig):
         for key in sorted(set(overrides) - set(cls.__dataclass_fields__)):
             hint = nearest(key, cls.__dataclass_fields__)
             problems.append(f"{key!r} is not a field of MixtralConfig{hint}")
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP901", problems)
         return cls(**{**MIXTRAL_PRESETS[name], **overrides})
 
     def capacity(self, length: int) -> int:

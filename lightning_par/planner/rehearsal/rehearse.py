@@ -253,10 +253,13 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
     world_size = num_nodes * devices
     if not 0 <= rank < world_size:
         raise ConfigurationError(
-            f"rank {rank}: {num_nodes} x {devices} devices have the ranks 0 .. {world_size - 1}."
+            "LP905",
+            f"rank {rank}: {num_nodes} x {devices} devices have the ranks 0 .. {world_size - 1}.",
         )
     if dist.is_initialized():
-        raise ConfigurationError("a rehearsal makes a process group of its own; there is one.")
+        raise ConfigurationError(
+            "LP914", "a rehearsal makes a process group of its own; there is one."
+        )
     began, live = time.process_time(), WeightlessTensors()
     observer = StepObserver(live)
     with lone_world(rank, world_size), live:
@@ -264,7 +267,9 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
         strategy = trainer.strategy
         if not isinstance(strategy, MeshStrategy):
             name = type(strategy).__name__
-            raise ConfigurationError(f"the strategy is a {name}: name one of this package.")
+            raise ConfigurationError(
+                "LP903", f"the strategy is a {name}: name one of this package."
+            )
         with _prepared(trainer, strategy, live), answered_alone(strategy, live):
             trainer.fit(module, data)
     return Rehearsal(

@@ -161,13 +161,14 @@ class LayoutChooser:
         except ConfigurationError as error:
             if self.wish.profile is not None:  # a wrong one is an error, and this finds it again
                 find_profile(self.wish.profile, self.device, self.node)
-            return self._plain_choice({}, None, str(error))
+            return self._plain_choice({}, None, error.message)
         refusals: dict[tuple[Any, ...], str] = {}
         ranked = self._ranked(planner, refusals)
         try:
             best = next(ranked, None)
         except MeshError as error:
-            raise MeshError(" ".join([str(error), *islice(refusals.values(), 1)])) from None
+            told = " ".join([error.message, *islice(refusals.values(), 1)])
+            raise MeshError("LP105", told) from None
         if best is None:  # sizes that the planner would not think of
             return self._plain_choice(refusals, planner)
         made = self._choice(planner, best, refusals)
@@ -207,7 +208,9 @@ class LayoutChooser:
             ConfigurationError: The model has no shape that it could read, or the GPU no profile.
         """
         if self.options.schedule not in _PREDICTED:
-            raise ConfigurationError(f"the schedule {self.options.schedule!r} is written by hand")
+            raise ConfigurationError(
+                "LP907", f"the schedule {self.options.schedule!r} is written by hand"
+            )
         device = find_profile(self.wish.profile, self.device, self.node)
         code = implementation(str(self.trainer.precision), device)
         if self.device.type == "cpu":  # whose cores also send
@@ -257,7 +260,9 @@ class LayoutChooser:
                 problems.append(error)
         if problems and not fits:
             raise MeshError(
-                f"auto_parallel: {problems[-1]} Hybrid3DStrategy takes sizes, and predicts nothing."
+                "LP105",
+                f"auto_parallel: {problems[-1].message} Hybrid3DStrategy takes sizes, and predicts "
+                "nothing.",
             )
 
     def _spaces(self, accepts: Any) -> Iterator[LayoutSpace]:
@@ -318,8 +323,9 @@ class LayoutChooser:
                 refusals[_kind(sizes, zero)] = refusal
         few = "\n".join(f"- {text}" for text in list(dict.fromkeys(refusals.values()))[:_TOLD])
         raise ConfigurationError(
+            "LP105",
             f"auto_parallel found no layout of {self.devices} devices for "
-            f"{type(self.module).__name__}:\n{few}"
+            f"{type(self.module).__name__}:\n{few}",
         )
 
     def _refusal(self, layout: Layout, *, fits: bool = False) -> str | None:
@@ -343,7 +349,7 @@ class LayoutChooser:
                 count = len(options.place_stages(sizes.pipeline))
                 check_recomputation(self.module, resolved, options.recomputation, count)
         except LightningParError as error:
-            return str(error)
+            return error.message
         memory = MemoryCheck(
             module=self.module,
             resolved=resolved,

@@ -54,8 +54,9 @@ def _own(path: str) -> DeviceProfile:
     chosen = _CALIBRATED if _CALIBRATED in names else names[0] if len(names) == 1 else None
     if chosen is None:
         raise ConfigurationError(
+            "LP908",
             f"profile={path!r} has the devices {', '.join(names) or 'of the shipped file only'}: "
-            f"which is meant? Leave one of them, or call it {_CALIBRATED!r}."
+            f"which is meant? Leave one of them, or call it {_CALIBRATED!r}.",
         )
     return load_profile(chosen, path)
 
@@ -68,8 +69,9 @@ def _of_gpu(name: str, memory: float) -> str:
     found = [known for known in device_names() if known.partition("-")[0] in words]
     if not found:
         raise ConfigurationError(
+            "LP908",
             f"there is no profile of {name!r}{nearest(name.lower(), device_names(), otherwise='.')}"
             " Measure it by lightning-par calibrate --out mine.json and pass profile='mine.json', "
-            f"or name the one of a similar GPU: {', '.join(device_names())}."
+            f"or name the one of a similar GPU: {', '.join(device_names())}.",
         )
     return min(found, key=lambda known: abs(load_profile(known).memory - memory))

@@ -78,7 +78,7 @@ class CheckpointLoad:
         self.restores_optimizer, self._own = True, None
         if "://" not in str(filepath):
             if path.exists() and not (path.is_file() or path.is_dir()):
-                raise CheckpointError(f"{path} is a pipe or a device, and no checkpoint.")
+                raise CheckpointError("LP501", f"{path} is a pipe or a device, and no checkpoint.")
             if is_checkpoint(path):
                 return self._read_ours(module, path, unpickle=weights_only is False)
         if holds_weights_only(path):
@@ -87,8 +87,9 @@ class CheckpointLoad:
             return {**version, "state_dict": find_weights(path), "lr_schedulers": []}
         if path.is_dir():
             raise CheckpointError(
+                "LP501",
                 f"{path} is a folder, but no complete checkpoint: it has neither a manifest.json "
-                "nor a model.safetensors."
+                "nor a model.safetensors.",
             )
         return _read_file(filepath, weights_only, checkpoint_io)
 
@@ -134,7 +135,7 @@ class CheckpointLoad:
     def _verify(self, path: Path, *, optimizer: bool) -> CheckpointReader:
         """Compare every file with its checksum, each on one rank, and agree on what is wrong."""
         rank, world_size = self._processes.rank, self._processes.world_size
-        problems: list[str] = []
+        code, problems = "LP502", list[str]()
         reader = None
         try:
             reader = CheckpointReader(path)
@@ -142,14 +143,15 @@ class CheckpointLoad:
             names = sorted(reader.data_files(*kinds))
             problems = reader.problems(names[rank::world_size])
         except CheckpointError as error:
-            problems = [str(error)]
-        everywhere: list[Any] = [problems]
+            code, problems = error.code, [error.message]
+        everywhere: list[Any] = [(code, problems)]
         if world_size > 1:
             everywhere = [None] * world_size
-            dist.all_gather_object(everywhere, problems)
-        found = list(dict.fromkeys(p for some in everywhere for p in some))
+            dist.all_gather_object(everywhere, (code, problems))
+        found = {text: code for code, texts in everywhere for text in texts}
         if found or reader is None:
-            raise CheckpointError(f"{path} cannot be loaded: {'; '.join(found)}.")
+            codes = " ".join(dict.fromkeys(found.values()))
+            raise CheckpointError(codes, f"{path} cannot be loaded: {'; '.join(found)}.")
         return reader
 
     def load_weights(
@@ -194,7 +196,8 @@ class CheckpointLoad:
             return
         if len(saved) != len(optimizers):
             raise CheckpointError(
-                f"the checkpoint holds {len(saved)} optimizers, this run has {len(optimizers)}."
+                "LP507",
+                f"the checkpoint holds {len(saved)} optimizers, this run has {len(optimizers)}.",
             )
         for optimizer, state in zip(optimizers, saved, strict=True):
             model.states.load_optimizer(model.module, optimizer, state, model.host)
@@ -225,12 +228,13 @@ def _read_file(filepath: Any, weights_only: bool | None, checkpoint_io: Checkpoi
         return checkpoint_io.load_checkpoint(filepath, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
+            "LP504",
             f"{filepath} holds more than tensors and numbers, which could run code when it is "
-            f"read. If you trust it, pass weights_only=False. ({str(error).splitlines()[0]})"
+            f"read. If you trust it, pass weights_only=False. ({str(error).splitlines()[0]})",
         ) from error
     except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(
-            f"{filepath} is damaged, or no checkpoint: {str(error).partition(chr(10))[0]}"
+            "LP502", f"{filepath} is damaged, or no checkpoint: {str(error).partition(chr(10))[0]}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from lightning_par.checkpoint.index import Manifest
 from lightning_par.checkpoint.save_coordinator import CheckpointSaver
 from lightning_par.checkpoint.writer import make_part, Part, SaveMetadata
 from lightning_par.engine.rng import collect_random_states
-from lightning_par.errors import CheckpointError, ConfigurationError, raise_problems
+from lightning_par.errors import CheckpointError, ConfigurationError, describe, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES, ParallelSizes
 from lightning_par.strategies.components.weight_averages import LocalWeights
@@ -91,7 +91,7 @@ class CheckpointSave:
                 "checkpoint that is not complete yet, and the last complete one would not be "
                 "found. Use save_last=True."
             )
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP511", problems)
 
     def weights(self, model: ParallelModel) -> dict[str, Any]:
         """Return what checkpoints are made of: this rank's part of the state dict."""
@@ -109,7 +109,7 @@ class CheckpointSave:
         try:
             return model.states.local_optimizer(model.module, inner)
         except CheckpointError as error:  # the other ranks go on to `save`
-            return {"error": str(error)}
+            return {"error": error.message}
 
     def save(
         self,
@@ -143,8 +143,9 @@ class CheckpointSave:
         is_elsewhere = storage_options is not None or "://" in path
         if is_elsewhere and self._form == "folder":
             raise ConfigurationError(
+                "LP511",
                 f"save_checkpoint({path!r}, storage_options={storage_options!r}): a folder is "
-                "written to a path of the file system. Use checkpoint_format='file'."
+                "written to a path of the file system. Use checkpoint_format='file'.",
             )
         if is_elsewhere or type(checkpoint_io) is not TorchCheckpointIO:
             whole = self._gather(model, checkpoint)
@@ -207,7 +208,7 @@ class CheckpointSave:
         if "optimizer_states" in checkpoint:
             local = checkpoint["optimizer_states"]
             # What one rank found is on all: a plain tensor for a sharded parameter.
-            raise_problems(CheckpointError, [o["error"] for o in local if "error" in o])
+            raise_problems(CheckpointError, "LP505", [o["error"] for o in local if "error" in o])
             whole["optimizer_states"] = [model.states.gather_local_optimizer(o) for o in local]
         return whole
 
@@ -219,8 +220,7 @@ class CheckpointSave:
         try:
             return self._encode(model, dict(checkpoint), step, as_file=as_file)
         except Exception as error:
-            known = isinstance(error, CheckpointError)
-            text = str(error) if known else f"{type(error).__name__}: {error}"
+            text = describe(error)
             rank, world = self._processes.rank, self._processes.world_size
             return Part(rank=rank, world=world, step=step, error=text)
 
@@ -235,7 +235,7 @@ class CheckpointSave:
         pieces, groups = [], []
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", ())):
             if "error" in optimizer:
-                raise CheckpointError(optimizer["error"])
+                raise CheckpointError("LP505", optimizer["error"])
             of_one, rest = model.states.optimizer_pieces(number, optimizer)
             pieces += of_one
             values |= rest
@@ -281,7 +281,7 @@ class CheckpointSave:
                 _log.debug("The cause:", exc_info=True)
         problem = self._processes.broadcast(problem)
         if problem is not None:
-            raise CheckpointError(problem)
+            raise CheckpointError("LP508", problem)
 
     def remove(self, filepath: Any, checkpoint_io: CheckpointIO) -> None:
         """Remove a checkpoint; rank 0 does it."""

@@ -96,9 +96,10 @@ def is_offloaded(
 def _check_steps(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
     if not module.automatic_optimization:
         raise ConfigurationError(
+            "LP604",
             f"{type(module).__name__} uses manual optimization, but the optimizer is offloaded "
             "when Lightning steps it. Set automatic_optimization=True, or use a strategy without "
-            "offloading."
+            "offloading.",
         )
     (optimizer,) = optimizers
     check_optimizer(optimizer)

@@ -71,8 +71,9 @@ class IslandRounds(Callback):
         find_place(self._outer, self._processes.rank, self._processes.world_size)
         if averaging_callbacks(trainer):
             raise ConfigurationError(
+                "LP706",
                 "outer= with a callback that averages weights: the average would be of one island. "
-                "Leave the callback out; optimizer='average' averages the islands."
+                "Leave the callback out; optimizer='average' averages the islands.",
             )
         if self not in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
@@ -215,6 +216,7 @@ def _check_dtypes(pieces: list[Piece], trained: set[str]) -> None:
         dtype = piece.values.dtype
         if piece.box.name in trained and dtype not in (torch.float32, torch.float64):
             raise ConfigurationError(
+                "LP706",
                 f"outer= with {piece.box.name} in {dtype}: islands exchange float32 or float64 "
-                "weights. Use precision='bf16-mixed' in place of 'bf16-true'."
+                "weights. Use precision='bf16-mixed' in place of 'bf16-true'.",
             )

@@ -5,9 +5,10 @@ What is gathered is what a single process would have: `Trainer()` reads it, and 
 what `Trainer()` wrote.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_par.checkpoint.optimizer_groups import by_name, check_groups, number_names
 from lightning_par.checkpoint.pieces import cut_piece, Piece
+from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor, StoredTensors
 from lightning_par.checkpoint.unread_tensor import read_part, UnreadTensor
 from lightning_par.dtensor import local_box, local_part
@@ -135,7 +137,9 @@ class StateMap:
         """
         given = self._given_entries(state)
         alone = self._mesh.sizes.world_size == 1
-        problems = _load_entries(module, given, strict=strict and alone)
+        reads = _bytes_of_parts((t, given.get(n)) for n, t in named_tensors(module).items())
+        with counted("read", "loading weights", reads):
+            problems = _load_entries(module, given, strict=strict and alone)
         if strict and not alone:
             known = {*self._state_order, *self._canonical}
             # Other stages have the rest.
@@ -148,7 +152,9 @@ class StateMap:
             dist.all_gather_object(everywhere, problems.other)
         found = list(dict.fromkeys(p for some in everywhere for p in some))
         if found:
-            raise CheckpointError(f"the checkpoint does not fit the model: {'; '.join(found)}.")
+            raise CheckpointError(
+                "LP506", f"the checkpoint does not fit the model: {'; '.join(found)}."
+            )
 
     def _given_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict of which tensors in files are not read yet."""
@@ -215,10 +221,11 @@ class StateMap:
                 plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
                 if plain and value.numel() > 1:
                     raise CheckpointError(
+                        "LP505",
                         f"optimizer: {key} of {name} is a plain tensor of shape "
                         f"{tuple(value.shape)} although the parameter is sharded, so that nobody "
                         "knows which part of a whole it is. Make it like the parameter "
-                        "(torch.zeros_like), or save with save_weights_only=True."
+                        "(torch.zeros_like), or save with save_weights_only=True.",
                     )
         return {"state": states, "param_groups": groups}
 
@@ -316,19 +323,21 @@ class StateMap:
         merged = self._merge(stages)
         stored = state if isinstance(state, StoredOptimizer) else by_name(state, merged)
         check_groups(stored, merged)
-        local_state, local_groups, position = {}, [], 0
-        for group, saved in zip(optimizer.param_groups, stored.groups, strict=True):
-            ids = []
-            for parameter in group["params"]:
-                entry = stored.states.get(names[id(parameter)])
+        local_state, numbers = {}, count()
+        ids = [[next(numbers) for _ in group["params"]] for group in optimizer.param_groups]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        entries = [stored.states.get(names[id(parameter)]) for parameter in held]
+        pairs = zip(held, entries, strict=True)
+        reads = _bytes_of_parts((p.data, v) for p, entry in pairs for v in (entry or {}).values())
+        with counted("read", "loading the optimizer", reads):
+            for position, (parameter, entry) in enumerate(zip(held, entries, strict=True)):
                 if entry is not None and not _load_on_host(host, parameter, entry):
-                    held = optimizer.state.get(parameter, {})
+                    known = optimizer.state.get(parameter, {})
                     local_state[position] = {
-                        k: _state_like(parameter, v, held.get(k)) for k, v in entry.items()
+                        k: _state_like(parameter, v, known.get(k)) for k, v in entry.items()
                     }
-                ids.append(position)
-                position += 1
-            local_groups.append({**saved, "params": ids})
+        groups_of_ids = zip(stored.groups, ids, strict=True)
+        local_groups = [{**saved, "params": members} for saved, members in groups_of_ids]
         optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
 
     def _names(self, module: nn.Module, optimizer: Optimizer) -> dict[int, str]:
@@ -345,8 +354,9 @@ class StateMap:
     def _name(self, names: Mapping[int, str], parameter: Tensor) -> str:
         if id(parameter) not in names:
             raise CheckpointError(
+                "LP505",
                 f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is no "
-                "parameter of the module, so that it has no name in a checkpoint."
+                "parameter of the module, so that it has no name in a checkpoint.",
             )
         return names[id(parameter)]
 
@@ -382,6 +392,18 @@ class StateMap:
 def _pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
     pieces: Iterator[Piece] = (cut_piece(name, tensor) for name, tensor in tensors.items())
     return [piece for piece in pieces if not piece.is_shard_of_nothing]
+
+
+def _bytes_of_parts(pairs: Iterable[tuple[Tensor, Any]]) -> int:
+    """Return how many bytes are read of files for these: what a rank holds, and what is stored."""
+    found = 0
+    for target, entry in pairs:
+        stored = entry.source if isinstance(entry, UnreadTensor) else entry
+        if isinstance(stored, StoredTensor):
+            is_part = stored.shape == target.shape
+            size = local_part(target).numel() * stored.dtype.itemsize
+            found += size if is_part else stored.nbytes
+    return found
 
 
 def _load_on_host(

@@ -168,8 +168,9 @@ def _average_of(callback: Callback) -> AveragedModel | None:
 def _settle(model: ParallelModel) -> None:
     if model.forms.is_whole:
         raise ConfigurationError(
+            "LP611",
             "this callback holds the average of an earlier run on a mesh, in parts. Use a new "
-            "callback, or the same Trainer again."
+            "callback, or the same Trainer again.",
         )
     model.sharding.release()
 

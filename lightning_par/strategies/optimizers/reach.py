@@ -63,8 +63,9 @@ def declared_reach(optimizer: Optimizer) -> Reach | None:
         choices = Reach.__args__  # type: ignore[attr-defined]
         if declared not in choices:
             raise ConfigurationError(
+                "LP610",
                 f"{kind.__name__}.{LOOKS_ACROSS}={declared!r} must be "
-                f"{either([repr(choice) for choice in choices])}."
+                f"{either([repr(choice) for choice in choices])}.",
             )
         return declared  # type: ignore[no-any-return]
     if any(base.__name__.startswith(_BY_MODEL) for base in kind.__mro__):

@@ -103,10 +103,11 @@ def meet_hosts(
         _leave(store, rank, world_size)
     except DistError as error:
         raise MeshError(
+            "LP708",
             f"rank {rank} on host {name} (address {route.address}) did not reach rank 0 at "
             f"{address}:{port} within {limit}: {str(error).partition(chr(10))[0]} Is rank 0 "
             "running there, and does a firewall between the hosts let this port through? "
-            "MASTER_ADDR must be an address of the first host that the others reach."
+            "MASTER_ADDR must be an address of the first host that the others reach.",
         ) from error
     store.set_timeout(default_pg_timeout)
     return store, [_read(text) for text in said]
@@ -149,9 +150,10 @@ def _resolve(address: str, rank: int, name: str, deadline: float) -> Route:
             return route
         if time.monotonic() > deadline:
             raise MeshError(
+                "LP708",
                 f"rank {rank} on host {name} does not find rank 0: MASTER_ADDR={address!r}: "
                 f"{problem}. Set MASTER_ADDR, on every host, to a name or an address of the first "
-                "host that all of them know."
+                "host that all of them know.",
             )
         if not warned:
             text = "rank %d on host %s does not find rank 0 yet: MASTER_ADDR=%r: %s. It tries on."
@@ -178,9 +180,10 @@ def _wait_for_all(store: TCPStore, rank: int, world_size: int, deadline: float, 
         hosts = [_read(store.get(_key(other))) for other in there]
         _leave(store, rank, len(there))
         raise MeshError(
+            "LP707",
             f"{say_ranks(missing)} did not come to the rendezvous at {where}; "
             f"{_say_places(there, hosts)} came. A host that did not start, or does not reach rank "
-            "0: look at the first error in its log, and start all ranks anew."
+            "0: look at the first error in its log, and start all ranks anew.",
         )
 
 
@@ -209,10 +212,11 @@ def check_placement(sizes: ParallelSizes, hosts: Sequence[HostOf]) -> None:
     ]
     if problems:
         raise MeshError(
+            "LP108",
             f"tensor_parallel_size={sizes.tensor} puts tensor-parallel groups across hosts: "
             f"{'; '.join(problems)}. What they send in every layer would go over the network "
             "between the hosts. Number the ranks host by host, use a tensor_parallel_size that "
-            "divides the ranks of a host, or say tensor_parallel_across_hosts=True."
+            "divides the ranks of a host, or say tensor_parallel_across_hosts=True.",
         )
 
 

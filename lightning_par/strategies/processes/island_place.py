@@ -29,8 +29,9 @@ def find_island(outer: Outer | None) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/(\d+)", given)
     if found is None or int(found[1]) >= int(found[2]):
         raise ConfigurationError(
+            "LP705",
             f"outer= needs to know which island this is, but {ISLAND_VARIABLE} is {given!r}. Set "
-            f"it as in {ISLAND_VARIABLE}=0/4 for the first of four, or give island= and islands=."
+            f"it as in {ISLAND_VARIABLE}=0/4 for the first of four, or give island= and islands=.",
         )
     return int(found[1]), int(found[2])
 
@@ -44,8 +45,9 @@ def find_place(outer: Outer, rank: int, world: int) -> Place:
     server = outer.server or os.environ.get(SERVER_VARIABLE, "")
     if not re.fullmatch(r"\S+:\d{1,5}", server):
         raise ConfigurationError(
+            "LP705",
             f"outer= needs the address of a server (lightning-par serve), but it is {server!r}. "
-            f"Set {SERVER_VARIABLE}=host:port, or give server=."
+            f"Set {SERVER_VARIABLE}=host:port, or give server=.",
         )
     return Place(
         server=server,

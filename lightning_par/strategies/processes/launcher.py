@@ -18,6 +18,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_par.checkpoint.progress import showing
+from lightning_par.strategies.components.progress_bar import progress_of
 from lightning_par.upstream.functions import diverted
 from lightning_par.upstream.lightning import (
     launch_scripts,
@@ -94,6 +96,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
             del os.environ[_LAUNCHER]
         with ExitStack() as stack:
             stack.enter_context(self._observed())
+            stack.enter_context(showing(progress_of(trainer)))
             if starts:
                 stack.enter_context(diverted(BaseFinetuning.filter_on_optimizer, _not_held))
                 _divide_cores(self.num_processes)

@@ -191,7 +191,7 @@ class MeshProcesses:
             MeshError: The processes have not been set up.
         """
         if self._mesh is None:
-            raise MeshError("the mesh exists once the Trainer has set up its processes.")
+            raise MeshError("LP104", "the mesh exists once the Trainer has set up its processes.")
         return self._mesh
 
     @property
@@ -440,9 +440,10 @@ def with_ranks(environment: ClusterEnvironment | None, size: int) -> ClusterEnvi
     missing = [name for name in names if name not in os.environ]
     if missing and size > 1:
         raise ConfigurationError(
+            "LP710",
             f"SLURM has not set {', '.join(missing)} for this process: srun did not start it. "
             f"Start the {size} processes with srun; or set SLURM_JOB_NAME=bash, and this process "
-            "starts the others of its node itself."
+            "starts the others of its node itself.",
         )
     return LightningEnvironment() if missing else environment
 

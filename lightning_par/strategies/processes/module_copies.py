@@ -54,10 +54,11 @@ def explain_copy(error: BaseException, copy: tuple[str, str]) -> ConfigurationEr
         return None
     one, other = copy
     return ConfigurationError(
+        "LP412",
         f"a hook that runs after the step raised {type(error).__name__}: {error}\n"
         f"Each rank of a pipeline holds the parameters of its own stage: code that goes through "
         f"{one!r} and its copy {other!r} side by side, such as an average of weights that the "
         "module keeps, does not find the same parameters in both. Use Lightning's "
         "EMAWeightAveraging or WeightAveraging, which averages the parts of every rank, or "
-        "pipeline_parallel_size=1."
+        "pipeline_parallel_size=1.",
     )

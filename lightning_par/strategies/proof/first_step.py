@@ -232,7 +232,7 @@ class FirstStepProof:
             if dist.get_rank() == 0:
                 _logger.warning(self.outcome)
         elif verdict is not None:
-            raise VerificationError(verdict)
+            raise VerificationError("LP801", verdict)
         elif not self.outcome:
             self.outcome = "equal"
 

@@ -96,7 +96,7 @@ def check_recomputation(
             f"ActivationCheckpointing(per_stage={list(modes)}) has {len(modes)} modes for "
             f"{num_stages} pipeline stage(s). Give {num_stages}, or 'auto'."
         )
-    raise_problems(ConfigurationError, problems)
+    raise_problems(ConfigurationError, "LP608", problems)
 
 
 def _missing_parts(resolved: ResolvedPlan, what: Recomputation, module: nn.Module) -> list[str]:

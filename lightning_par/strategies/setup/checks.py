@@ -13,7 +13,15 @@ from lightning_par.engine.context.apply import check_context
 from lightning_par.engine.data.compression.options import check_compression
 from lightning_par.engine.experts.apply import check_experts
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.errors import ConfigurationError, either, nearest, PlanError, raise_problems
+from lightning_par.errors import (
+    ConfigurationError,
+    either,
+    nearest,
+    PlanError,
+    Problem,
+    raise_problems,
+    UnknownOptionError,
+)
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
@@ -40,7 +48,7 @@ def check_options(strategy: type, options: Mapping[str, object]) -> None:
         options: Options that its constructor does not name.
 
     Raises:
-        TypeError: With the nearest option for each.
+        UnknownOptionError: With the nearest option for each.
     """
     of_lightning = list(inspect.signature(ParallelStrategy.__init__).parameters)[1:]
     unknown = [name for name in options if name not in of_lightning]
@@ -57,8 +65,9 @@ def check_options(strategy: type, options: Mapping[str, object]) -> None:
     )
     form = " (did you mean {!r}?)"
     named = [f"{n!r}{nearest(n, own, cutoff=0.6, form=form, otherwise='')}" for n in unknown]
-    raise TypeError(
-        f"{strategy.__name__} has no option {', '.join(named)}. Its options are {', '.join(own)}."
+    raise UnknownOptionError(
+        "LP901",
+        f"{strategy.__name__} has no option {', '.join(named)}. Its options are {', '.join(own)}.",
     )
 
 
@@ -73,7 +82,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
     Raises:
         ConfigurationError: With every problem.
     """
-    problems = []
+    problems: list[Problem] = []
     if sizes.pipeline > 1 and not module.automatic_optimization:
         problems.append(
             f"pipeline_parallel_size={sizes.pipeline}: {type(module).__name__} uses manual "
@@ -82,13 +91,12 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             "pipeline_parallel_size=1."
         )
     if sizes.world_size > 1 and trainer.precision not in _PRECISIONS:
-        problems.append(
-            f"precision={trainer.precision!r} is not supported on {sizes}: use "
-            f"{either(_PRECISIONS)}."
-        )
+        valid = either(_PRECISIONS)
+        text = f"precision={trainer.precision!r} is not supported on {sizes}: use {valid}."
+        problems.append(("LP607", text))
     if sizes.world_size > 1:
-        problems += _compiled_problems(module, sizes)
-        problems += averaging_problems(trainer, module, sizes)
+        problems += [("LP916", text) for text in _compiled_problems(module, sizes)]
+        problems += [("LP611", text) for text in averaging_problems(trainer, module, sizes)]
         problems += [
             "the batch-size finder goes on until a rank is out of memory, where the others wait "
             f"for it; it is not supported on {sizes}. Set the batch size yourself: lightning-par "
@@ -96,7 +104,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             for callback in getattr(trainer, "callbacks", ())
             if isinstance(callback, BatchSizeFinder)
         ]
-    raise_problems(ConfigurationError, problems)
+    raise_problems(ConfigurationError, "LP913", problems)
 
 
 def _compiled_problems(module: pl.LightningModule, sizes: ParallelSizes) -> list[str]:
@@ -141,8 +149,9 @@ def check_module(
         plan = infer_for_run(module, sizes)
     if options.stage_blocks is not None and sizes.pipeline == 1:
         raise ConfigurationError(
+            "LP107",
             f"stage_blocks={list(options.stage_blocks)} needs pipeline_parallel_size="
-            f"{len(options.stage_blocks)}, but it is 1; give that size or leave stage_blocks out."
+            f"{len(options.stage_blocks)}, but it is 1; give that size or leave stage_blocks out.",
         )
     if plan is None:
         needs = []
@@ -156,11 +165,12 @@ def check_module(
             axes = ["tensor", "pipeline", *(["context"] if sizes.context > 1 else [])]
             ones = " and ".join(f"{axis}_parallel_size=1" for axis in axes)
             raise PlanError(
+                "LP201",
                 f"{type(module).__name__} offers no parallel_plan(), which {' and '.join(needs)} "
                 "needs. Define "
                 "parallel_plan() on the LightningModule or its model, pass plan= to the strategy, "
                 "or use "
-                f"{ones} (data parallelism needs no plan)."
+                f"{ones} (data parallelism needs no plan).",
             )
         plan = ParallelPlan()
     _check_context(module, plan, options, sizes.context)
@@ -186,9 +196,10 @@ def _check_offload(options: MeshOptions, sizes: ParallelSizes) -> None:
         return
     if options.zero_stage != 3 or sizes.data_shard == 1 or sizes.expert > 1:
         raise ConfigurationError(
+            "LP605",
             f"offload_parameters=True with zero_stage={options.zero_stage} on {sizes}: what "
             "comes to the device block by block are the shards of stage 3. Use stage 3, 2 or "
-            "more replicas that shard, and undivided experts; or offload_parameters=False."
+            "more replicas that shard, and undivided experts; or offload_parameters=False.",
         )
 
 
@@ -199,10 +210,11 @@ def _check_compression(module: nn.Module, options: MeshOptions, sizes: ParallelS
     is_manual = isinstance(module, pl.LightningModule) and not module.automatic_optimization
     if options.gradient_compression is not None and is_manual:
         raise ConfigurationError(
+            "LP609",
             f"gradient_compression is not supported with manual optimization, which "
             f"{type(module).__name__} uses: what compression leaves out of a gradient is added to "
             "that of the next step, which is not known. Set automatic_optimization=True, or use "
-            "gradient_compression=None."
+            "gradient_compression=None.",
         )
 
 
@@ -212,8 +224,9 @@ def _check_entries(module: nn.Module, sizes: ParallelSizes) -> None:
     empty = [name for name, p in named if p.requires_grad and not p.numel()]
     if empty:
         raise ConfigurationError(
+            "LP915",
             f"data_parallel_size={sizes.data}: {', '.join(empty)} has no entries, and nothing to "
-            "train. Call requires_grad_(False) on it."
+            "train. Call requires_grad_(False) on it.",
         )
 
 
@@ -224,9 +237,10 @@ def _check_context(
     check_context(module, plan, degree)
     if degree > 1 and options.compile_blocks is not False:
         raise ConfigurationError(
+            "LP916",
             f"compile_blocks={options.compile_blocks!r} is not supported with "
             f"context_parallel_size={degree}: messages between ranks cannot be compiled. Use "
-            "compile_blocks=False."
+            "compile_blocks=False.",
         )
 
 
@@ -240,7 +254,7 @@ def _check_batch(
         count > 1
     )
     if "batch" in plan.refusals and asked:
-        raise PlanError(f"{' and '.join(asked)}: {plan.refusals['batch']}")
+        raise PlanError("LP211", f"{' and '.join(asked)}: {plan.refusals['batch']}")
 
 
 def check_whole(module: nn.Module) -> None:
@@ -253,8 +267,9 @@ def check_whole(module: nn.Module) -> None:
     shards = [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
     if stubs or shards:
         raise ConfigurationError(
+            "LP914",
             f"this {type(module).__name__} is already on a mesh: another Trainer left "
             f"{(stubs or shards)[0]!r} and {len(stubs) + len(shards) - 1} more here as parts of "
             "it, because whole modules did not fit (see gather_after_run) or its run failed. Use "
-            "the same Trainer again, or make a new module and pass ckpt_path= to fit."
+            "the same Trainer again, or make a new module and pass ckpt_path= to fit.",
         )

@@ -89,7 +89,7 @@ class MemoryCheck:
         memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
         said = self.explain_misfit(device=memory, host=available_memory())
         if said is not None:
-            raise ConfigurationError(said)
+            raise ConfigurationError("LP606", said)
 
     def explain_misfit(self, *, device: int | None, host: int | None) -> str | None:
         """Return why a run cannot fit and which options would, or None if it may.

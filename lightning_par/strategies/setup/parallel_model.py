@@ -121,7 +121,8 @@ class ParallelModel:
         known = self.resolved.canonical
         if name not in known:
             raise ConfigurationError(
-                f"full_parameter({name!r}): the model has no such parameter{nearest(name, known)}"
+                "LP203",
+                f"full_parameter({name!r}): the model has no such parameter{nearest(name, known)}",
             )
         if self.forms.is_whole:
             return self.module.get_parameter(name).detach().clone()

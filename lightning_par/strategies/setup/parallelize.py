@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from lightning_par.checkpoint.progress import counted
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.context.apply import apply_context_parallel, build_axis
 from lightning_par.engine.data.compression.reduction import CompressedGradients
@@ -202,19 +203,20 @@ def _materialize(
         tensor=parts.tensor,
         experts=parts.experts,
     )
-    return shard_model(
-        module,
-        resolved,
-        mesh,
-        zero_stage=options.zero_stage,
-        materialize=materializer.materialize,
-        bounds=parts.bounds,
-        experts=parts.experts,
-        reduce_dtype=options.reduce_dtype,
-        offload=_parameter_policy(options, device),
-        reduces=options.gradient_compression is None,
-        in_steps=not module.automatic_optimization,
-    )
+    with counted("build", "building the model", sum(p.nbytes for p in module.parameters())):
+        return shard_model(
+            module,
+            resolved,
+            mesh,
+            zero_stage=options.zero_stage,
+            materialize=materializer.materialize,
+            bounds=parts.bounds,
+            experts=parts.experts,
+            reduce_dtype=options.reduce_dtype,
+            offload=_parameter_policy(options, device),
+            reduces=options.gradient_compression is None,
+            in_steps=not module.automatic_optimization,
+        )
 
 
 def _gradient_path(

@@ -147,6 +147,7 @@ def _check_parameters(
     dist.all_reduce(held, group=group)
     if 0 in held.tolist():
         raise ConfigurationError(
+            "LP413",
             "configure_optimizers gave an optimizer without parameters: no pipeline stage holds "
-            "one that it was given. Give it parameters of the module."
+            "one that it was given. Give it parameters of the module.",
         )

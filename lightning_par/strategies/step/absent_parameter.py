@@ -96,7 +96,7 @@ class AbsentParameter(Tensor):
         absent = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         text = _refusal(absent.fqn)
         if not absent.refusals.waits:
-            raise PlanError(text)
+            raise PlanError("LP408", text)
         absent.refusals.text = absent.refusals.text or text
         with plain_functions():
             plain = tree_map(_plain, (args, kwargs))
@@ -150,7 +150,7 @@ class AbsentPart:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Raise: it cannot run here."""
-        raise PlanError(_refusal(next(iter(self._parameters_below.values())).name))
+        raise PlanError("LP408", _refusal(next(iter(self._parameters_below.values())).name))
 
 
 def module_refusal(fqn: str, name: str) -> str:

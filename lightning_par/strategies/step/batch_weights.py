@@ -178,8 +178,9 @@ def _called(weight: Callable[[Any], Any], batch: Any, samples: int) -> Tensor:
     value = torch.as_tensor(weight(batch), dtype=torch.float64)
     if value.numel() != 1:
         raise PlanError(
+            "LP309",
             f"loss_weight={getattr(weight, '__qualname__', weight)!r} returned a tensor of shape "
-            f"{tuple(value.shape)}; it has to return one number, the weight of the batch."
+            f"{tuple(value.shape)}; it has to return one number, the weight of the batch.",
         )
     return value.reshape(())
 

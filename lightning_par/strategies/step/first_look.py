@@ -212,7 +212,7 @@ class FirstLook:
             _LOG.info("the step draws random numbers in a way that left its loss unchecked.")
             return
         if not fitting:
-            raise ConfigurationError(self._refusal(rules[0], dims, microbatches))
+            raise ConfigurationError("LP309", self._refusal(rules[0], dims, microbatches))
         by_name = {rule.name: rule for rule in rules}
         weigher = self._weigher
         weigher.rule = by_name[fitting[0]]
@@ -240,12 +240,13 @@ class FirstLook:
         most, least = ends[: len(losses)], -ends[len(losses) :]
         if bool(((most - least) > self._tolerance() * most.abs().clamp(min=1e-30)).any()):
             raise ConfigurationError(
+                "LP310",
                 f"{type(self._module).__name__}.training_step gives other losses on the "
                 f"{degree} tensor-parallel ranks ({least[0]:.6g} to {most[0]:.6g} for the same "
                 "samples): it computes with activations of which every rank has its own tokens or "
                 "features. Use sequence_parallel=False, or give the module whose output the loss "
                 "takes a style that makes it whole ('sequence_gather_output', "
-                "'colwise_gather_output'). No weight was changed."
+                "'colwise_gather_output'). No weight was changed.",
             )
 
     def _agree(

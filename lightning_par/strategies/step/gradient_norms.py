@@ -145,8 +145,9 @@ class GradientNorms:
         prefix = next(known, None)
         if prefix is None:
             raise ConfigurationError(
+                "LP410",
                 f"grad_norm was given a {type(module).__name__} that is no part of the trained "
-                "module, of which a mesh knows nothing."
+                "module, of which a mesh knows nothing.",
             )
         start = f"{prefix}." if prefix else ""
         found = {
@@ -236,8 +237,9 @@ class GradientNorms:
 
     def _refuse(self, what: str) -> None:
         raise ConfigurationError(
+            "LP410",
             f"pipeline_parallel_size={self._stages}: in a hook between backward and "
-            f"optimizer step {what}, which may be parts of one norm or norms of their own. {_CURE}"
+            f"optimizer step {what}, which may be parts of one norm or norms of their own. {_CURE}",
         )
 
 

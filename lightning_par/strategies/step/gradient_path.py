@@ -338,8 +338,9 @@ class GradientPath:
         text = self._explain(norm, passage.loss)
         if self._on_nonfinite == "raise":
             raise NonFiniteError(
+                "LP313",
                 f"{text} No weight was changed. Trainer(detect_anomaly=True) names the operation; "
-                "on_nonfinite='skip' leaves such steps out, on_nonfinite='ignore' takes them."
+                "on_nonfinite='skip' leaves such steps out, on_nonfinite='ignore' takes them.",
             )
         for parameter in passage.parameters:
             parameter.grad = None

@@ -66,8 +66,9 @@ class ManualSteps:
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
             if not self._in_backward:
                 raise ConfigurationError(
+                    "LP315",
                     "training_step calls loss.backward(), whose gradients are those of one rank "
-                    "only. Call self.manual_backward(loss) in its place."
+                    "only. Call self.manual_backward(loss) in its place.",
                 )
             original(tensor, *args, **kwargs)
 

@@ -33,8 +33,9 @@ def explain_inner_gradients(error: RuntimeError) -> ConfigurationError | None:
     if not any(Path(code.co_filename).parts[-3:] == inside for code in frames):
         return None
     return ConfigurationError(
+        "LP411",
         f"training_step asks for gradients by itself (torch.autograd.grad or backward), which do "
-        f"not pass the stages of a pipeline: {error} Use pipeline_parallel_size=1."
+        f"not pass the stages of a pipeline: {error} Use pipeline_parallel_size=1.",
     )
 
 
@@ -46,7 +47,11 @@ def explain_mixing(module: nn.Module, error: RuntimeError) -> PlanError | None:
         error: What code of the user raised.
     """
     found = _MIXED.search(str(error))
-    return None if found is None else PlanError(_explain(module, found[1], error.__traceback__))
+    return (
+        None
+        if found is None
+        else PlanError("LP208", _explain(module, found[1], error.__traceback__))
+    )
 
 
 def _explain(module: nn.Module, operation: str, trace: TracebackType | None) -> str:

@@ -148,7 +148,7 @@ class ParameterReads:
         dist.all_gather_object(found, self._refusals.text, group=group)
         text = next((text for text in found if text), None)
         if text is not None:
-            raise PlanError(text) from None
+            raise PlanError("LP408", text) from None
 
     def read(self, parameter: Any) -> Any:
         """Return the whole of a sharded parameter; anything else as it is."""
@@ -185,7 +185,7 @@ class ParameterReads:
         """Refuse a read of one block's parameter, which other stages cannot make alike."""
         text = module_refusal(fqn, name)
         if not self._refusals.waits:
-            raise PlanError(text)
+            raise PlanError("LP408", text)
         self._refusals.text = self._refusals.text or text
 
     def _average(self, parameter: DTensor) -> Callable[[Tensor], Tensor]:
@@ -233,7 +233,9 @@ class ParameterReads:
                 continue
             if self._is_gathered(parameter):
                 self._handed.clear()
-                raise PlanError(_written(next(n for n, p in self._named() if p is parameter)))
+                raise PlanError(
+                    "LP408", _written(next(n for n, p in self._named() if p is parameter))
+                )
             if counted:
                 mine.copy_(new)
             else:

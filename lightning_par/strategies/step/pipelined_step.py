@@ -365,15 +365,16 @@ class PipelinedSteps:
             problems = {text for stage in self.executor.stages for text in stage.problems}
             every: list[Any] = [None] * self._group.size()
             dist.all_gather_object(every, problems, self._group)
-            raise_problems(PlanError, sorted(set().union(*every)))
+            raise_problems(PlanError, "LP407", sorted(set().union(*every)))
             raise NonFiniteError(
+                "LP314",
                 "the loss of the first pipelined step is NaN. Either the model itself gives NaN, "
                 "or the step uses a "
                 "value that lives on another pipeline stage (such values are NaN on purpose): name "
                 "its module in "
                 "ParallelPlan(replicated=...), or run once with pipeline_parallel_size=1 to tell. "
                 "No weight was "
-                "changed."
+                "changed.",
             )
 
 
@@ -417,9 +418,10 @@ def loss_of(result: Any) -> Tensor:
         if isinstance(loss, Tensor):
             kind += f" whose loss has the shape {tuple(loss.shape)}"
         raise ConfigurationError(
+            "LP318",
             f"training_step returned {kind}; under a pipeline it has to return "
             "the loss as a "
-            "scalar tensor, or a dict with one under 'loss'."
+            "scalar tensor, or a dict with one under 'loss'.",
         )
     return loss.reshape(())
 

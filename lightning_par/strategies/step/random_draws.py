@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.engine.rng import is_own_draw, real_draws
-from lightning_par.errors import ConfigurationError
+from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.upstream.autograd import backward_inside
 
 __all__ = ["Rows", "Tokens", "WholeDraws"]
@@ -95,7 +95,7 @@ class WholeDraws(TorchFunctionMode):
         super().__init__()
         self.drew = self.is_opaque = False
         self.tokens: Tokens | None = None
-        self.refusal = ""
+        self.refusal: LightningParError | None = None
         self._device, self._rows = device, Rows(0, 1, 1)
         self._all: list[_Draw] = []  # what it draws for some samples
         self._plan: list[_Draw] = []  # for a part of them
@@ -205,9 +205,10 @@ class WholeDraws(TorchFunctionMode):
         Raises:
             ConfigurationError: After `settle`.
         """
+        error = ConfigurationError("LP311", text)
         if self._is_settled:
-            raise ConfigurationError(text)
-        self.refusal = self.refusal or text
+            raise error
+        self.refusal = self.refusal or error
 
     def settle(self) -> None:
         """End the comparison of batches of two sizes."""

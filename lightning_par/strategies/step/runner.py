@@ -20,12 +20,13 @@ from lightning_par.engine.batch import (
     BatchDimsFinder,
     sequence_entries,
 )
+from lightning_par.engine.context.sequence_shard import tokens_of
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.tensor.whole_parameters import explain_shards
 from lightning_par.engine.tensor_tree import TreeBroadcast
-from lightning_par.errors import ConfigurationError, LightningParError, PlanError
+from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
@@ -441,7 +442,7 @@ class StepRunner:
             told = explain_mixing(self.module, error) or explain_shards(self.module, error)
             if told is None and self.pipeline is not None:
                 told = explain_inner_gradients(error)
-                if told is not None and self._random.refuse(str(told)):
+                if told is not None and self._random.refuse(told):
                     return  # the other ranks, on which nothing failed, will be told
             if told is None:
                 raise
@@ -471,18 +472,13 @@ class StepRunner:
         for entry, dim in sequence_entries(batch, layout).items():
             if entry == layout.labels and predicts:
                 continue
-            shape = tuple(getattr(batch_entry(batch, entry), "shape", ()))
-            if not -len(shape) <= dim < len(shape):
-                raise PlanError(
-                    f"the plan says that T is dim {dim} of the batch entry {entry!r}, but its "
-                    f"shape is {shape}."
-                )
-            tokens = shape[dim]
+            tokens = tokens_of(entry, batch_entry(batch, entry), dim)
             if tokens % degree:
                 raise ConfigurationError(
+                    "LP304",
                     f"tensor_parallel_size={degree} with sequence_parallel=True: {entry!r} has "
                     f"T={tokens} tokens in dim {dim}, not divisible by {degree}. Pad to "
-                    f"{-(-tokens // degree) * degree}, or use sequence_parallel=False."
+                    f"{-(-tokens // degree) * degree}, or use sequence_parallel=False.",
                 )
 
 

@@ -97,22 +97,25 @@ class ShardedSequence:
         degree = self._mesh.sizes.context
         if not calls:
             raise ConfigurationError(
+                "LP205",
                 f"context_parallel_size={degree}: no attention of the blocks "
                 f"{', '.join(self._plan.containers)!r} was seen, so every rank would attend to its "
                 "own tokens only. Call F.scaled_dot_product_attention or lightning_par.attention "
-                "in the blocks."
+                "in the blocks.",
             )
         if counts:
             raise ConfigurationError(
+                "LP205",
                 f"context_parallel_size={degree}: the plan says positions={{}}, but "
                 f"{counted or 'the model'} counts positions from 0 to the number of tokens that it "
                 "sees, which are those of one rank. Let the forward take the positions and name "
                 "them, as in ParallelPlan(positions={'': 'position_ids'}), or give them in the "
-                "batch."
+                "batch.",
             )
         if self._plan.positions and not fills:
             names = ", ".join(repr(name) for name in self._plan.positions)
             raise ConfigurationError(
+                "LP205",
                 f"context_parallel_size={degree}: the plan gives positions to {names}, but no "
-                "such module was called. Call the module, not its forward."
+                "such module was called. Call the module, not its forward.",
             )

@@ -135,8 +135,9 @@ class StepRandom:
         yield
         if before is not None and not torch.equal(before, torch.get_rng_state()):
             raise ConfigurationError(
+                "LP311",
                 "training_step drew random numbers, but drew none when the run began, so that they "
-                "would not be those of one process. Let it draw from the first step on."
+                "would not be those of one process. Let it draw from the first step on.",
             )
 
     def replay(self, microbatch: int = 0) -> AbstractContextManager[None]:
@@ -163,23 +164,23 @@ class StepRandom:
         finally:
             self._looked = None
 
-    def refuse(self, text: str) -> bool:
+    def refuse(self, error: LightningParError) -> bool:
         """Note what `judge` then raises on every rank, also on those where the step did not fail.
 
         Args:
-            text: What is wrong, and what to do.
+            error: What is wrong, and what to do.
 
         Returns:
             False, and nothing is noted, outside of `look`.
         """
         if self._looked is None:
             return False
-        self._draws.refusal = self._draws.refusal or text
+        self._draws.refusal = self._draws.refusal or error
         return True
 
     def is_refused(self) -> bool:
         """Return whether something was noted that `judge` will raise."""
-        return bool(self._draws.refusal)
+        return self._draws.refusal is not None
 
     @contextmanager
     def _look_at(self, part: int) -> Iterator[None]:
@@ -196,11 +197,12 @@ class StepRandom:
             if part == 0:  # the whole batch: the step fails on one process, too
                 raise
             rows = self._rows[part]
-            self.refuse(
+            text = (
                 f"training_step runs on {rows.size} samples, but not on {rows.length} of them, "
                 f"which micro-batches and replicas need: {type(error).__name__}: {error} Write it "
                 "for any number of samples, or use num_microbatches=1 and data_parallel_size=1."
             )
+            self.refuse(ConfigurationError("LP303", text))
         finally:
             self._draws.learn()
             self._draws.rewind()
@@ -231,21 +233,22 @@ class StepRandom:
             any(_differ(a, b, "python", "numpy") for a, b in pairs),
             self._draws.drew or any(_differ(begin, s, "python", "numpy") for s in states),
             any(_differ(begin, s, "torch", "cuda") for s in states),
-            bool(self._draws.refusal),
+            self._draws.refusal is not None,
         ]
         found = torch.tensor([float(flag) for flag in flags], device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         unknown, depends, draws, changes, refused = map(bool, found.tolist())
         if refused:
-            texts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(texts, self._draws.refusal)
-            raise ConfigurationError(next(filter(None, texts)))
+            errors: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, self._draws.refusal)
+            raise next(filter(None, errors))
         if depends and divides:
             raise ConfigurationError(
+                "LP311",
                 "training_step draws as many random numbers of NumPy or Python as there are "
                 "samples, which micro-batches and replicas cannot share. Draw them by torch "
                 "(torch.rand(batch_size)), or in the data set, or use num_microbatches=1 and "
-                "data_parallel_size=1."
+                "data_parallel_size=1.",
             )
         self._draws.settle()
         self._draws_whole = draws

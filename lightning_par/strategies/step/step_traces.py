@@ -83,17 +83,18 @@ def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[No
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         if args:
-            raise ConfigurationError(f"self.log({name!r}, ...): pass options by keyword.")
+            raise ConfigurationError("LP316", f"self.log({name!r}, ...): pass options by keyword.")
         if isinstance(value, dict):
-            raise ConfigurationError(f"self.log({name!r}, dict): use self.log_dict.")
+            raise ConfigurationError("LP316", f"self.log({name!r}, dict): use self.log_dict.")
         metric = None
         if isinstance(value, Metric):
             names = (path for path, part in module.named_modules() if part is value)
             metric = next(names, None)
             if metric is None:
                 raise ConfigurationError(
+                    "LP316",
                     f"self.log({name!r}, metric): the metric is not an attribute of the "
-                    f"{type(module).__name__}; set it in __init__ as self.{name} = ..."
+                    f"{type(module).__name__}; set it in __init__ as self.{name} = ...",
                 )
             value = last_batch_value(value)
         value = value.detach() if isinstance(value, Tensor) else value
@@ -243,7 +244,9 @@ def reduction_name(reduce_fx: Any) -> str:
     """
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     if name not in ("mean", "avg", "sum", "max", "min"):
-        raise ConfigurationError(f"self.log(reduce_fx={reduce_fx!r}): use mean, sum, max or min.")
+        raise ConfigurationError(
+            "LP316", f"self.log(reduce_fx={reduce_fx!r}): use mean, sum, max or min."
+        )
     return str(name)
 
 

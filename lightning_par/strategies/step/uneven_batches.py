@@ -27,9 +27,10 @@ def check_loader(dataloader: object, num_microbatches: Size) -> None:
     size = dataloader.batch_size
     if size is not None and size < num_microbatches:
         raise ConfigurationError(
+            "LP303",
             f"num_microbatches={num_microbatches}: a batch of {size} samples cannot be cut into so "
             "many. Use "
-            f"num_microbatches={size} or less, or batch_size={num_microbatches} or more."
+            f"num_microbatches={size} or less, or batch_size={num_microbatches} or more.",
         )
 
 

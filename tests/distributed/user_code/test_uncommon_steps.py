@@ -61,7 +61,7 @@ def a_norm_that_iterates_when_the_weight_is_read() -> Any:
     return Classifier(layers(spectral_norm(nn.Linear(16, 32)))), vectors()
 
 
-@CASES.add(equal="tp2 zero3", refused={"pp2": "asks for gradients by itself"})
+@CASES.add(equal="tp2 zero3", refused={"pp2": r"asks for gradients by itself.* explain LP411\]"})
 def penalty_on_the_gradient_of_the_input() -> Any:
     class Module(Classifier):
         def loss(self, x: Tensor, y: Tensor) -> Tensor:

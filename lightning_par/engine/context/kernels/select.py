@@ -43,11 +43,11 @@ def check_backend(name: str) -> None:
     names = ["auto", *KERNELS]
     if name not in names:
         text = f"attention_backend={name!r} must be {either(names)}{nearest(name, names)}"
-        raise ConfigurationError(text)
+        raise ConfigurationError("LP308", text)
     missing = _missing(name)
     if missing is not None:
         here = either(["auto", *(n for n in KERNELS if _missing(n) is None)])
-        raise ConfigurationError(f"attention_backend={name!r} {missing}. Use {here}.")
+        raise ConfigurationError("LP308", f"attention_backend={name!r} {missing}. Use {here}.")
 
 
 @cache
@@ -73,8 +73,9 @@ def choose_kernel(name: str, query: Tensor, *, masked: bool) -> AttentionKernel:
         fits = [n for n in KERNELS if _refusal(n, query, masked=masked) is None]
         kind = str(query.dtype).removeprefix("torch.")
         raise ConfigurationError(
+            "LP308",
             f"attention_backend={name!r} {refusal} (heads of {query.shape[-1]} dims, {kind}, on "
-            f"{query.device.type}). Use {either(['auto', *fits])}."
+            f"{query.device.type}). Use {either(['auto', *fits])}.",
         )
     return KERNELS[name]
 

@@ -54,7 +54,7 @@ class GradientCompression:
             )
         if not _is_whole(self.start_step, 0):
             problems.append(f"start_step={self.start_step!r} must be a whole number of 0 or more.")
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP902", problems)
 
     def remembered_bytes(self, entries: int, dtype: torch.dtype, replicas: int) -> int:
         """Return the bytes that a rank keeps for the error of a gradient.
@@ -93,10 +93,11 @@ def read_compression(
         chosen = read_fields(GradientCompression, chosen, "gradient_compression")
     if zero_stage != 0:
         raise ConfigurationError(
+            "LP609",
             f"gradient_compression={chosen.method!r} with zero_stage={zero_stage}: what is "
             "compressed is the sum of whole gradients over the replicas, and stages 1 to 3 shard "
             "them. Use zero_stage=0, with an optimizer on the host "
-            "Hybrid3DStrategy(zero_stage=0, offload_options={})."
+            "Hybrid3DStrategy(zero_stage=0, offload_options={}).",
         )
     return chosen
 
@@ -116,13 +117,15 @@ def check_compression(
     """
     if chosen is not None and accumulates_on == "host":
         raise ConfigurationError(
+            "LP609",
             f"gradient_compression={chosen.method!r} with accumulate_on='host': every batch would "
             "be compressed, and what it left out could not be taken back with its step. Use "
-            "accumulate_on='device', or leave gradient_compression out."
+            "accumulate_on='device', or leave gradient_compression out.",
         )
     if chosen is not None and sizes.expert > 1:
         raise ConfigurationError(
+            "LP609",
             f"gradient_compression={chosen.method!r} with expert_parallel_size={sizes.expert}: the "
             "gradients of divided experts are summed over other ranks. Use expert_parallel_size=1, "
-            "or leave gradient_compression out."
+            "or leave gradient_compression out.",
         )

@@ -225,9 +225,10 @@ class IslandClient:
             there.append(now)
             if not now.isfinite().all():
                 raise NonFiniteError(
+                    "LP703",
                     f"{held.region.name} has entries that are not finite after "
                     f"{self._own_steps} steps of island {self._place.island}; its movement was "
-                    "not sent. Restart the island: it takes the weights of the server."
+                    "not sent. Restart the island: it takes the weights of the server.",
                 )
             if held.region.sends:
                 moved = held.start() - now
@@ -302,8 +303,9 @@ class IslandClient:
                 hopeless = self._closed.is_set() or isinstance(error, ssl.SSLCertVerificationError)
                 if left <= 0 or hopeless:
                     raise IslandError(
+                        "LP701",
                         f"island {self._place.island} has not reached its server at "
-                        f"{self._place.server} (timeout={self._outer.timeout:g}): {error}"
+                        f"{self._place.server} (timeout={self._outer.timeout:g}): {error}",
                     ) from error
                 if not is_said:
                     is_said = True
@@ -349,7 +351,9 @@ class IslandClient:
             channel.send({"op": "seed"}, b"".join(packed))
             answer, payload = channel.receive(self._limit())
         if answer["op"] == "refused":
-            raise IslandError(f"the server at {self._place.server} refuses: {answer['reason']}")
+            raise IslandError(
+                "LP702", f"the server at {self._place.server} refuses: {answer['reason']}"
+            )
         if answer["op"] != "welcome":
             raise MessageError(f"answered a hello with {answer['op']!r}.")
         return answer, payload

@@ -24,11 +24,14 @@ def read_key(file: str | Path | None, variable: str | None) -> bytes:
     try:
         key = Path(file).read_bytes().strip() if file is not None else (variable or "").encode()
     except OSError as error:
-        raise ConfigurationError(f"the key of the islands cannot be read: {error}.") from error
+        raise ConfigurationError(
+            "LP704", f"the key of the islands cannot be read: {error}."
+        ) from error
     if len(key) < _SHORTEST:
         raise ConfigurationError(
+            "LP704",
             f"the key of the islands has {len(key)} bytes; it needs {_SHORTEST} or more, the same "
             f"on the server and on all islands. Set {KEY_VARIABLE} or key_file=, as with `openssl "
-            "rand -hex 32`."
+            "rand -hex 32`.",
         )
     return key

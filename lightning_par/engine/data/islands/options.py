@@ -76,7 +76,7 @@ class Outer:
         problems += self._number_problems()
         if not problems:
             problems += self._place_problems()
-        raise_problems(ConfigurationError, problems)
+        raise_problems(ConfigurationError, "LP902", problems)
         nesterov = self.optimizer == "nesterov"
         for name, value in (("lr", 0.7 if nesterov else 1.0), ("momentum", 0.9 * nesterov)):
             if getattr(self, name) is None:  # how a frozen dataclass sets its own fields

@@ -171,7 +171,7 @@ def test_a_deadlock_names_the_blocked_action_of_each_rank_and_what_it_waits_for(
     for check in (validate_schedule, simulate):
         with pytest.raises(ScheduleError) as error:
             check(circle)
-        assert str(error.value) == text
+        assert (error.value.code, error.value.message) == ("LP403", text)
 
 
 def test_a_simulation_without_a_needed_action_says_that_no_rank_runs_it():

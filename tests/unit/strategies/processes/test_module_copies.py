@@ -46,5 +46,5 @@ def test_errors_of_a_hook_name_both_modules() -> None:
     assert isinstance(told, ConfigurationError)
     assert "'net' and its copy 'average'" in str(told)
     assert "KeyError: '0.weight'" in str(told)
-    assert explain_copy(PipelineError("other"), ("net", "average")) is None
+    assert explain_copy(PipelineError("LP406", "other"), ("net", "average")) is None
     assert explain_copy(KeyboardInterrupt(), ("net", "average")) is None

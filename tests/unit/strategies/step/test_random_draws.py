@@ -133,7 +133,7 @@ def test_dropout_alone_is_no_draw_and_evaluation_none_at_all() -> None:
 )
 def test_what_cannot_be_shared_is_refused(draw: Any, message: str) -> None:
     mode = prepared(draw, torch.ones(B, T))
-    assert re.search(message, mode.refusal)
+    assert re.search(message, mode.refusal.message)
     if "rand for" not in message:
         with pytest.raises(ConfigurationError, match=message), mode.forward(Rows(0, 2, B)):
             draw(torch.ones(2, T))

@@ -8,6 +8,7 @@ working::
     |-- MeshError         (ValueError)    sizes do not fit the devices
     |-- ScheduleError     (ValueError)    a pipeline schedule cannot run
     |-- ConfigurationError (ValueError)   an option, alone or with the Trainer, is not supported
+    |   `-- UnknownOptionError (TypeError)  there is no option of that name
     |-- PipelineError     (RuntimeError)  a pipeline stage failed while it ran
     |-- NonFiniteError    (RuntimeError)  the loss or the gradient is NaN or infinite
     |-- OffloadError      (RuntimeError)  the host cannot hold or step the optimizer
@@ -15,6 +16,9 @@ working::
     |-- VerificationError (RuntimeError)  a run differs from the same run on one process
     |-- IslandError       (RuntimeError)  an island does not reach its server, or is refused
     `-- CheckpointError   (RuntimeError)  a checkpoint does not fit the model
+
+Each is raised with a code such as ``LP203``: ``lightning-par explain LP203``, and the page of error
+codes, tell its cause, an example and the cure. What a code means never changes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,17 +34,44 @@ __all__ = [
     "OffloadError",
     "PipelineError",
     "PlanError",
+    "Problem",
     "ScheduleError",
+    "UnknownOptionError",
     "UpstreamError",
     "VerificationError",
+    "describe",
     "either",
     "nearest",
     "raise_problems",
 ]
 
+Problem = str | tuple[str, str]
+"""A sentence for `raise_problems`: alone, or after the code of its cause."""
+
 
 class LightningParError(Exception):
-    """Base class of every exception that lightning_par raises on purpose."""
+    """Base class of every exception that lightning_par raises on purpose.
+
+    Args:
+        code: Of the catalogue (`lightning_par.errors.catalogue`); several with blanks between.
+        message: What is wrong here, and what to do.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(code, message)  # both, so that a copy or a pickle has both
+
+    @property
+    def code(self) -> str:
+        """The code of the cause."""
+        return str(self.args[0])
+
+    @property
+    def message(self) -> str:
+        """The text without the code, to be part of another text."""
+        return str(self.args[1])
+
+    def __str__(self) -> str:
+        return f"{self.message} [lightning-par explain {self.code}]"
 
 
 class PlanError(LightningParError, ValueError):
@@ -57,6 +88,10 @@ class ScheduleError(LightningParError, ValueError):
 
 class ConfigurationError(LightningParError, ValueError):
     """An option is not supported, alone or together with the Trainer's settings."""
+
+
+class UnknownOptionError(ConfigurationError, TypeError):
+    """There is no option of that name."""
 
 
 class PipelineError(LightningParError, RuntimeError):
@@ -87,20 +122,32 @@ class CheckpointError(LightningParError, RuntimeError):
     """A checkpoint does not fit the model or the optimizer."""
 
 
-def raise_problems(error: type[LightningParError], problems: Sequence[str]) -> None:
+def raise_problems(error: type[LightningParError], code: str, problems: Sequence[Problem]) -> None:
     """Raise `error` with every problem in one message; do nothing if there is none.
 
     Args:
         error: The class to raise.
-        problems: One sentence each, complete in itself.
+        code: The code of problems that are given without one.
+        problems: One sentence each, complete in itself; alone, or after a code.
 
     Raises:
         LightningParError: `error`, if `problems` is not empty.
     """
-    if len(problems) == 1:
-        raise error(problems[0])
-    if problems:
-        raise error(f"{len(problems)} problems:\n" + "\n".join(f"  - {p}" for p in problems))
+    if not problems:
+        return
+    pairs = [(code, p) if isinstance(p, str) else p for p in problems]
+    codes = " ".join(dict.fromkeys(code for code, _ in pairs))
+    texts = [text for _, text in pairs]
+    if len(texts) == 1:
+        raise error(codes, texts[0])
+    raise error(codes, f"{len(texts)} problems:\n" + "\n".join(f"  - {text}" for text in texts))
+
+
+def describe(error: BaseException) -> str:
+    """Return what an exception says, to be part of another text: of ours, the message alone."""
+    if isinstance(error, LightningParError):
+        return error.message
+    return f"{type(error).__name__}: {error}"
 
 
 def either(values: Sequence[object]) -> str:
