@@ -8,6 +8,12 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(?<=\]\()([^)\s:]+)(?=\))")
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
+PROJECT = {
+    "examples/README.md": "project/gallery.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+}
+"""Page outside of docs/ -> its path in the site."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 
 
@@ -39,7 +45,9 @@ class Linker:
             return target
         wanted = os.path.normpath(PurePosixPath(place).parent / path)
         kept = (self.out / os.path.relpath(wanted, "docs")).suffix not in ("", ".py")
-        if wanted.startswith("docs/") and kept:
+        if wanted in PROJECT:
+            found = PROJECT[wanted]
+        elif wanted.startswith("docs/") and kept:
             found = os.path.relpath(wanted, "docs")
         else:
             found = self._source(PurePosixPath(wanted))
