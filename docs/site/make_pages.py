@@ -15,7 +15,7 @@ from reference import pages
 from source_links import Linker, PROJECT, ROOT
 
 DOCS = ROOT / "docs"
-KEPT = ("pictures", "screenshots")
+KEPT = ("pictures", "reports", "screenshots")
 """Folders of docs/ that are copied whole."""
 SCRIPTS = {"which_layout.md": ("planner_data.js", "layouts.js", "calculator.js")}
 """Page -> what it loads from assets/."""
