@@ -106,7 +106,9 @@ BROKEN = {
     '<a href="none/">': "none/ does not exist",
     '<a href="#none">': "#none has no such heading",
     '<a href="other.html#x">': "other.html#x has no such heading",
-    '<img src="none.svg">': "none.svg does not exist",
+    '<img src="none.svg" alt="a">': "none.svg does not exist",
+    '<img src="other.html">': "other.html has no alt text",
+    "<h1></h1><h3></h3>": "a heading of level 3 follows one of level 1",
     '<script src="https://cdn.example/x.js"></script>': "loads https://cdn.example/x.js",
     '<p id="a"></p><p id="a"></p>': "two elements have the id 'a'",
 }
