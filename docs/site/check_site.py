@@ -1,11 +1,13 @@
 """Checks a built site: every link, anchor, picture, script and style is there, and none is fetched
-from elsewhere.
+from elsewhere; every picture has a text, and no heading skips a level.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
@@ -19,12 +21,17 @@ class Page(HTMLParser):
         ids: Of its elements.
         links: Targets of `a`.
         loads: Targets of scripts, styles, pictures and frames.
+        twice: Ids of more than one element.
+        silent: Pictures without a text that stands for them.
+        levels: Of its headings, in order.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.ids, self.links, self.loads = set[str](), list[str](), list[str]()
         self.twice: list[str] = []
+        self.silent: list[str] = []
+        self.levels: list[int] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -35,6 +42,10 @@ class Page(HTMLParser):
             if name in self.ids and tag != "path":
                 self.twice.append(name)
             self.ids.add(name)
+        if re.fullmatch("h[1-6]", tag):
+            self.levels.append(int(tag[1]))
+        if tag == "img" and not found.get("alt"):
+            self.silent.append(found.get("src") or "")
         if tag == "a" and found.get("href"):
             self.links.append(found["href"] or "")
         target = found.get(LOADED.get(tag, ""))
@@ -50,6 +61,10 @@ def problems(site: Path) -> Iterator[str]:
             continue
         name = file.relative_to(site)
         yield from (f"{name}: two elements have the id {i!r}" for i in page.twice)
+        yield from (f"{name}: {source} has no alt text" for source in page.silent)
+        for above, level in pairwise(page.levels):
+            if level > above + 1:
+                yield f"{name}: a heading of level {level} follows one of level {above}"
         for target in (*page.links, *page.loads):
             address = urlsplit(target)
             if address.scheme or address.netloc:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from calculator_data import data
 from reference import pages
-from source_links import Linker, ROOT
+from source_links import Linker, PROJECT, ROOT
 
 DOCS = ROOT / "docs"
-KEPT = ("pictures", "screenshots")
+KEPT = ("pictures", "reports", "screenshots")
 """Folders of docs/ that are copied whole."""
 SCRIPTS = {"which_layout.md": ("planner_data.js", "layouts.js", "calculator.js")}
 """Page -> what it loads from assets/."""
@@ -41,12 +41,9 @@ def make(out: Path) -> None:
     for page, text in pages():
         (out / page).parent.mkdir(exist_ok=True)
         (out / page).write_text(text)
-    for name in ("CHANGELOG", "CONTRIBUTING"):
-        page = f"project/{name.lower()}.md"
+    for place, page in PROJECT.items():
         (out / page).parent.mkdir(exist_ok=True)
-        (out / page).write_text(
-            linker.rewrite((ROOT / f"{name}.md").read_text(), f"{name}.md", page)
-        )
+        (out / page).write_text(linker.rewrite((ROOT / place).read_text(), place, page))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Pages for the files that the guides link to in the repository: no link leaves the site."""
 
 import ast
+import json
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -8,6 +9,12 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(?<=\]\()([^)\s:]+)(?=\))")
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
+PROJECT = {
+    "examples/README.md": "project/gallery.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+}
+"""Page outside of docs/ -> its path in the site."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 
 
@@ -39,7 +46,9 @@ class Linker:
             return target
         wanted = os.path.normpath(PurePosixPath(place).parent / path)
         kept = (self.out / os.path.relpath(wanted, "docs")).suffix not in ("", ".py")
-        if wanted.startswith("docs/") and kept:
+        if wanted in PROJECT:
+            found = PROJECT[wanted]
+        elif wanted.startswith("docs/") and kept:
             found = os.path.relpath(wanted, "docs")
         else:
             found = self._source(PurePosixPath(wanted))
@@ -59,6 +68,8 @@ class Linker:
         else:
             body = listing(file) if file.is_dir() else block(file)
             text = f"# {path.name}\n\n`{path}`\n\n{body}\n"
+        if path.suffix == ".ipynb":
+            text = notebook(file)
         target = self.out / page
         target.parent.mkdir(parents=True, exist_ok=True)
         # Found by links, not by words: the search is for the guides and the reference.
@@ -81,6 +92,13 @@ def summary(file: Path) -> str:
         return " ".join(said.partition("\n\n")[0].split())
     first = text.partition("\n")[0]
     return first.removeprefix("# ") if first.startswith("#") else ""
+
+
+def notebook(file: Path) -> str:
+    """Return the cells of a notebook as Markdown."""
+    cells = json.loads(file.read_text())["cells"]
+    sources = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    return "\n\n".join(s if kind == "markdown" else f"```python\n{s}\n```" for kind, s in sources)
 
 
 def block(file: Path) -> str:

@@ -90,11 +90,11 @@ def test_an_argument_without_a_meaning_is_not_passed_over() -> None:
 def test_links_to_code_become_pages_with_that_code(tmp_path: Path) -> None:
     linker = script("source_links")["Linker"](tmp_path)
     text = "[a](../lightning_par/mesh.py) [b](pipeline.md#x) [c](../docs/drawing)\n"
-    text += "```\n[d](../no)\n```"
+    text += "[e](../examples/README.md)\n```\n[d](../no)\n```"
     found = linker.rewrite(text, "docs/one.md", "one.md")
     assert found == (
         "[a](source/lightning_par/mesh.py.md) [b](pipeline.md#x) [c](source/docs/drawing.md)\n"
-        "```\n[d](../no)\n```"
+        "[e](project/gallery.md)\n```\n[d](../no)\n```"
     )
     shown = (tmp_path / "source/lightning_par/mesh.py.md").read_text()
     assert (ROOT / "lightning_par" / "mesh.py").read_text().strip() in shown
@@ -106,7 +106,9 @@ BROKEN = {
     '<a href="none/">': "none/ does not exist",
     '<a href="#none">': "#none has no such heading",
     '<a href="other.html#x">': "other.html#x has no such heading",
-    '<img src="none.svg">': "none.svg does not exist",
+    '<img src="none.svg" alt="a">': "none.svg does not exist",
+    '<img src="other.html">': "other.html has no alt text",
+    "<h1></h1><h3></h3>": "a heading of level 3 follows one of level 1",
     '<script src="https://cdn.example/x.js"></script>': "loads https://cdn.example/x.js",
     '<p id="a"></p><p id="a"></p>': "two elements have the id 'a'",
 }

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from lightning_par.checkpoint.progress import showing
 from lightning_par.strategies.components.progress_bar import progress_of
+from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.functions import diverted
 from lightning_par.upstream.lightning import (
     launch_scripts,
@@ -27,7 +29,7 @@ from lightning_par.upstream.lightning import (
     TunerExit,
 )
 
-__all__ = ["PreflightLauncher"]
+__all__ = ["PreflightLauncher", "refuse_prompt"]
 
 _LAUNCHER = "LIGHTNING_PAR_LAUNCHER"
 """Environment variable that tells a process which one has started it."""
@@ -67,6 +69,12 @@ class PreflightLauncher(SubprocessScriptLauncher):
         self.weights_only: bool | None = None
         self.train_data: Any = None
         self.observes = True
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Whether a Trainer in a notebook may have it; `refuse_prompt` says where it may not."""
+        return True
 
     @property
     def sees_processes(self) -> bool:
@@ -151,6 +159,26 @@ class PreflightLauncher(SubprocessScriptLauncher):
             _logger.critical("%s All processes of this node end.", _describe(self.procs))
             self.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
             os._exit(1)
+
+
+def refuse_prompt(num_devices: int) -> None:
+    """Refuse to start processes from a notebook or a prompt, which is no script to run again.
+
+    Args:
+        num_devices: Of the run.
+
+    Raises:
+        ConfigurationError: Python is interactive.
+    """
+    # Forked ranks are no way out: a fork loses the threads of a process that has run a backward.
+    if hasattr(sys, "ps1"):
+        raise ConfigurationError(
+            "LP711",
+            f"{num_devices} devices need {num_devices} processes, each of which runs your script; "
+            "a notebook or a Python prompt is no script. Begin the cell with `%%writefile "
+            "train.py` and run `!python train.py` in the next one. With devices=1 any strategy "
+            "trains here.",
+        )
 
 
 def _divide_cores(num_processes: int) -> None:

@@ -36,7 +36,7 @@ from lightning_par.strategies.processes.hosts import (
 from lightning_par.strategies.processes.interface import Route
 from lightning_par.strategies.processes.interruption import Interruption
 from lightning_par.strategies.processes.island_place import find_island
-from lightning_par.strategies.processes.launcher import PreflightLauncher
+from lightning_par.strategies.processes.launcher import PreflightLauncher, refuse_prompt
 from lightning_par.strategies.processes.module_copies import explain_copy
 from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
 from lightning_par.strategies.processes.watchdog import (
@@ -215,12 +215,15 @@ class MeshProcesses:
 
         Raises:
             MeshError: The sizes do not fit the devices.
+            ConfigurationError: A notebook or a prompt would have to start processes.
         """
         if self._options.auto_rule == "planned":
             self._options.possible_sizes(self._num_nodes * self.num_local, self.num_local)
         else:
             _ = self.sizes
         assert self._environment is not None
+        if self.world_size > 1 and not self._environment.creates_processes_externally:
+            refuse_prompt(self.world_size)
         self._launcher = PreflightLauncher(
             self._environment, self.num_local, self._num_nodes, preflight, self._explain
         )
