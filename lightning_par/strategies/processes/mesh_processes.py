@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -38,6 +39,12 @@ from lightning_par.strategies.processes.island_place import find_island
 from lightning_par.strategies.processes.launcher import PreflightLauncher
 from lightning_par.strategies.processes.module_copies import explain_copy
 from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
+from lightning_par.strategies.processes.run_progress import RunProgress
+from lightning_par.strategies.processes.shared_folders import (
+    check_folder_is_shared,
+    check_path_is_shared,
+    checkpoint_folders,
+)
 from lightning_par.strategies.processes.watchdog import (
     is_communication_error,
     open_status_file,
@@ -82,14 +89,16 @@ class MeshProcesses:
         self._filter: Any = None
         self.activity = Activity()
         self.interruption = Interruption(options.timeout)
-        self._signals = DeferredSignals()
+        self._signals, self._progress = DeferredSignals(), RunProgress()
+        self._shared: set[str] = set()
         self.copy: tuple[str, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
         left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
         interruption = Interruption(self._options.timeout)
-        own = {"interruption": interruption, "_signals": DeferredSignals()}
+        own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
+        own |= {"_progress": RunProgress(), "_shared": set()}
         return {**vars(self), **left, **own, "_owns_group": False}
 
     def attach(
@@ -266,6 +275,33 @@ class MeshProcesses:
                 self._observe_children(False)
             elif server is not None:
                 server.close()
+        trainer = trainer_of(self.interruption.module)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            for folder in checkpoint_folders(trainer, trainer.checkpoint_callbacks):
+                self.check_folder(folder)
+
+    def check_folder(self, folder: str) -> None:
+        """Refuse a folder for checkpoints that some hosts do not share; looks once.
+
+        Raises:
+            CheckpointError: On every rank.
+
+        **Communicates**: see `check_folder_is_shared`.
+        """
+        if self._hosts is not None and folder not in self._shared:
+            check_folder_is_shared(folder, self._hosts)
+            self._shared.add(folder)
+
+    def check_path(self, path: str) -> None:
+        """Refuse a checkpoint that only some hosts see.
+
+        Raises:
+            CheckpointError: On every rank.
+
+        **Communicates**: see `check_path_is_shared`.
+        """
+        if self._hosts is not None:
+            check_path_is_shared(path, self._hosts)
 
     def _arrange(self) -> None:
         """Make the mesh, if there is none."""
@@ -360,6 +396,12 @@ class MeshProcesses:
         trainer = trainer_of(self.interruption.module)
         if trainer is not None:
             self._signals.begin(trainer)
+            if (
+                self.rank == 0
+                and self.world_size > 1
+                and trainer.state.stage == RunningStage.TRAINING
+            ):
+                self._progress.begin(trainer)
 
     def end_loop(self) -> None:
         """Answer those that came during the last batch, unless this loop runs inside training."""
@@ -372,6 +414,7 @@ class MeshProcesses:
     def close(self) -> None:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
         self._signals.close()
+        self._progress.close(trainer_of(self.interruption.module))
         while self._variables:
             os.environ.pop(self._variables.pop(), None)
         filters: Any = warnings.filters  # a list
