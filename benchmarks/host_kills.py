@@ -3,10 +3,10 @@
     python benchmarks/host_kills.py [--kills 20] [--seed 0]
 
 Two hosts, namespaces of this machine (which needs root), under torchrun with ``--max-restarts``; dp
-2 with ZeRO 3 across them, a checkpoint every third step, float64. In turn the ranks of a host are
-killed and all its processes, the agent with them, which is then started again as an init system
-would. Every loss, also of steps that are computed again, is compared with one process that trained
-without a break.
+2 with ZeRO 3 across them, a checkpoint every third step, float64. The ranks of a host are killed,
+and at every fifth time all its processes, the agent with them, which is then started again as an
+init system would. Every loss, also of steps that are computed again, is compared with one process
+that trained without a break.
 """
 
 import argparse

@@ -20,11 +20,14 @@ from tests.support.host_runs import PORT
 from tests.support.hosts import Host, Hosts, open_hosts, Task
 from tests.support.parity import quiet_trainer
 
-__all__ = ["SAVE_EVERY", "Killed", "run_and_kill", "undisturbed_losses"]
+__all__ = ["LOST", "SAVE_EVERY", "Killed", "read_losses", "run_and_kill", "undisturbed_losses"]
 
 LOST = re.compile(r"begins after step (\d+)\..* had done step (\d+): (\d+) steps were lost")
 BATCH, TOKENS, SAVE_EVERY = 8, 16, 3
-_PATIENCE = 300.0
+_CONF = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10"
+_WHOLE = 5
+"""Of so many kills one is of a whole host, whose agent torchrun misses only after minutes."""
+_PATIENCE = 400.0
 """Seconds in which a run has to come to its next step, on a busy machine."""
 
 
@@ -41,8 +44,10 @@ class _Losses(Callback):
                 file.write(f"{trainer.global_step} {loss!r}\n")
 
 
-def train_to_the_end(out: Path, steps: int, hosts: int = 1, devices: int = 1) -> None:
-    """Train, from the last checkpoint if there is one: tp inside a host, dp across."""
+def train_to_the_end(
+    out: Path, steps: int, hosts: int = 1, devices: int = 1, start: str | None = None
+) -> None:
+    """Train: tp inside a host, dp across. `start` is the Trainer's ``ckpt_path``."""
     import lightning_par
     from lightning_par.models import GPTModule, TextDataModule
 
@@ -76,7 +81,7 @@ def train_to_the_end(out: Path, steps: int, hosts: int = 1, devices: int = 1) ->
     )
     small = {"model_dim": 16, "num_layers": 2, "num_kv_heads": 2}
     data = TextDataModule(length=TOKENS, batch_size=BATCH // hosts, max_bytes=50_000)
-    trainer.fit(Module(overrides=small, warmup_steps=2), data, ckpt_path="last")
+    trainer.fit(Module(overrides=small, warmup_steps=2), data, ckpt_path=start)
 
 
 def undisturbed_losses(out: Path, steps: int) -> dict[int, float]:
@@ -85,10 +90,12 @@ def undisturbed_losses(out: Path, steps: int) -> dict[int, float]:
         train_to_the_end(out, steps)
     finally:
         torch.set_default_dtype(torch.float32)
-    return dict(_read(out / "losses"))
+    return dict(read_losses(out))
 
 
-def _read(path: Path) -> list[tuple[int, float]]:
+def read_losses(out: Path) -> list[tuple[int, float]]:
+    """Step and loss of every batch so far; of steps that were lost more than once."""
+    path = out / "losses"
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return [(int(step), float(loss)) for step, loss in lines]
 
@@ -110,7 +117,7 @@ class RestartedRun:
         self._words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
         self._words += ["--nproc-per-node", str(devices), "--max-restarts", "100"]
         self._words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].name}:{PORT}"]
-        self._words += ["--rdzv-id", "1", "--rdzv-conf", "last_call_timeout=3"]
+        self._words += ["--rdzv-id", "1", "--rdzv-conf", _CONF]
         self._words += [__file__, str(out), str(steps)]
         self.agents: dict[int, Task] = {}
         for host in hosts:
@@ -119,10 +126,6 @@ class RestartedRun:
     def start(self, host: Host) -> None:
         """Start the agent of a host."""
         self.agents[host.number] = host.run(self._words)
-
-    def losses(self) -> list[tuple[int, float]]:
-        """Step and loss of every batch so far; some more than once."""
-        return _read(self.out / "losses")
 
     def kill_ranks(self, host: Host) -> None:
         """Kill the ranks of a host; its agent lives."""
@@ -134,8 +137,8 @@ class RestartedRun:
 
     def wait_for(self, step: int) -> None:
         """Wait until a step was computed once more; start agents that failed, as init would."""
-        seen, deadline = len(self.losses()), time.monotonic() + _PATIENCE
-        while not any(done >= step for done, _ in self.losses()[seen:]):
+        seen, deadline = len(read_losses(self.out)), time.monotonic() + _PATIENCE
+        while not any(done >= step for done, _ in read_losses(self.out)[seen:]):
             assert time.monotonic() < deadline, self.hosts.texts()
             if all(agent.code == 0 for agent in self.agents.values()):
                 return
@@ -174,7 +177,7 @@ class Killed:
 def run_and_kill(
     folder: Path, *, kills: int, steps: int, seed: int = 0, devices: int = 1, leaves: bool = False
 ) -> Killed:
-    """Kill hosts of a run, a random one after a random number of steps, in turn whole or not.
+    """Kill hosts of a run, a random one after a random number of steps.
 
     Args:
         folder: For logs and checkpoints.
@@ -189,10 +192,10 @@ def run_and_kill(
     with open_hosts(2, folder) as hosts:
         run = RestartedRun(hosts, folder, steps, devices, fewest=1 if leaves else 2)
         for number in range(kills):
-            done = max([0, *(step for step, _ in run.losses())])
+            done = max([0, *(step for step, _ in read_losses(folder))])
             run.wait_for(done + chance.randint(1, 2 * SAVE_EVERY))
             host = hosts[1 if leaves else chance.randrange(2)]
-            whole = leaves or number % 2 == 1
+            whole = leaves or number % _WHOLE == 1
             killed.append(f"{'all of' if whole else 'ranks of'} {host.name}")
             if leaves:
                 run.forget(host)
@@ -203,9 +206,15 @@ def run_and_kill(
         run.wait()
         lost = [tuple(map(int, found)) for found in LOST.findall(hosts.texts())]
         left = [what for host in hosts for what in host.left() if "/torchelastic_" not in what]
-        return Killed(losses=run.losses(), lost=lost, killed=killed, left=left)
+        return Killed(losses=read_losses(folder), lost=lost, killed=killed, left=left)
 
 
-if __name__ == "__main__":  # as a user's script, which torchrun starts once for each device
-    place = int(os.environ["GROUP_WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    train_to_the_end(Path(sys.argv[1]), int(sys.argv[2]), *place)
+def _place() -> tuple[int, int]:
+    """How many hosts, and how many ranks on each, torchrun or SLURM has started."""
+    if "SLURM_NNODES" in os.environ:
+        return int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS_PER_NODE"])
+    return int(os.environ["GROUP_WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+if __name__ == "__main__":  # as a user's script, which a launcher starts once for each device
+    train_to_the_end(Path(sys.argv[1]), int(sys.argv[2]), *_place(), "last")
