@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -55,6 +56,7 @@ _GRACE = 10.0
 """Seconds, at most, in which rank 0 keeps the store for ranks that have not read yet."""
 _RETRY = 1.0
 """Seconds between two tries to resolve a name."""
+_STREAM = socket.SOCK_STREAM
 _logger = logging.getLogger(__name__)
 
 
@@ -95,7 +97,15 @@ def meet_hosts(
     serves = rank == 0 and os.environ.get(_AGENT_STORE) != str(True)
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
-        store = TCPStore(address, port, world_size, serves, timeout=left, wait_for_workers=False)
+        store = TCPStore(
+            address,
+            port,
+            world_size,
+            serves,
+            timeout=left,
+            wait_for_workers=False,
+            master_listen_fd=_listen(address, port) if serves else None,
+        )
         store.set(_key(rank), json.dumps([name, route.address]))
         store.add(_COUNT, 1)
         _wait_for_all(store, rank, world_size, deadline, f"{address}:{port} within {limit}")
@@ -158,6 +168,21 @@ def _resolve(address: str, rank: int, name: str, deadline: float) -> Route:
             _logger.warning(text, rank, name, address, problem)
             warned = True
         time.sleep(_RETRY)
+
+
+def _listen(address: str, port: int) -> int | None:
+    """Listen at the address of rank 0 alone; a TCPStore by itself does so on every interface.
+
+    Returns:
+        A listening socket; None if other hosts may know this one by an address that it does not
+        know itself, as where its own name stands for a loopback address.
+    """
+    with suppress(OSError):
+        found = {(f, place) for f, *_, place in socket.getaddrinfo(address, port, type=_STREAM)}
+        (family, place), *others = found
+        if not others and not is_loopback(str(place[0])):
+            return socket.create_server(place[:2], family=family).detach()
+    return None
 
 
 def _wait_for_all(store: TCPStore, rank: int, world_size: int, deadline: float, where: str) -> None:
@@ -229,7 +254,7 @@ def find_common_route(hosts: Sequence[HostOf], rank: int, address: str) -> Route
     """
     route = find_route(address)
     others = [host.address for host in hosts if host.name != hosts[rank].name]
-    if route is not None and is_loopback(route) and others:
+    if route is not None and is_loopback(route.address) and others:
         route = find_route(others[0])
     return route
 
