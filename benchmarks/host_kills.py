@@ -35,8 +35,9 @@ def main() -> None:
         one.mkdir()
         wanted = undisturbed_losses(one, steps)
         run = run_and_kill(hosts, kills=chosen.kills, steps=steps, seed=chosen.seed)
-    for what, (start, done, lost) in zip(run.killed, run.lost, strict=False):
-        print(f"{what}: goes on after step {start}, had done {done}, lost {lost}")
+    print("killed:", ", ".join(run.killed))
+    for start, done, lost in dict.fromkeys(run.lost):
+        print(f"goes on after step {start}, had done {done}, lost {lost}")
     worst = max(abs(loss - wanted[step]) for step, loss in run.losses)
     missing = set(wanted) - {step for step, _ in run.losses}
     print(f"{len(run.killed)} kills, {steps} steps, {len(run.losses)} computed, missing: {missing}")

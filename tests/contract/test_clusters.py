@@ -113,7 +113,7 @@ def test_readme_of_a_cluster_is_short_and_names_files_that_are_there(name: str) 
 @pytest.mark.timeout(600)
 def test_ray_trains_and_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray Train needs ray[train]")
-    for steps in (5, 8):
+    for steps in (5, 10):
         words = [str(CLUSTERS / "ray" / "train.py"), "2", str(tmp_path), str(steps)]
         done = subprocess.run(
             [sys.executable, *words], capture_output=True, text=True, check=False, cwd=tmp_path

@@ -39,8 +39,8 @@ class RunProgress(pl.Callback):
             self._has_saved = True
             if before > now:
                 _logger.warning(
-                    "this run begins after step %d. The one before it in %s had done step %d: "
-                    "%d steps were lost and are computed again.%s",
+                    "this run begins after step %d; the one before it in %s had done step %d. "
+                    "Steps lost, and computed again: %d.%s",
                     *(now, folder, before, before - now),
                     "" if now else " ckpt_path='last' goes on from its last checkpoint.",
                 )

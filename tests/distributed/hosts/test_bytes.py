@@ -10,7 +10,7 @@ from tests.support.host_bytes import count_host_bytes, FOUR_HOSTS, Layouts, TWO_
 OVERHEAD = 0.1
 """Headers, the batch, which a pipeline shares, and questions to the store: more in slow steps."""
 FLAT, HIERARCHICAL = "dp 4, ZeRO 1", "dp 2 x 2, ZeRO 1"
-COVERING = {name: TWO_HOSTS[name] for name in ("tp 2 x pp 2", HIERARCHICAL)}
+COVERING = {HIERARCHICAL: TWO_HOSTS[HIERARCHICAL]}
 LARGE = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 CELLS: list[Any] = [
     (2, COVERING),

