@@ -40,7 +40,8 @@ from lightning_par.strategies.components.host_offload import (
 from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.processes.mesh_processes import MeshProcesses, with_ranks
+from lightning_par.strategies.processes.hosts import with_ranks
+from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.before_setup import plain_before_setup
 from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
 from lightning_par.strategies.setup.parallel_model import ParallelModel

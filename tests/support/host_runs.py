@@ -29,6 +29,11 @@ PORT = 29400
 RUN: dict[str, Any] = {"batch_size": 4, "ignored": True}
 
 
+def _run_of(replicas: int) -> dict[str, Any]:
+    """Arguments of `train` on one process: as many samples as the replicas can share evenly."""
+    return {**RUN, "size": -(-10 // replicas) * replicas}
+
+
 def place(hosts: Hosts, node: int, local: int) -> dict[str, Any]:
     """Variables of a rank that somebody starts by hand, one for each device."""
     rank = {"NODE_RANK": node, "LOCAL_RANK": local}
@@ -50,7 +55,7 @@ def train_layouts(out: Path, layouts: Sequence[dict[str, Any]], devices: int, no
     for layout in layouts:
         strategy = lightning_par.Hybrid3DStrategy(**layout)
         replicas = layout.get("data_parallel_size", 1)
-        run = {**RUN, "batch_size": RUN["batch_size"] // replicas}
+        run = {**_run_of(replicas), "batch_size": RUN["batch_size"] // replicas}
         found.append(train(strategy, devices=devices, trainer={"num_nodes": nodes}, **run))
         rank = strategy.processes.rank
         assert not {GLOO, NCCL} & set(os.environ)
@@ -62,10 +67,9 @@ def assert_layouts(out: Path, layouts: Sequence[dict[str, Any]], hosts: Sequence
     found = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(len(hosts))]
     assert [name for name, _ in found] == list(hosts)
     for number, layout in enumerate(layouts):
-        shuffled = layout.get("data_parallel_size", 1) > 1
-        assert_results(
-            [r[number] for _, r in found], one_process(repr({**RUN, "shuffled": shuffled}))
-        )
+        replicas = layout.get("data_parallel_size", 1)
+        wanted = one_process(repr({**_run_of(replicas), "shuffled": replicas > 1}))
+        assert_results([r[number] for _, r in found], wanted)
 
 
 def train_and_resume(out: Path, layout: dict[str, Any], devices: int, nodes: int) -> None:

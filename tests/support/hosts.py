@@ -224,6 +224,10 @@ class Host:
             place.call(f"tc qdisc add dev {name} clsact")
             place.call(f"tc filter add dev {name} ingress bpf da bytecode '{drop}'")
 
+    def hide(self, folder: Path) -> None:
+        """Give this host a folder of its own in the place of one that all hosts share."""
+        self.anchor.call(f"mount -t tmpfs own {folder}", "-m")
+
     def bytes_sent(self, network: int = 0) -> int:
         """Return what its interface has sent so far, headers included."""
         said = self.anchor.call(f"ip -j -s link show dev eth{network}")

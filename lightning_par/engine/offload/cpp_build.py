@@ -63,7 +63,8 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
         compiler: Path of the compiler; None: the first of `COMPILERS`.
 
     Raises:
-        OffloadError: There is no compiler, it failed, or the cache is not writable.
+        OffloadError: There is no compiler, it failed, or the cache is not writable, or is writable
+            by others.
     """
     compiler = find_compiler() if compiler is None else compiler
     tuned, macros = _target(compiler)
@@ -71,10 +72,17 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
     parts = [text, " ".join([*_OPTIONS, *tuned]).encode(), macros]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     library = folder / f"{source.stem}-{key}.so"
-    if library.is_file():
+    if folder.is_dir() and not _is_private(folder):
+        raise OffloadError(
+            "LP612",
+            f"{folder} holds compiled code, but belongs to somebody else or can be written by "
+            f"others, who could run code as you. Use `chmod 700 {folder}`, or another folder in "
+            "XDG_CACHE_HOME.",
+        )
+    if library.is_file() and _is_private(library):
         return library
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(prefix=library.stem, suffix=".part", dir=folder)
     except OSError as error:
         raise OffloadError(
@@ -85,10 +93,17 @@ def build_library(source: Path, folder: Path, compiler: str | None = None) -> Pa
     os.close(handle)
     try:
         _run([compiler, *_OPTIONS, *tuned, str(source), "-o", partial])
+        Path(partial).chmod(0o700)
         Path(partial).replace(library)
     finally:
         Path(partial).unlink(missing_ok=True)
     return library
+
+
+def _is_private(path: Path) -> bool:
+    """Whether only this user, or root, can have written a file or folder."""
+    found = path.stat()
+    return found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
 
 
 def _target(compiler: str) -> tuple[tuple[str, ...], bytes]:

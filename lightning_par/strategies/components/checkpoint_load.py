@@ -77,6 +77,7 @@ class CheckpointLoad:
         path = Path(filepath)
         self.restores_optimizer, self._own = True, None
         if "://" not in str(filepath):
+            self._processes.check_path(str(filepath))
             if path.exists() and not (path.is_file() or path.is_dir()):
                 raise CheckpointError("LP501", f"{path} is a pipe or a device, and no checkpoint.")
             if is_checkpoint(path):

@@ -151,6 +151,7 @@ class CheckpointSave:
             whole = self._gather(model, checkpoint)
             self._save_gathered(whole, filepath, storage_options, checkpoint_io)
             return
+        self._processes.check_folder(str(Path(path).parent))
         part = self._make_part(model, checkpoint, as_file=as_file)
         order = self._metadata(model, checkpoint)
         try:

@@ -11,18 +11,21 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch.distributed import (  # type: ignore[attr-defined]
     default_pg_timeout,
     DistError,
     TCPStore,
 )
 
-from lightning_par.errors import MeshError
+from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.processes.interface import (
     find_route,
@@ -40,7 +43,9 @@ __all__ = [
     "gather_hosts",
     "meet_hosts",
     "name_common_interface",
+    "number_of",
     "say_ranks",
+    "with_ranks",
 ]
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -55,6 +60,7 @@ _GRACE = 10.0
 """Seconds, at most, in which rank 0 keeps the store for ranks that have not read yet."""
 _RETRY = 1.0
 """Seconds between two tries to resolve a name."""
+_STREAM = socket.SOCK_STREAM
 _logger = logging.getLogger(__name__)
 
 
@@ -95,7 +101,15 @@ def meet_hosts(
     serves = rank == 0 and os.environ.get(_AGENT_STORE) != str(True)
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
-        store = TCPStore(address, port, world_size, serves, timeout=left, wait_for_workers=False)
+        store = TCPStore(
+            address,
+            port,
+            world_size,
+            serves,
+            timeout=left,
+            wait_for_workers=False,
+            master_listen_fd=_listen(address, port) if serves else None,
+        )
         store.set(_key(rank), json.dumps([name, route.address]))
         store.add(_COUNT, 1)
         _wait_for_all(store, rank, world_size, deadline, f"{address}:{port} within {limit}")
@@ -160,6 +174,21 @@ def _resolve(address: str, rank: int, name: str, deadline: float) -> Route:
             _logger.warning(text, rank, name, address, problem)
             warned = True
         time.sleep(_RETRY)
+
+
+def _listen(address: str, port: int) -> int | None:
+    """Listen at the address of rank 0 alone; a TCPStore by itself does so on every interface.
+
+    Returns:
+        A listening socket; None if other hosts may know this one by an address that it does not
+        know itself, as where its own name stands for a loopback address.
+    """
+    with suppress(OSError):
+        found = {(f, place) for f, *_, place in socket.getaddrinfo(address, port, type=_STREAM)}
+        (family, place), *others = found
+        if not others and not is_loopback(str(place[0])):
+            return socket.create_server(place[:2], family=family).detach()
+    return None
 
 
 def _wait_for_all(store: TCPStore, rank: int, world_size: int, deadline: float, where: str) -> None:
@@ -233,7 +262,7 @@ def find_common_route(hosts: Sequence[HostOf], rank: int, address: str) -> Route
     """
     route = find_route(address)
     others = [host.address for host in hosts if host.name != hosts[rank].name]
-    if route is not None and is_loopback(route) and others:
+    if route is not None and is_loopback(route.address) and others:
         route = find_route(others[0])
     return route
 
@@ -272,3 +301,44 @@ def _say_places(ranks: Sequence[int], hosts: Sequence[HostOf]) -> str:
     for rank, host in zip(ranks, hosts, strict=True):
         found.setdefault(host.name, []).append(rank)
     return " and ".join(f"{say_ranks(r)} on host {name}" for name, r in found.items())
+
+
+def with_ranks(environment: ClusterEnvironment | None, size: int) -> ClusterEnvironment | None:
+    """Return the environment, or that of a single process where `srun` has started none.
+
+    In an allocation of `salloc` without `srun`, SLURM tells the number of tasks, and no rank.
+
+    Args:
+        environment: The one that Lightning has found.
+        size: Number of processes that the Trainer asks for.
+
+    Raises:
+        ConfigurationError: There are to be several processes, and SLURM has not numbered them.
+    """
+    if not isinstance(environment, SLURMEnvironment):
+        return environment
+    names = "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"
+    missing = [name for name in names if name not in os.environ]
+    if missing and size > 1:
+        raise ConfigurationError(
+            "LP710",
+            f"SLURM has not set {', '.join(missing)} for this process: srun did not start it. "
+            f"Start the {size} processes with srun; or set SLURM_JOB_NAME=bash, and this process "
+            "starts the others of its node itself.",
+        )
+    return LightningEnvironment() if missing else environment
+
+
+def number_of(environment: ClusterEnvironment | None, num_nodes: int, num_local: int) -> int:
+    """Return the rank of this process, counted node by node; the environment's if it fits none.
+
+    Args:
+        environment: Knows the node, and the number on it; None: there is one process.
+        num_nodes: Of the run.
+        num_local: Processes of a node.
+    """
+    if environment is None:
+        return 0
+    node, local = environment.node_rank(), environment.local_rank()
+    fits = 0 <= node < num_nodes and 0 <= local < num_local
+    return node * num_local + local if fits else environment.global_rank()

@@ -56,9 +56,9 @@ def find_route(target: str) -> Route | None:
     return None
 
 
-def is_loopback(route: Route) -> bool:
-    """Whether a route leads to this host alone."""
-    return route.address.startswith("127.") or route.address == "::1"
+def is_loopback(address: str) -> bool:
+    """Whether an address leads to this host alone."""
+    return address.startswith("127.") or address == "::1"
 
 
 def name_interface(name: str, *variables: str) -> list[str]:

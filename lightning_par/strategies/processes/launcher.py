@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.checkpoint.progress import showing
+from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.strategies.components.progress_bar import progress_of
-from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.functions import diverted
 from lightning_par.upstream.lightning import (
     launch_scripts,
@@ -96,6 +96,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
+        self._check_count()
         starts = self.num_processes * self.num_nodes > 1  # alone it sets no variables either
         externally = self.cluster_environment.creates_processes_externally
         if starts and not self.procs and not externally:
@@ -117,6 +118,22 @@ class PreflightLauncher(SubprocessScriptLauncher):
                 if clearer is not None:
                     raise clearer from error
                 raise
+
+    def _check_count(self) -> None:
+        """Refuse another number of processes than the Trainer was told.
+
+        Raises:
+            MeshError: With both numbers.
+        """
+        count, wanted = self.cluster_environment.world_size(), self.num_processes * self.num_nodes
+        if self.cluster_environment.creates_processes_externally and count != wanted:
+            raise MeshError(
+                "LP712",
+                f"{count} processes were started, but num_nodes={self.num_nodes} times "
+                f"devices={self.num_processes} are {wanted}. Start as many on every host, one for "
+                "each device (SLURM: --ntasks-per-node, the same in every part of a heterogeneous "
+                "job), and tell the Trainer the same numbers.",
+            )
 
     @contextmanager
     def _observed(self) -> Iterator[None]:

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_par.engine.activity import Activity, BETWEEN_STEPS
 from lightning_par.engine.rng import collect_random_states, restore_random_states
-from lightning_par.errors import ConfigurationError, MeshError
+from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
@@ -32,6 +32,7 @@ from lightning_par.strategies.processes.hosts import (
     HostOf,
     meet_hosts,
     name_common_interface,
+    number_of,
 )
 from lightning_par.strategies.processes.interface import Route
 from lightning_par.strategies.processes.interruption import Interruption
@@ -39,6 +40,12 @@ from lightning_par.strategies.processes.island_place import find_island
 from lightning_par.strategies.processes.launcher import PreflightLauncher, refuse_prompt
 from lightning_par.strategies.processes.module_copies import explain_copy
 from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
+from lightning_par.strategies.processes.run_progress import RunProgress
+from lightning_par.strategies.processes.shared_folders import (
+    check_folder_is_shared,
+    check_path_is_shared,
+    checkpoint_folders,
+)
 from lightning_par.strategies.processes.watchdog import (
     is_communication_error,
     open_status_file,
@@ -46,7 +53,7 @@ from lightning_par.strategies.processes.watchdog import (
 )
 from lightning_par.upstream.lightning import init_process_group, reduce_tensor, trainer_of
 
-__all__ = ["MeshProcesses", "with_ranks"]
+__all__ = ["MeshProcesses"]
 
 
 _PATIENCE = timedelta(seconds=120)
@@ -83,14 +90,16 @@ class MeshProcesses:
         self._filter: Any = None
         self.activity = Activity()
         self.interruption = Interruption(options.timeout)
-        self._signals = DeferredSignals()
+        self._signals, self._progress = DeferredSignals(), RunProgress()
+        self._shared: set[str] = set()
         self.copy: tuple[str, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
         left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
         interruption = Interruption(self._options.timeout)
-        own = {"interruption": interruption, "_signals": DeferredSignals()}
+        own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
+        own |= {"_progress": RunProgress(), "_shared": set()}
         return {**vars(self), **left, **own, "_owns_group": False}
 
     def attach(
@@ -107,7 +116,7 @@ class MeshProcesses:
             environment: Knows the ranks.
         """
         self._devices, self._num_nodes, self._environment = devices, num_nodes, environment
-        self._rank = _number(environment, num_nodes, self.num_local)
+        self._rank = number_of(environment, num_nodes, self.num_local)
         if environment is not None:
             environment.set_global_rank(self._rank)
             environment.set_world_size(num_nodes * self.num_local)
@@ -270,6 +279,33 @@ class MeshProcesses:
                 self._observe_children(False)
             elif server is not None:
                 server.close()
+        trainer = trainer_of(self.interruption.module)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            for folder in checkpoint_folders(trainer, trainer.checkpoint_callbacks):
+                self.check_folder(folder)
+
+    def check_folder(self, folder: str) -> None:
+        """Refuse a folder for checkpoints that some hosts do not share; looks once.
+
+        Raises:
+            CheckpointError: On every rank.
+
+        **Communicates**: see `check_folder_is_shared`.
+        """
+        if self._hosts is not None and folder not in self._shared:
+            check_folder_is_shared(folder, self._hosts)
+            self._shared.add(folder)
+
+    def check_path(self, path: str) -> None:
+        """Refuse a checkpoint that only some hosts see.
+
+        Raises:
+            CheckpointError: On every rank.
+
+        **Communicates**: see `check_path_is_shared`.
+        """
+        if self._hosts is not None:
+            check_path_is_shared(path, self._hosts)
 
     def _arrange(self) -> None:
         """Make the mesh, if there is none."""
@@ -364,6 +400,12 @@ class MeshProcesses:
         trainer = trainer_of(self.interruption.module)
         if trainer is not None:
             self._signals.begin(trainer)
+            if (
+                self.rank == 0
+                and self.world_size > 1
+                and trainer.state.stage == RunningStage.TRAINING
+            ):
+                self._progress.begin(trainer)
 
     def end_loop(self) -> None:
         """Answer those that came during the last batch, unless this loop runs inside training."""
@@ -376,6 +418,7 @@ class MeshProcesses:
     def close(self) -> None:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
         self._signals.close()
+        self._progress.close(trainer_of(self.interruption.module))
         while self._variables:
             os.environ.pop(self._variables.pop(), None)
         filters: Any = warnings.filters  # a list
@@ -423,38 +466,3 @@ class MeshProcesses:
         votes = torch.tensor(int(decision))  # on the host: nobody has to wait for the device
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if unanimous else bool(votes)
-
-
-def with_ranks(environment: ClusterEnvironment | None, size: int) -> ClusterEnvironment | None:
-    """Return the environment, or that of a single process where `srun` has started none.
-
-    In an allocation of `salloc` without `srun`, SLURM tells the number of tasks, and no rank.
-
-    Args:
-        environment: The one that Lightning has found.
-        size: Number of processes that the Trainer asks for.
-
-    Raises:
-        ConfigurationError: There are to be several processes, and SLURM has not numbered them.
-    """
-    if not isinstance(environment, SLURMEnvironment):
-        return environment
-    names = "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"
-    missing = [name for name in names if name not in os.environ]
-    if missing and size > 1:
-        raise ConfigurationError(
-            "LP710",
-            f"SLURM has not set {', '.join(missing)} for this process: srun did not start it. "
-            f"Start the {size} processes with srun; or set SLURM_JOB_NAME=bash, and this process "
-            "starts the others of its node itself.",
-        )
-    return LightningEnvironment() if missing else environment
-
-
-def _number(environment: ClusterEnvironment | None, num_nodes: int, num_local: int) -> int:
-    """Return the rank of this process, counted node by node; the environment's if it fits none."""
-    if environment is None:
-        return 0
-    node, local = environment.node_rank(), environment.local_rank()
-    fits = 0 <= node < num_nodes and 0 <= local < num_local
-    return node * num_local + local if fits else environment.global_rank()

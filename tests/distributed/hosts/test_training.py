@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.host_runs import assert_layouts, start_ranks, train_layouts
 from tests.support.hosts import Network, open_hosts
 
@@ -22,6 +24,23 @@ def test_two_hosts_whose_first_interface_leads_nowhere_train_what_one_process_tr
         start_ranks(hosts, 2, train_layouts, tmp_path, LAYOUTS, 2, 2)
         assert hosts.wait(150) == [0] * 4, hosts.texts()
         assert_layouts(tmp_path, LAYOUTS, ["host0", "host0", "host1", "host1"])
+
+
+FOUR: list[dict[str, Any]] = [
+    {**INSIDE, "pipeline_parallel_size": 4, "data_parallel_size": 1},
+    {**INSIDE, "pipeline_parallel_size": 2, "data_parallel_size": 2},
+    {**INSIDE, "pipeline_parallel_size": 1, "data_parallel_size": 4, "zero_stage": 3},
+    {**INSIDE, "pipeline_parallel_size": 1, "context_parallel_size": 4, "data_parallel_size": 1},
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_four_hosts_train_what_one_process_trains(tmp_path: Path) -> None:
+    with open_hosts(4, tmp_path) as hosts:
+        start_ranks(hosts, 2, train_layouts, tmp_path, FOUR, 2, 4)
+        assert hosts.wait(500) == [0] * 8, hosts.texts()
+        assert_layouts(tmp_path, FOUR, [f"host{rank // 2}" for rank in range(8)])
 
 
 def test_hosts_train_over_ipv6_alone(tmp_path: Path) -> None:

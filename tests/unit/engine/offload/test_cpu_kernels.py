@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,25 @@ def test_library_is_compiled_once(cache: Path) -> None:
     assert build_library(kernel_source(), cache) == first
     assert first.stat().st_mtime_ns == before
     assert not list(cache.glob("*.part"))
+
+
+def test_code_that_others_may_have_written_is_not_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    library = build_library(kernel_source(), folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    library.write_bytes(b"of a stranger")
+    library.chmod(0o777)
+    assert build_library(kernel_source(), folder) == library
+    assert library.read_bytes() != b"of a stranger"
+    assert library.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(OffloadError, match=f"run code as you. Use `chmod 700 {folder}`"):
+        build_library(kernel_source(), folder)
+    folder.chmod(0o700)
+    if os.geteuid() == 0:  # only root may give files away
+        os.chown(folder, 12345, -1)
+        with pytest.raises(OffloadError, match="belongs to somebody else"):
+            build_library(kernel_source(), folder)
 
 
 def test_unknown_kernel_is_refused(cache: Path) -> None:

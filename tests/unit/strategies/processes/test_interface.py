@@ -18,7 +18,7 @@ from lightning_par.strategies.processes.interface import (
 def test_route_to_this_host_is_the_loopback(target: str) -> None:
     route = find_route(target)
     assert route is not None
-    assert is_loopback(route)
+    assert is_loopback(route.address)
     assert route.interface in ("lo", "lo0")
 
 

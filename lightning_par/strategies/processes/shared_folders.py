@@ -1,0 +1,94 @@
+"""Folders of checkpoints, which every host has to see: each rank writes its part there."""
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_par.errors import CheckpointError
+from lightning_par.strategies.processes.hosts import HostOf
+
+__all__ = ["check_folder_is_shared", "check_path_is_shared", "checkpoint_folders"]
+
+_CURE = (
+    "Use a folder on a file system that all hosts share: ModelCheckpoint(dirpath=...) or "
+    "Trainer(default_root_dir=...). Trainer(enable_checkpointing=False) saves nothing."
+)
+
+
+def checkpoint_folders(trainer: pl.Trainer, callbacks: Iterable[Checkpoint]) -> list[str]:
+    """Return the folders of the file system below which a Trainer saves checkpoints."""
+    logger = trainer.loggers[0].save_dir if trainer.loggers else None
+    default = str(logger or trainer.default_root_dir)
+    found = [str(getattr(callback, "dirpath", None) or default) for callback in callbacks]
+    return [folder for folder in dict.fromkeys(found) if "://" not in folder]
+
+
+def check_folder_is_shared(folder: str, hosts: Sequence[HostOf]) -> None:
+    """Refuse a folder in which some hosts do not see what rank 0 writes.
+
+    Every rank has to call this; the folder is that of rank 0, and need not exist yet.
+
+    Args:
+        folder: Where checkpoints go.
+        hosts: For every rank where it is.
+
+    Raises:
+        CheckpointError: On every rank, naming the hosts.
+
+    **Communicates**: a path from rank 0 to all, then one truth value between all.
+    """
+    mark: Any = None
+    if dist.get_rank() == 0:
+        place = Path(folder).absolute()
+        place = next(parent for parent in (place, *place.parents) if parent.is_dir())
+        with suppress(OSError):  # saving will say why nothing can be written there
+            mark = tempfile.NamedTemporaryFile(dir=place, prefix=".lightning_par-")  # noqa: SIM115
+    box = [folder, None if mark is None else mark.name]
+    try:
+        dist.broadcast_object_list(box, 0)
+        blind = [] if box[1] is None else _blind_hosts(Path(box[1]), hosts)
+    finally:
+        if mark is not None:
+            mark.close()
+    if blind:
+        raise CheckpointError(
+            "LP513",
+            f"{_say(blind)} not see what rank 0 on host {hosts[0].name} writes in {box[0]}, where "
+            f"checkpoints go and every rank writes its part. {_CURE}",
+        )
+
+
+def check_path_is_shared(path: str, hosts: Sequence[HostOf]) -> None:
+    """Refuse a checkpoint that some hosts see, and others do not.
+
+    Every rank has to call this.
+
+    Args:
+        path: File or folder.
+        hosts: For every rank where it is.
+
+    Raises:
+        CheckpointError: On every rank, naming the hosts that do not see it.
+
+    **Communicates**: one truth value, between all ranks.
+    """
+    blind = _blind_hosts(Path(path), hosts)
+    if blind and len(blind) < len({host.name for host in hosts}):
+        raise CheckpointError("LP513", f"{_say(blind)} not see {path}, which others do. {_CURE}")
+
+
+def _blind_hosts(path: Path, hosts: Sequence[HostOf]) -> list[str]:
+    """Return the names of the hosts on which a path is not there."""
+    seen: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(seen, path.exists())
+    return list(dict.fromkeys(h.name for h, sees in zip(hosts, seen, strict=True) if not sees))
+
+
+def _say(names: Sequence[str]) -> str:
+    return f"host{'s' * (len(names) > 1)} {', '.join(names)} do{'es' * (len(names) == 1)}"
