@@ -42,6 +42,7 @@ __all__ = [
     "split_batch",
     "split_rows",
     "take_samples",
+    "tokens_of",
     "with_entries",
 ]
 
@@ -377,6 +378,27 @@ def has_entry(batch: Any, path: str) -> bool:
         return batch_entry(batch, path) is not None
     except PlanError:
         return False
+
+
+def tokens_of(path: str, entry: Any, dim: int) -> int:
+    """Return T of an entry of the batch.
+
+    Args:
+        path: Where the entry is, for the message.
+        entry: What is there.
+        dim: Its sequence dim.
+
+    Raises:
+        PlanError: The entry has no such dim.
+    """
+    shape = tuple(getattr(entry, "shape", ()))
+    if not -len(shape) <= dim < len(shape):
+        raise PlanError(
+            "LP302",
+            f"the plan says that T is dim {dim} of the batch entry {path!r}, but its shape is "
+            f"{shape}.",
+        )
+    return int(shape[dim])
 
 
 def shift_labels(batch: Any, layout: BatchLayout) -> Any:

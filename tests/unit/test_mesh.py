@@ -118,11 +118,12 @@ def test_stage_0_replicates_and_the_others_shard(stage):
         assert (hybrid.data_replicate, hybrid.data_shard) == (2, 3)
 
 
-ACROSS = r", or tensor_parallel_across_hosts=True, which is slow\.$"
+ACROSS = r", or tensor_parallel_across_hosts=True, which is slow\. \[lightning-par explain LP103\]$"
 REFUSED = {
     "zero": (
         {"devices": 4, "tensor": 0},
-        r"^tensor_parallel_size=0 must be a whole number of 1 or more, or 'auto'\.$",
+        r"^tensor_parallel_size=0 must be a whole number of 1 or more, or 'auto'\. "
+        r"\[lightning-par explain LP101\]$",
     ),
     "negative": ({"devices": 4, "data": -2}, r"data_parallel_size=-2 must be a whole number"),
     "text": ({"devices": 4, "pipeline": "2"}, r"pipeline_parallel_size='2' must be a whole"),
@@ -135,7 +136,8 @@ REFUSED = {
     "not a divisor": (
         {"devices": 4, "tensor": 3},
         r"tensor_parallel_size=3 needs 3 devices or a multiple, but the Trainer has 4.*"
-        r"Use 3 or 6 devices, or sizes whose product is one of 1, 2 or 4\.$",
+        r"Use 3 or 6 devices, or sizes whose product is one of 1, 2 or 4\. "
+        r"\[lightning-par explain LP102\]$",
     ),
     "product": (
         {"devices": 6, "tensor": 2, "pipeline": 2},
@@ -153,13 +155,14 @@ REFUSED = {
     "too many given": (
         {"devices": 8, "tensor": 2, "pipeline": 1, "data": 2},
         r"tensor_parallel_size=2 x pipeline_parallel_size=1 x data_parallel_size=2 needs exactly "
-        r"4 devices, but the Trainer has 8\. Use 4 devices, or data_parallel_size=4 or 'auto'\.$",
+        r"4 devices, but the Trainer has 8\. Use 4 devices, or data_parallel_size=4 or 'auto'\. "
+        r"\[lightning-par explain LP102\]$",
     ),
     "data given": (
         {"devices": 8, "data": 1},
         r"data_parallel_size=1 with tensor_parallel_size=2 and pipeline_parallel_size=2, which "
         r"'auto' gave, needs exactly 4 devices, but the Trainer has 8\. Use 4 devices, or "
-        r"data_parallel_size=2 or 'auto'\.$",
+        r"data_parallel_size=2 or 'auto'\. \[lightning-par explain LP102\]$",
     ),
     "beyond a node": (
         {"devices": 8, "nodes": 2, "tensor": 8},
@@ -171,7 +174,8 @@ REFUSED = {
     ),
     "replicas": (
         {"devices": 6, "auto": "data", "data_replicate": 4},
-        r"data_parallel_replicate_size=4 does not divide data_parallel_size=6.*1, 2, 3 or 6\.$",
+        r"data_parallel_replicate_size=4 does not divide data_parallel_size=6.*1, 2, 3 or 6\. "
+        r"\[lightning-par explain LP103\]$",
     ),
     "replicas at stage 0": (
         {"devices": 6, "auto": "data", "data_replicate": 2, "zero_stage": 0},

@@ -18,6 +18,7 @@ from lightning_par.engine.batch import (
     batch_entry,
     sequence_entries,
     shift_labels,
+    tokens_of,
     with_entries,
 )
 from lightning_par.engine.collectives import all_gather
@@ -26,11 +27,11 @@ from lightning_par.engine.context.ring_attention import KeyMask, ring_attention
 from lightning_par.engine.context.ring_p2p import RingChannel
 from lightning_par.engine.context.ring_schedule import RingSchedule, TokenLayout
 from lightning_par.engine.context.ulysses import gather_tokens, scatter_tokens
-from lightning_par.errors import ConfigurationError, PlanError
+from lightning_par.errors import ConfigurationError
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["SequenceShard", "tokens_of"]
+__all__ = ["SequenceShard"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -302,24 +303,3 @@ def _common_length(found: dict[str, tuple[Any, int]]) -> int:
         )
     length: int = next(iter(lengths.values()))
     return length
-
-
-def tokens_of(path: str, entry: Any, dim: int) -> int:
-    """Return T of an entry of the batch.
-
-    Args:
-        path: Where the entry is, for the message.
-        entry: What is there.
-        dim: Its sequence dim.
-
-    Raises:
-        PlanError: The entry has no such dim.
-    """
-    shape = tuple(getattr(entry, "shape", ()))
-    if not -len(shape) <= dim < len(shape):
-        raise PlanError(
-            "LP302",
-            f"the plan says that T is dim {dim} of the batch entry {path!r}, but its shape is "
-            f"{shape}.",
-        )
-    return int(shape[dim])

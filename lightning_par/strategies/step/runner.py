@@ -19,8 +19,8 @@ from lightning_par.engine.batch import (
     BatchDims,
     BatchDimsFinder,
     sequence_entries,
+    tokens_of,
 )
-from lightning_par.engine.context.sequence_shard import tokens_of
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
