@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_par.models import GPT, GPTConfig, TextDataModule, write_token_file
 
-FOLDER = str(Path(__file__).parents[1])
+FOLDER = str(Path(__file__).parents[1] / "lightning_par")
 
 
 class Pretraining(L.LightningModule):

@@ -400,12 +400,8 @@ class MeshProcesses:
         trainer = trainer_of(self.interruption.module)
         if trainer is not None:
             self._signals.begin(trainer)
-            if (
-                self.rank == 0
-                and self.world_size > 1
-                and trainer.state.stage == RunningStage.TRAINING
-            ):
-                self._progress.begin(trainer)
+            if self.rank == 0 and trainer.state.stage == RunningStage.TRAINING:
+                self._progress.begin(trainer, follows=self.world_size > 1)
 
     def end_loop(self) -> None:
         """Answer those that came during the last batch, unless this loop runs inside training."""

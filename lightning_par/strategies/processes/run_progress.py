@@ -27,8 +27,13 @@ class RunProgress(pl.Callback):
         self._descriptor: int | None = None
         self._has_saved = False
 
-    def begin(self, trainer: pl.Trainer) -> None:
-        """Say what an earlier run in the same folder had done, and follow this one."""
+    def begin(self, trainer: pl.Trainer, *, follows: bool) -> None:
+        """Say what an earlier run in the same folder had done, and follow this one.
+
+        Args:
+            trainer: That of the run.
+            follows: Whether also a run is followed that no other has left a file for.
+        """
         saving = trainer.checkpoint_callback
         folder = getattr(saving, "dirpath", None)
         if folder is None or "://" in str(folder):
@@ -44,8 +49,9 @@ class RunProgress(pl.Callback):
                     *(now, folder, before, before - now),
                     "" if now else " ckpt_path='last' goes on from its last checkpoint.",
                 )
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.append(self)
+        if follows or self._has_saved:
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            callbacks.append(self)
 
     @override
     def on_save_checkpoint(self, *_: Any) -> None:
