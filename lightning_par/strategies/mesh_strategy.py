@@ -40,7 +40,6 @@ from lightning_par.strategies.components.host_offload import (
 from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.processes.hosts import with_ranks
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.before_setup import plain_before_setup
 from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
@@ -247,10 +246,9 @@ class MeshStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
-        devices, num_nodes = self.parallel_devices or [], self.num_nodes
-        environment = with_ranks(self.cluster_environment, num_nodes * (len(devices) or 1))
-        self.cluster_environment = environment
-        self.processes.attach(devices, num_nodes, environment)
+        self.cluster_environment = self.processes.attach(
+            self.parallel_devices or [], self.num_nodes, self.cluster_environment
+        )
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TunerExit",
     "after_closure",
+    "callbacks_of",
     "compute_dtype",
     "forget_trainer",
     "init_process_group",
@@ -116,6 +117,12 @@ def synchronizes_batchnorm(strategy: Strategy) -> bool:
         return False
     with names_of("lightning"):
         return strategy._layer_sync is not None
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Any]:
+    """Return the list of a Trainer's callbacks, which Lightning does not declare on its class."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
 
 def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:

@@ -23,6 +23,7 @@ from lightning_par.strategies.processes.island_place import find_place
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.upstream.lightning import callbacks_of
 
 __all__ = ["IslandRounds"]
 
@@ -75,8 +76,8 @@ class IslandRounds(Callback):
                 "outer= with a callback that averages weights: the average would be of one island. "
                 "Leave the callback out; optimizer='average' averages the islands.",
             )
-        if self not in trainer.callbacks:  # type: ignore[attr-defined]
-            trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
+        if self not in callbacks_of(trainer):
+            callbacks_of(trainer).insert(0, self)
         self._saving.leads = self._processes.island == 0
         self._saving.share = self._share
 
@@ -86,8 +87,8 @@ class IslandRounds(Callback):
             self.client.close()
             self.client = None
         self._saving.leads, self._saving.share = True, None
-        if self in trainer.callbacks:  # type: ignore[attr-defined]
-            trainer.callbacks.remove(self)  # type: ignore[attr-defined]
+        if self in callbacks_of(trainer):
+            callbacks_of(trainer).remove(self)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_par.upstream.distributed import default_store
-from lightning_par.upstream.lightning import is_accumulating
+from lightning_par.upstream.lightning import callbacks_of, is_accumulating
 
 __all__ = ["DeferredSignals"]
 
@@ -98,8 +98,8 @@ class DeferredSignals(pl.Callback):
         if self._agreement is not None:
             self._agreement.close()
             atexit.unregister(self.close)
-        if self._trainer is not None and self in _callbacks(self._trainer):
-            _callbacks(self._trainer).remove(self)
+        if self._trainer is not None and self in callbacks_of(self._trainer):
+            callbacks_of(self._trainer).remove(self)
         self._handlers, self._waiting = {}, []
         self._trainer = self._agreement = self._ending = None
 
@@ -117,8 +117,8 @@ class DeferredSignals(pl.Callback):
     def _join(self) -> Place:
         """Join the callbacks, and return a place behind the next end of a batch."""
         assert self._trainer is not None
-        if self not in _callbacks(self._trainer):
-            _callbacks(self._trainer).append(self)
+        if self not in callbacks_of(self._trainer):
+            callbacks_of(self._trainer).append(self)
         return _next_place(self._trainer)
 
     @override
@@ -248,11 +248,6 @@ class _Agreement:
         with self._changed:
             self._verdict = verdict.decode()
             self._changed.notify_all()
-
-
-def _callbacks(trainer: pl.Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
 
 
 def _training(trainer: pl.Trainer) -> Any:

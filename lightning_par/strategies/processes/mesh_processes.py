@@ -33,6 +33,7 @@ from lightning_par.strategies.processes.hosts import (
     meet_hosts,
     name_common_interface,
     number_of,
+    with_ranks,
 )
 from lightning_par.strategies.processes.interface import Route
 from lightning_par.strategies.processes.interruption import Interruption
@@ -107,15 +108,19 @@ class MeshProcesses:
         devices: list[torch.device],
         num_nodes: int,
         environment: ClusterEnvironment | None,
-    ) -> None:
-        """Take what the Trainer knows.
+    ) -> ClusterEnvironment | None:
+        """Take what the Trainer knows; return the environment that knows the ranks.
 
         Args:
             devices: Devices of this node.
             num_nodes: Number of nodes.
-            environment: Knows the ranks.
+            environment: The one that Lightning has found.
+
+        Raises:
+            ConfigurationError: See `with_ranks`.
         """
-        self._devices, self._num_nodes, self._environment = devices, num_nodes, environment
+        self._devices, self._num_nodes = devices, num_nodes
+        environment = self._environment = with_ranks(environment, num_nodes * self.num_local)
         self._rank = number_of(environment, num_nodes, self.num_local)
         if environment is not None:
             environment.set_global_rank(self._rank)
@@ -123,6 +128,7 @@ class MeshProcesses:
         # Only the first rank of the first island logs.
         others = 0 if self._options.outer is None else self.island << 20
         rank_zero_only.rank = self.rank + others  # type: ignore[attr-defined]
+        return environment
 
     @property
     def num_nodes(self) -> int:
@@ -281,7 +287,7 @@ class MeshProcesses:
                 server.close()
         trainer = trainer_of(self.interruption.module)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            for folder in checkpoint_folders(trainer, trainer.checkpoint_callbacks):
+            for folder in checkpoint_folders(trainer):
                 self.check_folder(folder)
 
     def check_folder(self, folder: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_par.upstream.lightning import callbacks_of
+
 __all__ = ["RunProgress"]
 
 _NAME = ".lightning_par-progress"
@@ -50,8 +52,7 @@ class RunProgress(pl.Callback):
                     "" if now else " ckpt_path='last' goes on from its last checkpoint.",
                 )
         if follows or self._has_saved:
-            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-            callbacks.append(self)
+            callbacks_of(trainer).append(self)
 
     @override
     def on_save_checkpoint(self, *_: Any) -> None:
@@ -73,9 +74,8 @@ class RunProgress(pl.Callback):
 
     def close(self, trainer: pl.Trainer | None) -> None:
         """Leave the Trainer's callbacks; may be called again."""
-        callbacks: list[Any] = getattr(trainer, "callbacks", [])
-        if self in callbacks:
-            callbacks.remove(self)
+        if trainer is not None and self in callbacks_of(trainer):
+            callbacks_of(trainer).remove(self)
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._path, self._descriptor, self._has_saved = None, None, False

@@ -1,14 +1,13 @@
 """Folders of checkpoints, which every host has to see: each rank writes its part there."""
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_par.errors import CheckpointError
 from lightning_par.strategies.processes.hosts import HostOf
@@ -21,11 +20,12 @@ _CURE = (
 )
 
 
-def checkpoint_folders(trainer: pl.Trainer, callbacks: Iterable[Checkpoint]) -> list[str]:
+def checkpoint_folders(trainer: pl.Trainer) -> list[str]:
     """Return the folders of the file system below which a Trainer saves checkpoints."""
     logger = trainer.loggers[0].save_dir if trainer.loggers else None
     default = str(logger or trainer.default_root_dir)
-    found = [str(getattr(callback, "dirpath", None) or default) for callback in callbacks]
+    saving = trainer.checkpoint_callbacks
+    found = [str(getattr(callback, "dirpath", None) or default) for callback in saving]
     return [folder for folder in dict.fromkeys(found) if "://" not in folder]
 
 
