@@ -5,6 +5,7 @@ come in the same order, and what is refused is refused alike.
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -318,6 +319,18 @@ def weights_that_do_not_fit(run: Run) -> Any:
     module.strict_loading = False
     run.fit(module, max_epochs=1, limit_train_batches=0)
     return run.trainer().test(module, ckpt_path=run.folder / "a.ckpt", verbose=False)
+
+
+@idiom
+def replaced_writers(run: Run) -> Any:
+    """What takes the place of a writer is called, as by tests that count calls."""
+    trainer = run.fit()
+    with mock.patch("torch.save", wraps=torch.save) as save:
+        trainer.save_checkpoint(run.folder / "a.ckpt")
+    with mock.patch.object(TorchCheckpointIO, "save_checkpoint") as plugin:
+        trainer.save_checkpoint(run.folder / "b.ckpt")
+    state = saved(run.folder / "a.ckpt")["state_dict"]
+    return [state, save.call_count, plugin.call_args.kwargs, (run.folder / "b.ckpt").exists()]
 
 
 @pytest.mark.parametrize("strategy", NAMES)

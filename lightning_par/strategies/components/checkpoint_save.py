@@ -30,6 +30,7 @@ from lightning_par.version import __version__
 __all__ = ["CheckpointSave", "mesh_sizes"]
 
 _log = logging.getLogger(__name__)
+_PLAIN_WRITERS = torch.save, TorchCheckpointIO.save_checkpoint
 
 
 def mesh_sizes(sizes: ParallelSizes) -> dict[str, int]:
@@ -41,7 +42,8 @@ class CheckpointSave:
     """Saves weights, optimizers and the state of the Trainer on a mesh.
 
     Every rank writes its part, into one file or into a folder. What another plugin than Lightning's
-    own writes, or what goes to another place than a file system, is gathered on rank 0 instead.
+    own writes, or what goes to another place than a file system, is gathered on rank 0 instead; so
+    it is where somebody has replaced `torch.save`, or the method of Lightning's plugin.
 
     Args:
         options: The form of checkpoints, and whether training goes on while one is written.
@@ -147,7 +149,7 @@ class CheckpointSave:
                 f"save_checkpoint({path!r}, storage_options={storage_options!r}): a folder is "
                 "written to a path of the file system. Use checkpoint_format='file'.",
             )
-        if is_elsewhere or type(checkpoint_io) is not TorchCheckpointIO:
+        if is_elsewhere or not _writes_plainly(checkpoint_io):
             whole = self._gather(model, checkpoint)
             self._save_gathered(whole, filepath, storage_options, checkpoint_io)
             return
@@ -314,3 +316,9 @@ class CheckpointSave:
             _log.error("%s", error)
         finally:
             self._saver.release()
+
+
+def _writes_plainly(checkpoint_io: CheckpointIO) -> bool:
+    """Whether a plugin writes what `torch.save` writes, as our own files are."""
+    writers = torch.save, TorchCheckpointIO.save_checkpoint
+    return type(checkpoint_io) is TorchCheckpointIO and writers == _PLAIN_WRITERS
