@@ -255,8 +255,8 @@ def test_a_trainer_uses_the_ranks_and_the_process_group_that_are_there():
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_every_process_dies_when_the_test_process_is_killed(how, tmp_path):
     code = """
-        import signal
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+        import signal  # a background job of a shell ignores SIGINT
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         from tests.distributed.test_ranks import get_pid, sleep_long
         from tests.support.ranks.api import run_ranks
         print(*run_ranks(get_pid, 2), flush=True)
