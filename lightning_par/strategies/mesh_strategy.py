@@ -116,6 +116,7 @@ class MeshStrategy(ParallelStrategy):
 
     strategy_name: ClassVar[str] = "mesh"
     _auto_rule: ClassVar[AutoRule] = "balanced"
+    _process_type: ClassVar[type[MeshProcesses]] = MeshProcesses
 
     def __init__(  # house: half of it names the options
         self,
@@ -157,7 +158,7 @@ class MeshStrategy(ParallelStrategy):
         initialize = super().__init__
         initialize(**lightning_options)
         self.num_nodes = 1
-        self.processes = MeshProcesses(self.options)
+        self.processes = self._process_type(self.options)
         self.activity = self.processes.activity
         self.offload: HostOffload | None = None
         self._saving = CheckpointSave(self.options, self.processes)

@@ -19,7 +19,6 @@ from lightning_par.engine.data.islands.client import IslandClient
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave
-from lightning_par.strategies.processes.island_place import find_place
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -69,7 +68,7 @@ class IslandRounds(Callback):
             ConfigurationError: Another callback averages weights, too; or nothing says where the
                 server is, or which island this is.
         """
-        find_place(self._outer, self._processes.rank, self._processes.world_size)
+        self._processes.find_place()
         if averaging_callbacks(trainer):
             raise ConfigurationError(
                 "LP706",
@@ -92,7 +91,7 @@ class IslandRounds(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        place = find_place(self._outer, self._processes.rank, self._processes.world_size)
+        place = self._processes.find_place()
         place = replace(place, incarnation=self._processes.broadcast(place.incarnation))
         model = self._model()
         model.sharding.release()
@@ -202,7 +201,7 @@ class IslandRounds(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.client is not None:
             self._model().sharding.release()
-            self.client.finish()
+            self.client.finish(self._count_samples())
             self.client.leave()
             self.client = None
 

@@ -28,11 +28,13 @@ class Fragment:
         names: Its parameters.
         version: How often it was merged.
         counted: Island -> ticket of the last movement of it that was merged.
+        shares: Island -> its steps in a second then, as a part of those of the fastest.
     """
 
     names: list[str]
     version: int = 0
     counted: dict[str, str] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
 
 
 class SharedWeights:
@@ -154,7 +156,10 @@ def load_weights(folder: Path) -> SharedWeights | None:
             tensors |= {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
     if len({each["era"] for each in about}) != 1:
         return None
-    fragments = [Fragment(each["names"], each["version"], each["counted"]) for each in about]
+    fragments = [
+        Fragment(each["names"], each["version"], each["counted"], each.get("shares", {}))
+        for each in about
+    ]
     exact = {k.partition("/")[2]: t for k, t in tensors.items() if k.startswith("exact/")}
     trained = [name for fragment in fragments for name in fragment.names]
     found = SharedWeights(Outer(**about[0]["outer"]), exact, trained, about[0]["era"])

@@ -158,8 +158,13 @@ def test_what_is_learned_while_a_fragment_is_on_its_way_is_kept() -> None:
         torch.testing.assert_close(island.weights(), wanted, rtol=0, atol=1e-12)
         shared = island.ranks[0].shared()
         assert all(not torch.equal(value, wanted[box.name]) for box, value in shared.items())
-        island.ranks[0].finish()
+        island.ranks[0].finish(samples=1)  # the steps since the last exchange count, too
+        shared = island.ranks[0].shared()
         assert all(torch.equal(island.parts[0][box], value) for box, value in shared.items())
+        torch.testing.assert_close(island.weights(), wanted, rtol=0, atol=1e-12)
+        assert island.ranks[0].rounds == 2
+        island.ranks[0].finish(samples=0)
+        assert island.ranks[0].rounds == 2  # nothing was learned since
         island.close()
 
 
@@ -324,6 +329,7 @@ def test_stranger_changes_nothing_and_is_logged(caplog: pytest.LogCaptureFixture
         ({"op": "seed"}, "'seed', which makes no sense"),
         ({"fragment": 7}, "impossible movement"),
         ({"samples": -1}, "impossible movement"),
+        ({"pace": 0.5}, "impossible movement"),
         ({"base": None}, "impossible movement"),
         ({"payload": bytes(5)}, "too few for"),
         ({"payload": bytes(10_000)}, r"in place of|make sense here"),
@@ -349,6 +355,7 @@ def test_message_that_cannot_be_is_refused(
             "base": ["", 0],
             "samples": 1,
             "step": 1,
+            "pace": 1,
         }
         with suppress(OSError):  # a server that refuses may cut it off
             channel.send({**header, **change}, payload)
@@ -394,3 +401,28 @@ def test_a_closed_server_leaves_no_thread() -> None:
         island.join()
     island.close(finished=False)
     assert set(threading.enumerate()) <= before
+
+
+def test_a_slower_island_makes_fewer_steps_of_each_round() -> None:
+    """Steps of a tenth of a second beside steps of none: both come at about the same time."""
+    outer = lock_step(every=40, adapt=True, optimizer="average", quantize="none", min_islands=2)
+    with serving() as server:
+        fast, slow = (Island(server.port, i, outer, start()) for i in range(2))
+        together(fast.join, slow.join)
+        made = [0, 0]
+
+        def train(island: Island, seconds: float) -> None:
+            while island.ranks[0].rounds < 4:
+                time.sleep(seconds)
+                island.step(lambda name: gradient(island.number, made[island.number], name))
+                made[island.number] += 1
+
+        together(lambda: train(fast, 0.002), lambda: train(slow, 0.1))
+        # The first round has `every` of both, as nobody knows better yet.
+        assert made[0] == 4 * 40
+        assert 40 + 3 <= made[1] <= 40 + 3 * 20
+        assert slow.ranks[0].step >= made[0]
+        for name in SHAPES:
+            assert torch.equal(fast.weights()[name], slow.weights()[name])
+        for island in (fast, slow):
+            island.close()
