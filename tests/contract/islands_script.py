@@ -18,6 +18,7 @@ from lightning.pytorch.demos.boring_classes import RandomDataset
 from torch.utils.data import DataLoader
 
 from lightning_par import IslandsStrategy
+from lightning_par.callbacks import IslandMonitor
 from tests.contract.test_islands_strategy import Regression, SEED, STEPS
 
 
@@ -46,12 +47,14 @@ def main() -> None:
         module.killed = turn == 2
         options: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
         options |= {"enable_progress_bar": False, "enable_model_summary": False}
+        monitor = IslandMonitor(path.with_name("islands.svg"))
         trainer = pl.Trainer(
             strategy=IslandsStrategy(outer={"every": 1, "optimizer": "sgd", "quantize": "none"}),
             accelerator="cpu",
             devices=2,
             max_epochs=2 if module.killed else 1,
             limit_val_batches=4,
+            callbacks=[monitor],
             **options,
         )
         trainer.fit(module)
@@ -61,6 +64,9 @@ def main() -> None:
                 "val_loss": float(trainer.callback_metrics["val_loss"]),
                 "steps": trainer.global_step,
                 "world": trainer.world_size,
+                "rounds": float(trainer.callback_metrics["islands/rounds"]),
+                "agreement": float(trainer.callback_metrics["islands/agreement"]),
+                "contributing": [exchange.islands for exchange in monitor.exchanges],
             }
         )
         left = [name for name in os.environ if name.startswith("LIGHTNING_PAR_I")]

@@ -12,6 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_par import IslandsStrategy
+from lightning_par.callbacks import IslandMonitor
 from lightning_par.errors import ConfigurationError
 from tests.contract.test_launch import environment, free_port, marked, run
 
@@ -70,9 +71,17 @@ def test_a_script_trains_an_island_on_every_device(tmp_path: Path) -> None:
             torch.testing.assert_close(own, weight, rtol=0, atol=1e-12)
             assert held["val_loss"] == pytest.approx(loss, abs=1e-12)
             assert (held["steps"], held["world"]) == (STEPS, 1)
+            assert (held["rounds"], held["contributing"]) == (STEPS, [[0, 1]] * STEPS)
+            assert 0 < held["agreement"] < 1
     assert [len(island["runs"]) for island in found] == [3, 2]
     assert found[0]["runs"][2]["steps"] == 2 * STEPS  # of half of the samples each
     assert found[0]["runs"][2]["weight"] != found[0]["runs"][1]["weight"]
+    alone = found[0]["runs"][2]["contributing"]
+    assert alone[0] == [0, 1]
+    assert alone[-1] == [0]
+    picture = (tmp_path / "islands.svg").read_text()
+    assert "island 0" in picture
+    assert "island 1" in picture
     assert re.search(r"island 1 \(pid \d+\) has ended with status -9; the others go on", said)
     assert marked(tmp_path) == []
 
@@ -85,6 +94,14 @@ def test_under_a_launcher_a_server_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigurationError, match="lightning-par serve") as raised:
         trainer.fit(Regression())
     assert raised.value.code == "LP705"
+
+
+def test_a_monitor_of_islands_needs_islands() -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy="hybrid3d", max_steps=1, callbacks=[IslandMonitor()]
+    )
+    with pytest.raises(ConfigurationError, match="trains no islands"):
+        trainer.fit(Regression())
 
 
 def test_sizes_are_those_of_one_device() -> None:

@@ -20,9 +20,10 @@ from lightning_par.engine.data.islands.channel import Answer, Channel, MessageEr
 from lightning_par.engine.data.islands.coding import encode
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.data.islands.regions import Hello, read_regions, Region
+from lightning_par.engine.data.islands.weights import Movement
 from lightning_par.errors import IslandError, NonFiniteError
 
-__all__ = ["IslandClient", "Place"]
+__all__ = ["Exchange", "IslandClient", "Place"]
 
 _log = logging.getLogger(__name__)
 _RETRY = 0.2
@@ -82,6 +83,29 @@ class _Flight:
     answer: "Future[Answer]"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One exchange of a fragment, as an island saw it.
+
+    Attributes:
+        step: Own steps of the island when its movement left.
+        fragment: Number of the fragment.
+        islands: Whose movements made up the update; empty if the answer was lost once.
+        late: Islands that were live, but too late for it.
+        movements: What those of `islands` were like.
+        waited: Seconds that training waited for the answer.
+        staleness: Updates of the fragment that others had made since the island took its base.
+    """
+
+    step: int
+    fragment: int
+    islands: list[int]
+    late: list[int]
+    movements: list[Movement]
+    waited: float
+    staleness: int
+
+
 class IslandClient:
     """Exchanges the weights of one rank with the server; see `Meeting`.
 
@@ -96,8 +120,7 @@ class IslandClient:
         step: Optimizer steps since the run began, of the island that made most, as last heard.
         rounds: Exchanges so far.
         waited: Seconds that training waited for them.
-        islands: Islands whose movements made up the last update.
-        late: Islands that were live, but too late for it.
+        exchanges: What became of each so far.
     """
 
     def __init__(
@@ -124,8 +147,7 @@ class IslandClient:
         self._clock, self._spent, self._paced_at = time.monotonic(), 0.0, 0
         self.step = self.rounds = 0
         self.waited = 0.0
-        self.islands: list[int] = []
-        self.late: list[int] = []
+        self.exchanges: list[Exchange] = []
         self._bytes = [0, 0]
 
     @property
@@ -287,7 +309,7 @@ class IslandClient:
     def _finish(self) -> None:
         assert self._flight is not None
         flight, self._flight = self._flight, None
-        began = time.monotonic()
+        began, waited = time.monotonic(), self.waited
         header, payload = flight.answer.result()
         self.waited += time.monotonic() - began
         parts = self._fragments[flight.number]
@@ -298,9 +320,20 @@ class IslandClient:
             held.base = values if whole else held.base.add_(values)
             # And what was learned meanwhile; without overlap that is 0.
             held.values.copy_(held.base + (held.now() - before))
-        self._versions[flight.number] = header["era"], header["version"]
+        version, base = (header["era"], header["version"]), self._versions[flight.number]
+        self._versions[flight.number] = version
         self.step = max(self.step, header["step"])
-        self.islands, self.late = header["islands"], header["late"]
+        self.exchanges.append(
+            Exchange(
+                step=flight.step,
+                fragment=flight.number,
+                islands=header["islands"],
+                late=header["late"],
+                movements=[Movement(*seen) for seen in header["movements"]],
+                waited=self.waited - waited,
+                staleness=version[1] - base[1] - 1 if version[0] == base[0] else 0,
+            )
+        )
         self._share = header["share"]
         self._next = max(self._own_steps + 1, flight.step + self._stride)
         self.rounds += 1
@@ -315,7 +348,7 @@ class IslandClient:
                 number, era = header["fragment"], welcome["era"]
                 if welcome["counted"][number] == header["ticket"]:
                     answer = {"version": welcome["versions"][number], "era": era}
-                    about = {"step": welcome["step"], "islands": [], "late": []}
+                    about = {"step": welcome["step"], "islands": [], "late": [], "movements": []}
                     about["share"] = welcome["shares"][number]
                     return {**answer, **about, "whole": True}, values
                 channel = self._channel

@@ -362,12 +362,12 @@ class Meeting:
         samples = {i: min(m.samples for m in ranks) for i, ranks in movements.items()}
         total = sum(samples.values()) or 1
         fragment, before = weights.fragments[at], (weights.era, weights.fragments[at].version)
-        updates = weights.merge(
+        updates, seen = weights.merge(
             at,
-            (
+            [
                 (samples[i] / total, [(r.box, v) for m in ranks for r, v in m.boxes])
                 for i, ranks in sorted(movements.items())
-            ),
+            ],
         )
         weights.step = max([weights.step, *(m.step for r in movements.values() for m in r)])
         fragment.counted |= {str(i): ranks[0].ticket for i, ranks in movements.items()}
@@ -375,7 +375,7 @@ class Meeting:
         fragment.shares |= {str(i): self._share(i) for i in there}
         self._save(at)
         header = {"op": "update", "version": fragment.version, "step": weights.step}
-        header |= {"islands": sorted(there), "late": late}
+        header |= {"islands": sorted(there), "late": late, "movements": seen}
         for movement in (m for ranks in movements.values() for m in ranks):
             follows = bool(updates) and movement.base == before
             held = [r for r in movement.member.hello.regions if r.name in fragment.names]
