@@ -96,6 +96,17 @@ def test_under_a_launcher_a_server_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     assert raised.value.code == "LP705"
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_of_several_islands_counts_its_devices(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_PAR_ISLAND", "2/4")
+    strategy = pl.Trainer(accelerator="cpu", devices=devices, strategy="islands").strategy
+    assert isinstance(strategy, IslandsStrategy)
+    assert strategy.processes.island == 2 * devices
+    assert strategy.processes.samplers == {"num_replicas": 4 * devices, "rank": 2 * devices}
+
+
 def test_a_monitor_of_islands_needs_islands() -> None:
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, strategy="hybrid3d", max_steps=1, callbacks=[IslandMonitor()]

@@ -28,7 +28,12 @@ from lightning_par.engine.data.islands.server import IslandServer
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.hosts import number_of, with_ranks
-from lightning_par.strategies.processes.island_place import find_place, SERVER_VARIABLE
+from lightning_par.strategies.processes.island_place import (
+    find_island,
+    find_place,
+    ISLAND_VARIABLE,
+    SERVER_VARIABLE,
+)
 from lightning_par.strategies.processes.launcher import PreflightLauncher, refuse_prompt
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 
@@ -82,6 +87,8 @@ def _home() -> _Home:
 class DeviceIslands(MeshProcesses):
     """Every process is an island: what the launcher counts as ranks are islands.
 
+    Where this run is told that it is one of several islands itself, it is so many of them.
+
     Args:
         options: What the user chose; `outer` is given, and gets the number of the island.
     """
@@ -117,8 +124,12 @@ class DeviceIslands(MeshProcesses):
             found.set_global_rank(island)
             found.set_world_size(self.num_islands)
             environment = _Alone(found)
-            assert self._options.outer is not None
-            outer = replace(self._options.outer, island=island, islands=self.num_islands)
+            outer = self._options.outer
+            assert outer is not None
+            told = outer.island is not None or ISLAND_VARIABLE in os.environ
+            site, sites = find_island(outer) if told else (0, 1)
+            count = self.num_islands
+            outer = replace(outer, island=site * count + island, islands=sites * count)
             self._options = replace(self._options, outer=outer)
         return super().attach(devices, 1, environment)
 
