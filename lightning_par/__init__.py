@@ -2,7 +2,7 @@
 
 A LightningModule that trains on one device trains, unchanged, on any mesh of devices. Importing
 this package registers the strategies ``tensor_parallel``, ``pipeline_1f1b``, ``sequence_ring``,
-``hybrid3d``, ``zero_offload`` and ``auto_parallel`` with Lightning.
+``hybrid3d``, ``zero_offload``, ``auto_parallel`` and ``islands`` with Lightning.
 """
 
 from typing import Any, TYPE_CHECKING
@@ -16,6 +16,7 @@ __all__ = [
     "ContextOptions",
     "GradientCompression",
     "Hybrid3DStrategy",
+    "IslandsStrategy",
     "LightningParError",
     "Outer",
     "ParallelPlan",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from lightning_par.strategies import (
         AutoParallelStrategy,
         Hybrid3DStrategy,
+        IslandsStrategy,
         Pipeline1F1BStrategy,
         SequenceRingStrategy,
         TensorParallelStrategy,
@@ -67,6 +69,7 @@ else:
         "ContextOptions": "engine.context.options",
         "GradientCompression": "engine.data.compression.options",
         "Hybrid3DStrategy": "strategies",
+        "IslandsStrategy": "strategies",
         "LightningParError": "errors",
         "Outer": "engine.data.islands.options",
         "ParallelPlan": "plan.parallel_plan",

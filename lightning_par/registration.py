@@ -25,6 +25,7 @@ STRATEGIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "hybrid3d": ("Hybrid3DStrategy", "tensor, pipeline, context and data parallelism together", {}),
     "auto_parallel": ("AutoParallelStrategy", "the layout that is predicted to be fastest", {}),
     "zero_offload": ("ZeROOffloadStrategy", "sharded data parallelism, optimizer on the host", {}),
+    "islands": ("IslandsStrategy", "every device trains by itself, and meets the others", {}),
     **{
         f"zero_offload_stage_{stage}": (
             "ZeROOffloadStrategy",

@@ -3,6 +3,7 @@
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_par.callbacks.communication_profiler import CommunicationProfiler
 from lightning_par.callbacks.expert_balance import ExpertBalance
+from lightning_par.callbacks.island_monitor import IslandMonitor
 from lightning_par.callbacks.memory_monitor import MemoryMonitor
 from lightning_par.callbacks.mixed_precision import MixedPrecision
 from lightning_par.callbacks.pipeline_profiler import PipelineProfiler
@@ -12,6 +13,7 @@ __all__ = [
     "ActivationCheckpointing",
     "CommunicationProfiler",
     "ExpertBalance",
+    "IslandMonitor",
     "MemoryMonitor",
     "MixedPrecision",
     "PipelineProfiler",

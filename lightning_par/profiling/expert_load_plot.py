@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_par.errors import ConfigurationError
+from lightning_par.profiling.picture_file import check_picture_path, picture_file, TEXT_COLOR
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_expert_load"]
 
-_SUFFIXES = (".pdf", ".png", ".svg")
-_TEXT_COLOR = "#2b2f36"
 _INCHES_PER_EXPERT, _MIN_BAND_INCHES = 0.09, 0.5
 
 
@@ -45,38 +44,23 @@ def draw_expert_load(
         ConfigurationError: matplotlib is not installed, the suffix is not one of the three, or
             there is nothing to draw.
     """
-    path = Path(path)
-    if path.suffix not in _SUFFIXES:
-        raise ConfigurationError(
-            "LP906", f"path={str(path)!r}: the suffix must be one of {', '.join(_SUFFIXES)}."
-        )
+    path = check_picture_path(path)
     if not loads or not steps:
         raise ConfigurationError(
             "LP906", f"There is no load to draw: {len(loads)} layers at {len(steps)} times."
         )
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "LP909", 'Drawing needs matplotlib. Install it with: pip install "lightning-par[plot]"'
-        ) from error
     experts = len(next(iter(loads.values()))[0])
     height = 1.2 + len(loads) * max(_MIN_BAND_INCHES, _INCHES_PER_EXPERT * experts)
-    # Fixed ids and no date in an SVG: the same loads give the same file.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-par", "font.size": 8}):
-        figure = Figure(figsize=(width, height), dpi=150)
-        figure.set_layout_engine("constrained")
+    with picture_file(path, (width, height), font=8) as figure:
         bands = figure.subplots(len(loads), sharex=True, squeeze=False)[:, 0]
         for axes, (name, times) in zip(bands, loads.items(), strict=True):
             image = _draw_band(axes, name, times)
         shown = range(0, len(steps), max(1, len(steps) // 8))
         bands[-1].set_xticks(list(shown), [str(steps[i]) for i in shown])
-        bands[-1].set_xlabel("optimizer step; at the right: entropy at the end", color=_TEXT_COLOR)
+        bands[-1].set_xlabel("optimizer step; at the right: entropy at the end", color=TEXT_COLOR)
         bar = figure.colorbar(image, ax=list(bands), location="right", shrink=0.7, pad=0.06)
-        bar.set_label("load / mean load", color=_TEXT_COLOR)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_TEXT_COLOR)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        bar.set_label("load / mean load", color=TEXT_COLOR)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=TEXT_COLOR)
     return path
 
 
@@ -91,10 +75,10 @@ def _draw_band(axes: "Axes", name: str, times: Sequence[Sequence[float]]) -> "Ax
         vmax=2,
     )
     axes.set_yticks([])
-    axes.set_ylabel(name, rotation=0, ha="right", va="center", color=_TEXT_COLOR)
+    axes.set_ylabel(name, rotation=0, ha="right", va="center", color=TEXT_COLOR)
     entropy = f"{_normalized_entropy(times[-1]):.3f}"
-    axes.text(1.01, 0.5, entropy, transform=axes.transAxes, va="center", color=_TEXT_COLOR)
-    axes.tick_params(length=0, colors=_TEXT_COLOR)
+    axes.text(1.01, 0.5, entropy, transform=axes.transAxes, va="center", color=TEXT_COLOR)
+    axes.tick_params(length=0, colors=TEXT_COLOR)
     return image
 
 

@@ -8,7 +8,8 @@ from typing import Literal, TYPE_CHECKING
 
 from lightning_par.engine.pipeline.actions import ActionKind, TimedAction
 from lightning_par.engine.pipeline.simulator import bubble_fraction
-from lightning_par.errors import ConfigurationError, ScheduleError
+from lightning_par.errors import ScheduleError
+from lightning_par.profiling.picture_file import check_picture_path, picture_file, TEXT_COLOR
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +21,6 @@ _INCHES_PER_ROW = 0.5
 _LARGEST_FONT, _SMALLEST_FONT = 8.0, 4.0
 _DIGIT_WIDTH = 0.64
 """Width of a digit, as a fraction of the font size."""
-_SUFFIXES = (".pdf", ".png", ".svg")
 _LABELS: Mapping[ActionKind, str] = MappingProxyType(
     {
         ActionKind.FORWARD: "forward",
@@ -38,7 +38,6 @@ _COLORS: Mapping[ActionKind, str] = MappingProxyType(
     }
 )
 _IDLE_COLOR = "#e9ebee"
-_TEXT_COLOR = "#2b2f36"
 
 
 def draw_timeline(
@@ -68,40 +67,23 @@ def draw_timeline(
         ConfigurationError: matplotlib is not installed, or the suffix is not one of the three.
         ScheduleError: There is no event to draw, or there is not one label per rank.
     """
-    path = Path(path)
-    _check(events_per_rank, path, labels)
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "LP909", 'Drawing needs matplotlib. Install it with: pip install "lightning-par[plot]"'
-        ) from error
-
+    path = check_picture_path(path)
+    _check(events_per_rank, labels)
     origin = min(event.start for row in events_per_rank for event in row)
     span = max(event.end for row in events_per_rank for event in row) - origin
     scale = 1e3 if unit == "ms" else 1.0
-    # Fixed ids and no date in an SVG: the same timeline gives the same file.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-par", "font.size": 9}):
-        figure = Figure(figsize=(width, 1.35 + _INCHES_PER_ROW * len(events_per_rank)), dpi=150)
-        figure.set_layout_engine("constrained")
+    size = width, 1.35 + _INCHES_PER_ROW * len(events_per_rank)
+    with picture_file(path, size, font=9) as figure:
         axes = figure.add_subplot()
         # 72 points to the inch; about 0.92 of the width is left to the axes.
         _draw_boxes(axes, events_per_rank, origin, scale, width * 72 * 0.92 / (span * scale or 1))
         _draw_frame(axes, labels or _stage_labels(events_per_rank), span * scale, unit)
         bubble = f"{bubble_fraction(events_per_rank):.1%}".replace("%", " %")
-        axes.set_title(f"{title}, bubble {bubble}", loc="left", fontsize=11, color=_TEXT_COLOR)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, metadata=metadata)
+        axes.set_title(f"{title}, bubble {bubble}", loc="left", fontsize=11, color=TEXT_COLOR)
     return path
 
 
-def _check(
-    events_per_rank: Sequence[Sequence[TimedAction]], path: Path, labels: Sequence[str] | None
-) -> None:
-    if path.suffix not in _SUFFIXES:
-        valid = ", ".join(_SUFFIXES)
-        raise ConfigurationError("LP906", f"path={str(path)!r}: the suffix must be one of {valid}.")
+def _check(events_per_rank: Sequence[Sequence[TimedAction]], labels: Sequence[str] | None) -> None:
     if not any(events_per_rank):
         raise ScheduleError(
             "LP906", "There is no event to draw. Run or simulate at least one action."
@@ -189,8 +171,8 @@ def _draw_frame(axes: "Axes", labels: Sequence[str], span: float, unit: str) -> 
     axes.set_xlim(0, span or 1)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_yticks(range(len(labels)), labels)
-    axes.set_xlabel("time (ms)" if unit == "ms" else "time (slots)", color=_TEXT_COLOR)
-    axes.tick_params(length=0, colors=_TEXT_COLOR)
+    axes.set_xlabel("time (ms)" if unit == "ms" else "time (slots)", color=TEXT_COLOR)
+    axes.tick_params(length=0, colors=TEXT_COLOR)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
     axes.legend(
         loc="lower right",

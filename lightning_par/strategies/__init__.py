@@ -4,6 +4,7 @@ from lightning_par.strategies.auto.strategy import AutoParallelStrategy
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.presets import (
     Hybrid3DStrategy,
+    IslandsStrategy,
     Pipeline1F1BStrategy,
     SequenceRingStrategy,
     TensorParallelStrategy,
@@ -13,6 +14,7 @@ from lightning_par.strategies.presets import (
 __all__ = [
     "AutoParallelStrategy",
     "Hybrid3DStrategy",
+    "IslandsStrategy",
     "MeshStrategy",
     "Pipeline1F1BStrategy",
     "SequenceRingStrategy",

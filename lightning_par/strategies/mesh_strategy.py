@@ -107,6 +107,7 @@ class MeshStrategy(ParallelStrategy):
         processes: Sizes, mesh, launcher and collectives of this run.
         activity: What this rank is doing.
         offload: The optimizer on the host; None: it is on the device, as always before a fit.
+        islands: Exchanges with other islands; None: there are none, as always before a fit.
 
     Raises:
         MeshError: The sizes do not fit the devices; raised by the Trainer's constructor.
@@ -116,6 +117,7 @@ class MeshStrategy(ParallelStrategy):
 
     strategy_name: ClassVar[str] = "mesh"
     _auto_rule: ClassVar[AutoRule] = "balanced"
+    _process_type: ClassVar[type[MeshProcesses]] = MeshProcesses
 
     def __init__(  # house: half of it names the options
         self,
@@ -157,12 +159,12 @@ class MeshStrategy(ParallelStrategy):
         initialize = super().__init__
         initialize(**lightning_options)
         self.num_nodes = 1
-        self.processes = MeshProcesses(self.options)
+        self.processes = self._process_type(self.options)
         self.activity = self.processes.activity
         self.offload: HostOffload | None = None
         self._saving = CheckpointSave(self.options, self.processes)
         self._loading = CheckpointLoad(self.processes)
-        self._islands: IslandRounds | None = None
+        self.islands: IslandRounds | None = None
         self._precision = AdoptedPrecision()
         self._record: ConstructionRecord | None = None
         self._parallel_model: ParallelModel | None = None
@@ -170,7 +172,7 @@ class MeshStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, and what holds them, behind."""
-        left = ("_record", "_parallel_model", "_launcher", "_step", "offload", "_islands")
+        left = ("_record", "_parallel_model", "_launcher", "_step", "offload", "islands")
         plugin = self._precision.given or self.precision_plugin
         own = {"_precision_plugin": plugin, "_precision": AdoptedPrecision()}
         return {**super().__getstate__(), **dict.fromkeys(left), **own}
@@ -277,8 +279,8 @@ class MeshStrategy(ParallelStrategy):
         defer_averages(self.lightning_module.trainer)
         if self.options.outer is not None:
             rest = self.processes, self._saving, lambda: self.parallel_model
-            self._islands = IslandRounds(self.options.outer, *rest)
-            self._islands.attach(self.lightning_module.trainer)
+            self.islands = IslandRounds(self.options.outer, *rest)
+            self.islands.attach(self.lightning_module.trainer)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -582,8 +584,8 @@ class MeshStrategy(ParallelStrategy):
         self.finish_saving()
         self._drop_step()
         self._close_offload()
-        if self._islands is not None and self.lightning_module is not None:
-            self._islands.detach(self.lightning_module.trainer)
+        if self.islands is not None and self.lightning_module is not None:
+            self.islands.detach(self.lightning_module.trainer)
         if self._parallel_model is not None:
             self._parallel_model.proof.end_run()
             gather_after_run(self._parallel_model, self.options, self.processes)

@@ -3,13 +3,16 @@
 from typing import Any, ClassVar, Literal
 
 from lightning_par.engine.context.options import ContextOptions
+from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.errors import ConfigurationError, UnknownOptionError
 from lightning_par.sizes import AutoRule
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.strategies.processes.device_islands import DeviceIslands
 
 __all__ = [
     "Hybrid3DStrategy",
+    "IslandsStrategy",
     "Pipeline1F1BStrategy",
     "SequenceRingStrategy",
     "TensorParallelStrategy",
@@ -161,3 +164,29 @@ class ZeROOffloadStrategy(MeshStrategy):
             raise ConfigurationError("LP902", f"stage={stage!r} must be 1, 2 or 3.")
         chosen = None if offload_optimizer is False else offload
         super().__init__(zero_stage=stage, offload_options=chosen, **options)
+
+
+class IslandsStrategy(MeshStrategy):
+    """Islands of one device each: every device trains by itself, and sends how far its weights
+    moved every few steps; nobody waits for one that dies.
+
+    ``devices=4`` gives four islands. The first process of a script is also the server, and starts
+    the others; on several hosts, or under torchrun or SLURM, ``lightning-par serve`` is. For
+    islands that are meshes themselves, use another strategy with ``outer=``.
+
+    Args:
+        outer: When they meet, and what is made of it: `Outer`, or a dict of its fields.
+        options: Those of `MeshStrategy`.
+
+    Raises:
+        ConfigurationError: An option has no such value.
+        MeshError: A size is not 1; raised by the Trainer's constructor.
+        TypeError: There is no such option.
+    """
+
+    strategy_name: ClassVar[str] = "islands"
+    _auto_rule: ClassVar[AutoRule] = "data"
+    _process_type = DeviceIslands
+
+    def __init__(self, *, outer: Outer | dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(outer=Outer() if outer is None else outer, **options)

@@ -16,7 +16,7 @@ from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
 
-NAMES = ["tensor_parallel", "pipeline_1f1b", "sequence_ring", "zero_offload", "hybrid3d"]
+NAMES = ["tensor_parallel", "pipeline_1f1b", "sequence_ring", "zero_offload", "hybrid3d", "islands"]
 OF_LIGHTNING = {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"}
 """Variables that Lightning's environment sets for DDP, too, and leaves."""
 

@@ -9,17 +9,17 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_par.checkpoint.pieces import assign_writers, Piece
 from lightning_par.dtensor import local_box, local_part
 from lightning_par.engine.batch import batch_size
-from lightning_par.engine.data.islands.client import IslandClient
+from lightning_par.engine.data.islands.client import Exchange, IslandClient
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave
-from lightning_par.strategies.processes.island_place import find_place
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -44,6 +44,7 @@ class IslandRounds(Callback):
 
     Attributes:
         client: The connection of this rank; None: there is no fit.
+        exchanges: Those of this rank in this fit so far.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class IslandRounds(Callback):
     ) -> None:
         self._outer, self._processes, self._saving, self._model = outer, processes, saving, model
         self.client: IslandClient | None = None
+        self.exchanges: list[Exchange] = []
+        self._is_warned = False
         self._samples = self._steps = self._missed = 0
         self._own: list[tuple[Tensor, Tensor]] = []
 
@@ -69,7 +72,7 @@ class IslandRounds(Callback):
             ConfigurationError: Another callback averages weights, too; or nothing says where the
                 server is, or which island this is.
         """
-        find_place(self._outer, self._processes.rank, self._processes.world_size)
+        self._processes.find_place()
         if averaging_callbacks(trainer):
             raise ConfigurationError(
                 "LP706",
@@ -92,7 +95,7 @@ class IslandRounds(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        place = find_place(self._outer, self._processes.rank, self._processes.world_size)
+        place = self._processes.find_place()
         place = replace(place, incarnation=self._processes.broadcast(place.incarnation))
         model = self._model()
         model.sharding.release()
@@ -104,6 +107,7 @@ class IslandRounds(Callback):
         sends = assign_writers(self._gather([(p.box, p.nbytes) for p in pieces]))
         mine = sends[self._processes.rank]
         self.client = IslandClient(self._outer, place, pieces, mine, frozenset(trained))
+        self.exchanges = self.client.exchanges
         self.client.step = self._steps = trainer.global_step
         self.client.join()
         self._samples, self._missed = 0, self.client.step - trainer.global_step
@@ -165,6 +169,13 @@ class IslandRounds(Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.client is None:
             return
+        if not self.client.rounds and not trainer.sanity_checking and not self._is_warned:
+            self._is_warned = True
+            rank_zero_warn(
+                "validation sees the weights that all islands share, but nothing was exchanged "
+                f"since the fit began: every={self._outer.every} optimizer steps are more than "
+                f"the {trainer.global_step} before this validation. Use a smaller every=."
+            )
         self._model().sharding.release()
         for piece in self._pieces():
             self._own.append((piece.values, piece.values.clone()))
@@ -202,7 +213,7 @@ class IslandRounds(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.client is not None:
             self._model().sharding.release()
-            self.client.finish()
+            self.client.finish(self._count_samples())
             self.client.leave()
             self.client = None
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_par.engine.activity import Activity, BETWEEN_STEPS
+from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.rng import collect_random_states, restore_random_states
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
@@ -37,7 +38,7 @@ from lightning_par.strategies.processes.hosts import (
 )
 from lightning_par.strategies.processes.interface import Route
 from lightning_par.strategies.processes.interruption import Interruption
-from lightning_par.strategies.processes.island_place import find_island
+from lightning_par.strategies.processes.island_place import find_island, find_place
 from lightning_par.strategies.processes.launcher import PreflightLauncher, refuse_prompt
 from lightning_par.strategies.processes.module_copies import explain_copy
 from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
@@ -187,14 +188,25 @@ class MeshProcesses:
         """Number of the island that these processes are; see `Outer`."""
         return find_island(self._options.outer)[0]
 
+    def find_place(self) -> Place:
+        """Return where this rank is among the islands.
+
+        Raises:
+            ConfigurationError: There is no server or no key.
+        """
+        assert self._options.outer is not None
+        return find_place(self._options.outer, self.rank, self.world_size)
+
     @property
     def samplers(self) -> dict[str, int]:
         """Into how many parts the samples are divided, and which one is of this process.
 
         Islands may have different numbers of replicas: the samples are divided among the islands,
-        and then among their replicas.
+        and then among their replicas. Each island validates and tests with all of them.
         """
-        island, islands = find_island(self._options.outer)
+        trainer = trainer_of(self.interruption.module)
+        divides = trainer is None or trainer.training
+        island, islands = find_island(self._options.outer) if divides else (0, 1)
         rank = self.sizes.data_rank(self.rank) * islands + island
         return {"num_replicas": self.sizes.data * islands, "rank": rank}
 

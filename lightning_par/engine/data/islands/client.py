@@ -20,9 +20,10 @@ from lightning_par.engine.data.islands.channel import Answer, Channel, MessageEr
 from lightning_par.engine.data.islands.coding import encode
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.data.islands.regions import Hello, read_regions, Region
+from lightning_par.engine.data.islands.weights import Movement
 from lightning_par.errors import IslandError, NonFiniteError
 
-__all__ = ["IslandClient", "Place"]
+__all__ = ["Exchange", "IslandClient", "Place"]
 
 _log = logging.getLogger(__name__)
 _RETRY = 0.2
@@ -82,6 +83,29 @@ class _Flight:
     answer: "Future[Answer]"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One exchange of a fragment, as an island saw it.
+
+    Attributes:
+        step: Own steps of the island when its movement left.
+        fragment: Number of the fragment.
+        islands: Whose movements made up the update; empty if the answer was lost once.
+        late: Islands that were live, but too late for it.
+        movements: What those of `islands` were like.
+        waited: Seconds that training waited for the answer.
+        staleness: Updates of the fragment that others had made since the island took its base.
+    """
+
+    step: int
+    fragment: int
+    islands: list[int]
+    late: list[int]
+    movements: list[Movement]
+    waited: float
+    staleness: int
+
+
 class IslandClient:
     """Exchanges the weights of one rank with the server; see `Meeting`.
 
@@ -96,8 +120,7 @@ class IslandClient:
         step: Optimizer steps since the run began, of the island that made most, as last heard.
         rounds: Exchanges so far.
         waited: Seconds that training waited for them.
-        islands: Islands whose movements made up the last update.
-        late: Islands that were live, but too late for it.
+        exchanges: What became of each so far.
     """
 
     def __init__(
@@ -118,10 +141,13 @@ class IslandClient:
         self._versions: list[tuple[str, int]] = []
         self._own_steps = self._exchange = self._first = self._samples = 0
         self._samples_before = [0] * outer.fragments
+        self._left_at = [0] * outer.fragments
+        self._share = 1.0
+        self._next = self._stride
+        self._clock, self._spent, self._paced_at = time.monotonic(), 0.0, 0
         self.step = self.rounds = 0
         self.waited = 0.0
-        self.islands: list[int] = []
-        self.late: list[int] = []
+        self.exchanges: list[Exchange] = []
         self._bytes = [0, 0]
 
     @property
@@ -142,9 +168,16 @@ class IslandClient:
     @property
     def _due(self) -> int:
         """The own step after which the next movement leaves."""
+        if self._outer.adapt:
+            return self._next
         every, count = self._outer.every, self._outer.fragments
         start = self._first * every // count
         return (self._first + self._exchange + 1) * every // count - start
+
+    @property
+    def _stride(self) -> int:
+        """Own steps from one exchange to the next one under `Outer.adapt`."""
+        return max(1, round(self._outer.every / self._outer.fragments * self._share))
 
     @torch.no_grad()
     def join(self) -> None:
@@ -178,21 +211,40 @@ class IslandClient:
             NonFiniteError: A weight is NaN or infinite; nothing was sent of it.
         """
         self._own_steps += 1
+        self._spent += time.monotonic() - self._clock
         self._samples += samples
         self.step += 1
         flight = self._flight
-        if flight is not None and self._own_steps >= flight.step + self._outer.overlap:
+        is_due = self._own_steps == self._due
+        if flight is not None and (is_due or self._own_steps >= flight.step + self._outer.overlap):
             self._finish()
-        if self._own_steps == self._due:
+        if is_due:
             self._start((self._first + self._exchange) % self._outer.fragments)
             self._exchange += 1
             if not self._outer.overlap:
                 self._finish()
+        self._clock = time.monotonic()
 
-    def finish(self) -> None:
-        """Take what is on its way, and give every parameter the value that all islands share."""
+    def finish(self, samples: int) -> None:
+        """Exchange what was learned since the last exchanges, and give every parameter the value
+        that all islands share; every rank of the island calls this.
+
+        Args:
+            samples: As for `after_step`.
+
+        Raises:
+            IslandError: The server is away for too long.
+            NonFiniteError: A weight is NaN or infinite; nothing was sent of it.
+        """
+        self._samples += samples
         if self._flight is not None:
             self._finish()
+        following = self._first + self._exchange
+        for turn in range(following, following + self._outer.fragments):
+            number = turn % self._outer.fragments
+            if self._own_steps > self._left_at[number]:
+                self._start(number)
+                self._finish()
         for held in self._held:
             held.values.copy_(held.base)
 
@@ -244,8 +296,12 @@ class IslandClient:
             "base": self._versions[number],
             "samples": self._samples - self._samples_before[number],
             "step": self.step,
+            "pace": round(1e6 * self._spent / max(1, self._own_steps - self._paced_at)),
         }
+        self._spent, self._paced_at = 0.0, self._own_steps
+        self._next = self._own_steps + self._stride
         self._samples_before[number] = self._samples
+        self._left_at[number] = self._own_steps
         answer = self._pool.submit(self._deliver, header, b"".join(parts))
         self._flight = _Flight(number, self._own_steps, there, answer)
 
@@ -253,7 +309,7 @@ class IslandClient:
     def _finish(self) -> None:
         assert self._flight is not None
         flight, self._flight = self._flight, None
-        began = time.monotonic()
+        began, waited = time.monotonic(), self.waited
         header, payload = flight.answer.result()
         self.waited += time.monotonic() - began
         parts = self._fragments[flight.number]
@@ -264,9 +320,22 @@ class IslandClient:
             held.base = values if whole else held.base.add_(values)
             # And what was learned meanwhile; without overlap that is 0.
             held.values.copy_(held.base + (held.now() - before))
-        self._versions[flight.number] = header["era"], header["version"]
+        version, base = (header["era"], header["version"]), self._versions[flight.number]
+        self._versions[flight.number] = version
         self.step = max(self.step, header["step"])
-        self.islands, self.late = header["islands"], header["late"]
+        self.exchanges.append(
+            Exchange(
+                step=flight.step,
+                fragment=flight.number,
+                islands=header["islands"],
+                late=header["late"],
+                movements=[Movement(*seen) for seen in header["movements"]],
+                waited=self.waited - waited,
+                staleness=version[1] - base[1] - 1 if version[0] == base[0] else 0,
+            )
+        )
+        self._share = header["share"]
+        self._next = max(self._own_steps + 1, flight.step + self._stride)
         self.rounds += 1
 
     def _deliver(self, header: dict[str, Any], payload: bytes) -> Answer:
@@ -279,7 +348,8 @@ class IslandClient:
                 number, era = header["fragment"], welcome["era"]
                 if welcome["counted"][number] == header["ticket"]:
                     answer = {"version": welcome["versions"][number], "era": era}
-                    about = {"step": welcome["step"], "islands": [], "late": []}
+                    about = {"step": welcome["step"], "islands": [], "late": [], "movements": []}
+                    about["share"] = welcome["shares"][number]
                     return {**answer, **about, "whole": True}, values
                 channel = self._channel
             if channel is None:

@@ -67,6 +67,7 @@ class _Movement:
     base: tuple[str, int]
     samples: float
     step: int
+    pace: int
     boxes: list[tuple[Region, Tensor]]
 
 
@@ -103,6 +104,8 @@ class Meeting:
         self._seeds: dict[Member, list[tuple[Region, Tensor]]] = {}
         self._incarnations: dict[int, str] = {}
         self._founder: int | None = None
+        self._expected = 1
+        self._paces: dict[int, int] = {}
         self._absent: set[int] = set()
         self._finished: set[int] = set()
         self._rounds: list[_Round] = []
@@ -119,6 +122,18 @@ class Meeting:
         """Return the islands whose movement is complete, but not merged yet."""
         with self._lock:
             return sorted({island for held in self._rounds for island in held.complete()})
+
+    def finished(self) -> set[int]:
+        """Return the islands that have finished their run."""
+        with self._lock:
+            return set(self._finished)
+
+    def expect(self, count: int) -> None:
+        """Let the run begin only once so many islands have come."""
+        with self._lock:
+            self._expected = count
+            if self._weights is None:
+                self._found()
 
     def enter(self, hello: Hello) -> Member:
         """Take a rank in; its answer is the model, or a request for it.
@@ -171,6 +186,8 @@ class Meeting:
     def _found(self) -> None:
         """Ask one island for the model; the others wait for it."""
         islands = {island for island, _ in self._members}
+        if len(islands) < self._expected:
+            return
         if self._founder not in islands:
             self._founder = min(islands, default=None)
         for (island, _), member in self._members.items():
@@ -242,12 +259,14 @@ class Meeting:
         held, hello = self._weights, member.hello
         assert held is not None
         counted = [f.counted.get(str(hello.island)) for f in held.fragments]
+        shares = [f.shares.get(str(hello.island), 1.0) for f in held.fragments]
         header = {
             "op": "welcome",
             "era": held.era,
             "versions": [fragment.version for fragment in held.fragments],
             "fragments": [fragment.names for fragment in held.fragments],
             "counted": counted,
+            "shares": shares,
             "step": held.step,
         }
         wanted = list(hello.regions)
@@ -266,6 +285,7 @@ class Meeting:
         try:
             at = number(header["fragment"], 0, len(held.fragments) - 1)
             samples, step = number(header["samples"]), number(header["step"])
+            pace = number(header["pace"])
             era, version = header["base"]
             ticket = str(header["ticket"])
         except (KeyError, TypeError, ValueError) as error:
@@ -281,6 +301,7 @@ class Meeting:
                 base=(era, version),
                 samples=samples,
                 step=step,
+                pace=pace,
                 boxes=list(zip(sent, values, strict=True)),
             )
             self._decide(at)
@@ -341,24 +362,36 @@ class Meeting:
         samples = {i: min(m.samples for m in ranks) for i, ranks in movements.items()}
         total = sum(samples.values()) or 1
         fragment, before = weights.fragments[at], (weights.era, weights.fragments[at].version)
-        updates = weights.merge(
+        updates, seen = weights.merge(
             at,
-            (
+            [
                 (samples[i] / total, [(r.box, v) for m in ranks for r, v in m.boxes])
                 for i, ranks in sorted(movements.items())
-            ),
+            ],
         )
         weights.step = max([weights.step, *(m.step for r in movements.values() for m in r)])
         fragment.counted |= {str(i): ranks[0].ticket for i, ranks in movements.items()}
+        self._paces |= {i: max(m.pace for m in ranks) for i, ranks in movements.items()}
+        fragment.shares |= {str(i): self._share(i) for i in there}
         self._save(at)
         header = {"op": "update", "version": fragment.version, "step": weights.step}
-        header |= {"islands": sorted(there), "late": late}
+        header |= {"islands": sorted(there), "late": late, "movements": seen}
         for movement in (m for ranks in movements.values() for m in ranks):
             follows = bool(updates) and movement.base == before
             held = [r for r in movement.member.hello.regions if r.name in fragment.names]
             parts = (updates[r.name].pack(r.box) if follows else weights.whole(r.box) for r in held)
+            own = {
+                "whole": not follows,
+                "share": fragment.shares[str(movement.member.hello.island)],
+            }
             if movement.answer.set_running_or_notify_cancel():
-                movement.answer.set_result(({**header, "whole": not follows}, b"".join(parts)))
+                movement.answer.set_result(({**header, **own}, b"".join(parts)))
+
+    def _share(self, island: int) -> float:
+        """Return the steps of an island in a second, as a part of those of the fastest one."""
+        there = {number for number, _ in self._members} | {island}
+        fastest = min(filter(None, (self._paces.get(number, 0) for number in there)), default=0)
+        return fastest / self._paces[island] if self._paces[island] else 1.0
 
     def _save(self, at: int) -> None:
         if self._state is not None:

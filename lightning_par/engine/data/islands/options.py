@@ -35,6 +35,8 @@ class Outer:
             such weights), ``"bf16"``, or ``"int8"`` and ``"int4"`` with a scale for every 256.
         min_islands: Contributions without which nothing is merged.
         grace: Seconds that live islands are waited for once the first contribution has come.
+        adapt: Let an island that is slower than the fastest make fewer steps between two exchanges,
+            so that they come at the same time.
         server: ``"host:port"`` of ``lightning-par serve``; None: LIGHTNING_PAR_SERVER says it.
         island: Number of this island, from 0; None: LIGHTNING_PAR_ISLAND says ``"island/islands"``.
         islands: Number of islands among which the samples are divided.
@@ -55,6 +57,7 @@ class Outer:
     quantize: Quantization = "int8"
     min_islands: int = 1
     grace: float = math.inf
+    adapt: bool = False
     server: str | None = None
     island: int | None = None
     islands: int | None = None
@@ -73,6 +76,8 @@ class Outer:
             if getattr(self, name) not in get_args(valid):
                 names = either([repr(v) for v in get_args(valid)])
                 problems.append(f"{name}={getattr(self, name)!r} must be {names}.")
+        if not isinstance(self.adapt, bool):
+            problems.append(f"adapt={self.adapt!r} must be True or False.")
         problems += self._number_problems()
         if not problems:
             problems += self._place_problems()

@@ -1,10 +1,11 @@
 """The weights that count, in fragments: merged from what islands learned, saved, and read again."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -17,7 +18,7 @@ from lightning_par.dtensor import Box
 from lightning_par.engine.data.islands.coding import Coded, cut, encode
 from lightning_par.engine.data.islands.options import Outer
 
-__all__ = ["Fragment", "SharedWeights", "load_weights"]
+__all__ = ["Fragment", "Movement", "SharedWeights", "load_weights"]
 
 
 @dataclass(eq=False)
@@ -28,11 +29,25 @@ class Fragment:
         names: Its parameters.
         version: How often it was merged.
         counted: Island -> ticket of the last movement of it that was merged.
+        shares: Island -> its steps in a second then, as a part of those of the fastest.
     """
 
     names: list[str]
     version: int = 0
     counted: dict[str, str] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
+
+
+class Movement(NamedTuple):
+    """What the movement of an island was like.
+
+    Attributes:
+        norm: Its length, over all parameters of the fragment.
+        agreement: Cosine of the angle between it and the mean of all, -1 to 1; 0 without either.
+    """
+
+    norm: float
+    agreement: float
 
 
 class SharedWeights:
@@ -69,32 +84,36 @@ class SharedWeights:
 
     @torch.no_grad()
     def merge(
-        self, number: int, movements: Iterable[tuple[float, Iterable[tuple[Box, Tensor]]]]
-    ) -> dict[str, Coded]:
-        """Make one step of the outer optimizer; return the encoded update of every parameter.
+        self, number: int, movements: Sequence[tuple[float, Sequence[tuple[Box, Tensor]]]]
+    ) -> tuple[dict[str, Coded], list[Movement]]:
+        """Make one step of the outer optimizer.
 
         Args:
             number: Of the fragment.
             movements: For each island its weight, and the boxes of ``shared - own`` weights. The
                 weights sum to 1.
+
+        Returns:
+            The encoded update of every parameter, and what the movements were like.
         """
         fragment = self.fragments[number]
         means = {name: torch.zeros_like(self.exact[name]) for name in fragment.names}
         for weight, boxes in movements:
             for box, values in boxes:
                 cut(means[box.name], box).add_(values, alpha=weight)
+        seen = [_look(boxes, means) for _, boxes in movements]
         for name, mean in means.items():
             self.exact[name].grad = mean
         self._optimizer.step()
         self._optimizer.zero_grad()
         fragment.version += 1
         if self.outer.quantize == "none":
-            return {}
+            return {}, seen
         updates = {}
         for name in fragment.names:
             updates[name] = encode(self.exact[name] - self.shown[name], self.outer.quantize)
             self.shown[name] += updates[name].values(self.shown[name].dtype)
-        return updates
+        return updates, seen
 
     def whole(self, box: Box) -> bytes:
         """Return the bytes of a box of the weights that the islands hold."""
@@ -154,13 +173,23 @@ def load_weights(folder: Path) -> SharedWeights | None:
             tensors |= {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
     if len({each["era"] for each in about}) != 1:
         return None
-    fragments = [Fragment(each["names"], each["version"], each["counted"]) for each in about]
+    fragments = [
+        Fragment(each["names"], each["version"], each["counted"], each.get("shares", {}))
+        for each in about
+    ]
     exact = {k.partition("/")[2]: t for k, t in tensors.items() if k.startswith("exact/")}
     trained = [name for fragment in fragments for name in fragment.names]
     found = SharedWeights(Outer(**about[0]["outer"]), exact, trained, about[0]["era"])
     rest = {k: t for k, t in tensors.items() if not k.startswith("exact/")}
     found.restore(fragments, max(each["step"] for each in about), rest)
     return found
+
+
+def _look(boxes: Sequence[tuple[Box, Tensor]], means: Mapping[str, Tensor]) -> Movement:
+    norm = math.hypot(*(float(values.norm()) for _, values in boxes))
+    mean = math.hypot(*(float(value.norm()) for value in means.values()))
+    product = sum(float((values * cut(means[box.name], box)).sum()) for box, values in boxes)
+    return Movement(norm, product / (norm * mean) if norm and mean else 0.0)
 
 
 def _file(folder: Path, number: int, count: int) -> Path:

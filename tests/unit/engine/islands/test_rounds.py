@@ -33,6 +33,12 @@ def start(seed: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, Tensor
     }
 
 
+def of_last(island: Island) -> tuple[list[int], list[int]]:
+    """Who contributed to the last update of an island, and who was late."""
+    last = island.ranks[0].exchanges[-1]
+    return last.islands, last.late
+
+
 def gradient(island: int, step: int, name: str) -> Tensor:
     draw = torch.Generator().manual_seed(1000 * island + 10 * step + sorted(SHAPES).index(name))
     return torch.randn(SHAPES[name], generator=draw, dtype=torch.float64) * 0.1
@@ -158,8 +164,13 @@ def test_what_is_learned_while_a_fragment_is_on_its_way_is_kept() -> None:
         torch.testing.assert_close(island.weights(), wanted, rtol=0, atol=1e-12)
         shared = island.ranks[0].shared()
         assert all(not torch.equal(value, wanted[box.name]) for box, value in shared.items())
-        island.ranks[0].finish()
+        island.ranks[0].finish(samples=1)  # the steps since the last exchange count, too
+        shared = island.ranks[0].shared()
         assert all(torch.equal(island.parts[0][box], value) for box, value in shared.items())
+        torch.testing.assert_close(island.weights(), wanted, rtol=0, atol=1e-12)
+        assert island.ranks[0].rounds == 2
+        island.ranks[0].finish(samples=0)
+        assert island.ranks[0].rounds == 2  # nothing was learned since
         island.close()
 
 
@@ -188,9 +199,15 @@ def test_late_island_is_not_waited_for_twice_and_its_movement_counts() -> None:
             island.join()
         quick, late = islands
         quick.step(lambda name: gradient(0, 0, name))
-        assert (quick.ranks[0].islands, quick.ranks[0].late) == ([0], [1])
+        assert (quick.ranks[0].exchanges[-1].islands, quick.ranks[0].exchanges[-1].late) == (
+            [0],
+            [1],
+        )
         quick.step(lambda name: gradient(0, 1, name))
-        assert (quick.ranks[0].islands, quick.ranks[0].late) == ([0], [])
+        assert (quick.ranks[0].exchanges[-1].islands, quick.ranks[0].exchanges[-1].late) == (
+            [0],
+            [],
+        )
 
         def follow() -> None:
             while server.meeting.waiting() != [1]:
@@ -198,7 +215,7 @@ def test_late_island_is_not_waited_for_twice_and_its_movement_counts() -> None:
             quick.step(lambda name: gradient(0, 2, name))
 
         together(lambda: late.step(lambda name: gradient(1, 0, name)), follow)
-        assert quick.ranks[0].islands == late.ranks[0].islands == [0, 1]
+        assert quick.ranks[0].exchanges[-1].islands == late.ranks[0].exchanges[-1].islands == [0, 1]
         assert all(torch.equal(quick.weights()[n], late.weights()[n]) for n in SHAPES)
         for island in islands:
             island.close()
@@ -255,13 +272,13 @@ def test_island_that_is_lost_is_not_waited_for_and_comes_back() -> None:
         train(islands, range(2))
         islands[1].close(finished=False)
         train(islands[:1], range(2, 5))
-        assert islands[0].ranks[0].islands == [0]
+        assert islands[0].ranks[0].exchanges[-1].islands == [0]
         again = Island(server.port, 1, outer, start(seed=9), incarnation="second")
         again.join()
         assert again.ranks[0].step == 5
         assert all(torch.equal(again.weights()[n], islands[0].weights()[n]) for n in SHAPES)
         train([islands[0], again], range(5, 7))
-        assert islands[0].ranks[0].islands == [0, 1]
+        assert islands[0].ranks[0].exchanges[-1].islands == [0, 1]
         assert all(torch.equal(again.weights()[n], islands[0].weights()[n]) for n in SHAPES)
         for island in (islands[0], again):
             island.close()
@@ -324,6 +341,7 @@ def test_stranger_changes_nothing_and_is_logged(caplog: pytest.LogCaptureFixture
         ({"op": "seed"}, "'seed', which makes no sense"),
         ({"fragment": 7}, "impossible movement"),
         ({"samples": -1}, "impossible movement"),
+        ({"pace": 0.5}, "impossible movement"),
         ({"base": None}, "impossible movement"),
         ({"payload": bytes(5)}, "too few for"),
         ({"payload": bytes(10_000)}, r"in place of|make sense here"),
@@ -349,6 +367,7 @@ def test_message_that_cannot_be_is_refused(
             "base": ["", 0],
             "samples": 1,
             "step": 1,
+            "pace": 1,
         }
         with suppress(OSError):  # a server that refuses may cut it off
             channel.send({**header, **change}, payload)
@@ -376,7 +395,7 @@ def test_encrypted_connections(tmp_path: Path) -> None:
         for island in islands:
             island.join()
         train(islands, range(2))
-        assert islands[0].ranks[0].islands == [0, 1]
+        assert islands[0].ranks[0].exchanges[-1].islands == [0, 1]
         for island in islands:
             island.close()
         system = Outer(
@@ -394,3 +413,49 @@ def test_a_closed_server_leaves_no_thread() -> None:
         island.join()
     island.close(finished=False)
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("mesh", ["one", "stages"])
+def test_what_movements_are_like_is_told_to_all(mesh: str) -> None:
+    outer = lock_step(every=1, optimizer="average", quantize="none", min_islands=2)
+    with serving() as server:
+        islands = [Island(server.port, i, outer, start(), m) for i, m in enumerate(["one", mesh])]
+        together(*(island.join for island in islands))
+        together(*(lambda i=i: i.step(lambda n: gradient(i.number, 0, n)) for i in islands))
+        moved = [torch.cat([gradient(i, 0, n).flatten() for n in SHAPES]) for i in range(2)]
+        mean = (moved[0] + moved[1]) / 2
+        for rank in [rank for island in islands for rank in island.ranks]:
+            (exchange,) = rank.exchanges
+            assert (exchange.step, exchange.fragment, exchange.islands) == (1, 0, [0, 1])
+            assert (exchange.late, exchange.staleness) == ([], 0)
+            for seen, own in zip(exchange.movements, moved, strict=True):
+                cosine = torch.nn.functional.cosine_similarity(own, mean, 0)
+                assert seen.norm == pytest.approx(float(own.norm()), rel=1e-12)
+                assert seen.agreement == pytest.approx(float(cosine), rel=1e-12)
+        for island in islands:
+            island.close()
+
+
+def test_a_slower_island_makes_fewer_steps_of_each_round() -> None:
+    """Steps of a tenth of a second beside steps of none: both come at about the same time."""
+    outer = lock_step(every=40, adapt=True, optimizer="average", quantize="none", min_islands=2)
+    with serving() as server:
+        fast, slow = (Island(server.port, i, outer, start()) for i in range(2))
+        together(fast.join, slow.join)
+        made = [0, 0]
+
+        def train(island: Island, seconds: float) -> None:
+            while island.ranks[0].rounds < 4:
+                time.sleep(seconds)
+                island.step(lambda name: gradient(island.number, made[island.number], name))
+                made[island.number] += 1
+
+        together(lambda: train(fast, 0.002), lambda: train(slow, 0.1))
+        # The first round has `every` of both, as nobody knows better yet.
+        assert made[0] == 4 * 40
+        assert 40 + 3 <= made[1] <= 40 + 3 * 20
+        assert slow.ranks[0].step >= made[0]
+        for name in SHAPES:
+            assert torch.equal(fast.weights()[name], slow.weights()[name])
+        for island in (fast, slow):
+            island.close()

@@ -1,0 +1,114 @@
+"""`IslandMonitor`: what islands send each other, how long they wait for it, and how they agree."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_par.engine.data.islands.client import Exchange
+from lightning_par.errors import ConfigurationError
+from lightning_par.profiling.island_plot import draw_rounds
+from lightning_par.strategies import MeshStrategy
+
+__all__ = ["IslandMonitor"]
+
+
+class IslandMonitor(Callback):
+    """Monitor of the exchanges of an island, which logs each of them, and draws them at the end.
+
+    ============================  ===========================================================
+    key                           meaning
+    ============================  ===========================================================
+    ``islands/rounds``            exchanges of this island so far, of all fragments
+    ``islands/contributing``      islands whose movements made up the update
+    ``islands/late``              islands that were live, but too late for it
+    ``islands/staleness``         updates by others since this island took its base
+    ``islands/wait``              seconds that training waited for the update
+    ``islands/norm``              mean length of the movements
+    ``islands/agreement``         mean cosine between a movement and the mean of all, -1 to 1
+    ``islands/bytes_sent``        bytes that this rank has sent so far
+    ``islands/bytes_received``    bytes that it has received so far
+    ============================  ===========================================================
+
+    Only the first island has loggers. At the end of training it draws ``islands.png``: which island
+    contributed to which update, and the agreement.
+
+    Args:
+        path: File of the picture (.png, .svg or .pdf); None: ``islands.png`` in the folder of the
+            Trainer's logger.
+
+    Attributes:
+        exchanges: All exchanges of this rank in the last fit.
+
+    Raises:
+        ConfigurationError: At the start of training, if there are no islands.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self.exchanges: list[Exchange] = []
+        self._logged = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raise if there are no islands, and begin anew."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, MeshStrategy) or strategy.islands is None:
+            raise ConfigurationError(
+                "LP917",
+                f"IslandMonitor: {type(strategy).__name__} trains no islands. Give it outer=, use "
+                "strategy='islands', or remove the callback.",
+            )
+        self.exchanges, self._logged = strategy.islands.exchanges, 0
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Log the exchanges of this step, if there were any."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, MeshStrategy)
+        client = None if strategy.islands is None else strategy.islands.client
+        if client is None or self._logged == len(self.exchanges):
+            return
+        self._logged = len(self.exchanges)
+        last = self.exchanges[-1]
+        values = {
+            "rounds": client.rounds,
+            "contributing": len(last.islands),
+            "late": len(last.late),
+            "staleness": last.staleness,
+            "wait": last.waited,
+            "norm": fmean([seen.norm for seen in last.movements] or [0.0]),
+            "agreement": fmean([seen.agreement for seen in last.movements] or [0.0]),
+            "bytes_sent": client.sent,
+            "bytes_received": client.received,
+        }
+        named = {f"islands/{name}": float(value) for name, value in values.items()}
+        trainer.callback_metrics.update({k: torch.tensor(v) for k, v in named.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=trainer.global_step)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw the exchanges, on the first rank of the first island."""
+        # log_dir is a collective: Lightning broadcasts it from rank 0.
+        folder = trainer.log_dir or trainer.default_root_dir
+        strategy = trainer.strategy
+        assert isinstance(strategy, MeshStrategy)
+        leads = trainer.is_global_zero and strategy.processes.island == 0
+        if not leads or not any(exchange.islands for exchange in self.exchanges):
+            return
+        # An optional dependency: its absence must not fail a run that has trained.
+        if find_spec("matplotlib") is None:
+            rank_zero_warn("IslandMonitor draws nothing: matplotlib is not installed.")
+            return
+        path = self.path or Path(folder, "islands.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw_rounds(self.exchanges, path)
