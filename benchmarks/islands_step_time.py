@@ -1,9 +1,9 @@
-"""Step time and bytes of two islands, beside two replicas that send their gradients in every step.
+"""Step time and bytes of islands, beside replicas that send their gradients in every step.
 
 What islands gain needs a slow network, such as a network namespace of its own (``unshare -n``) in
 which ``tc qdisc add dev lo root tbf rate 200mbit burst 256kb latency 50ms`` was run after ``ip link
-set lo up``. All that two replicas, or two islands and their server, say to each other goes through
-it. Contenders take turns, each in new processes; a time is that of whole rounds, over their steps.
+set lo up``. All that replicas, or islands and their server, say to each other goes through it.
+Contenders take turns, each in new processes; a time is that of whole rounds, over their steps.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from lightning_par import Hybrid3DStrategy, Outer
 from lightning_par.engine.data.islands.server import IslandServer
 from lightning_par.profiling.comm_volume import CommVolume
 
-EVERY, BATCH, KEY = 30, 4, "a key of the benchmark only"
+BATCH, KEY = 4, "a key of the benchmark only"
 ONES: dict[str, Any] = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
@@ -53,7 +53,7 @@ class Clock(Callback):
         """Note the time and the bytes at both ends."""
         if trainer.global_step not in (self.warmup, self.end):
             return
-        rounds = getattr(trainer.strategy, "_islands", None)
+        rounds = trainer.strategy.islands
         if rounds is not None:
             sent = rounds.client.sent, rounds.client.received
         else:
@@ -62,14 +62,14 @@ class Clock(Callback):
         self.marks.append((time.monotonic(), *sent))
 
 
-def work(name: str) -> None:
+def work(name: str, count: int, every: int) -> None:
     """Run on one rank, and print what was measured."""
     quiet()
     if name in ISLANDS:
-        outer = Outer(every=EVERY, min_islands=2, **ISLANDS[name])
-        strategy, devices, warmup, steps = Hybrid3DStrategy(**ONES, outer=outer), 1, EVERY, EVERY
+        outer = Outer(every=every, min_islands=count, **ISLANDS[name])
+        strategy, devices, warmup, steps = Hybrid3DStrategy(**ONES, outer=outer), 1, every, every
     else:
-        strategy, devices = Hybrid3DStrategy(**ONES, gradient_compression=REPLICAS[name]), 2
+        strategy, devices = Hybrid3DStrategy(**ONES, gradient_compression=REPLICAS[name]), count
         warmup, steps = 2, 6
     with CommVolume() as volume:
         clock = Clock(warmup, steps, volume)
@@ -90,22 +90,23 @@ def work(name: str) -> None:
     print(json.dumps([(end - start) / steps, *bytes_each]), flush=True)
 
 
-def run(name: str) -> list[float]:
-    """Return seconds, bytes sent and bytes received a step of the slower of two processes."""
+def run(name: str, count: int, every: int) -> list[float]:
+    """Return seconds, bytes sent and bytes received a step of the slowest process."""
     server = IslandServer("127.0.0.1", 0, KEY.encode()) if name in ISLANDS else None
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     workers = []
-    for rank in range(2):
+    for rank in range(count):
         told = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         if server is not None:
             told["LIGHTNING_PAR_SERVER"] = f"127.0.0.1:{server.port}"
-            told |= {"LIGHTNING_PAR_ISLAND": f"{rank}/2", "LIGHTNING_PAR_KEY": KEY}
+            told |= {"LIGHTNING_PAR_ISLAND": f"{rank}/{count}", "LIGHTNING_PAR_KEY": KEY}
         else:
-            told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-            told |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+            told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+            told |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
             told |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "bench"}
         command = [sys.executable, __file__, "--work", name]
+        command += ["--count", str(count), "--every", str(every)]
         workers.append(
             subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **told})
         )
@@ -120,23 +121,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=5, help="of every contender")
     parser.add_argument("--leave-out", nargs="*", default=[], help="contenders")
+    parser.add_argument("--count", type=int, default=2, help="replicas, or islands")
+    parser.add_argument("--every", type=int, default=30, help="steps from exchange to exchange")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work is not None:
-        work(options.work)
+        work(options.work, options.count, options.every)
         return
     torch.set_num_threads(1)
     names = [name for name in (*REPLICAS, *ISLANDS) if name not in options.leave_out]
     found: dict[str, list[list[float]]] = {name: [] for name in names}
     for _ in range(options.turns):
         for name in names:
-            found[name].append(run(name))
+            found[name].append(run(name, options.count, options.every))
             print(name, found[name][-1], file=sys.stderr)
     first = [times[0] for times in found["in step"]]
     for name, turns in found.items():
         times = [turn[0] for turn in turns]
         ratios = sorted(t / f for t, f in zip(times, first, strict=True))
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        low, middle, high = ratios[0], ratios[0], ratios[0]
+        if len(ratios) > 1:
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         sent, received = (turns[0][i] / 2**20 for i in (1, 2))
         print(
             f"{name:<40}{statistics.median(times) * 1000:8.1f} ms  {middle:.3f} "
