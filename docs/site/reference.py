@@ -174,6 +174,12 @@ def error_codes_page() -> str:
         "`lightning-par explain LP203` prints what stands here; `lightning-par explain` lists all. "
         "A code keeps its meaning in later versions.",
     ]
+    lines += [
+        "## An error of Lightning: invalid strategy name",
+        "`You selected an invalid strategy name: strategy='hybrid3d'`: nothing has imported "
+        "`lightning_par` yet, whose import tells Lightning the names.",
+        "**Cure:** `import lightning_par` above the Trainer, or `lightning-par fit`.",
+    ]
     for family, about in families().items():
         lines.append(f"## {about}")
         for code, entry in entries().items():
