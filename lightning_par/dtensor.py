@@ -94,7 +94,7 @@ def cut_box(name: str, shape: Sequence[int], cuts: Iterable[tuple[int, int, int]
         shape: Global shape.
         cuts: For each cut the dim, the number of chunks, and the index of the chunk that is kept.
 
-    Example:
+    Examples:
         >>> cut_box("w", (7, 5), [(0, 2, 1), (0, 2, 0)])
         Box(name='w', offset=(4, 0), shape=(2, 5))
     """

@@ -40,6 +40,11 @@ class ParallelSizes:
         context: Ranks over which the sequence is sharded inside attention.
         tensor: Ranks over which a layer's weights are sharded.
         expert: Ranks, of ``dp_shard x cp``, over which experts are divided.
+
+    Examples:
+        >>> sizes = ParallelSizes(pipeline=2, tensor=2, data_shard=2)
+        >>> sizes.world_size, sizes.describe(5)
+        (8, 'rank 5 (pp 1, dp_shard 0, tp 1)')
     """
 
     pipeline: int = 1

@@ -1,5 +1,6 @@
 """Checks a built site: every link, anchor, picture, script and style is there, and none is fetched
-from elsewhere; every picture has a text, and no heading skips a level.
+from elsewhere; every picture has a text, every page one first heading, and no heading skips a
+level; nothing of a table or an example that is none in Markdown is left.
 """
 
 import argparse
@@ -11,6 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
+PLAIN = re.compile(r"={8}|>>> ")
+"""Tables and examples of docstrings, where they have not become tables and code."""
+CODE = ("code", "pre", "script", "style")
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src"}
 
 
@@ -24,6 +28,7 @@ class Page(HTMLParser):
         twice: Ids of more than one element.
         silent: Pictures without a text that stands for them.
         levels: Of its headings, in order.
+        plain: Markup of docstrings that is shown as it is.
     """
 
     def __init__(self, text: str) -> None:
@@ -32,6 +37,8 @@ class Page(HTMLParser):
         self.twice: list[str] = []
         self.silent: list[str] = []
         self.levels: list[int] = []
+        self.plain: list[str] = []
+        self._in_code = 0
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -44,6 +51,7 @@ class Page(HTMLParser):
             self.ids.add(name)
         if re.fullmatch("h[1-6]", tag):
             self.levels.append(int(tag[1]))
+        self._in_code += tag in CODE
         if tag == "img" and not found.get("alt"):
             self.silent.append(found.get("src") or "")
         if tag == "a" and found.get("href"):
@@ -51,6 +59,15 @@ class Page(HTMLParser):
         target = found.get(LOADED.get(tag, ""))
         if target and found.get("rel") not in ("canonical", "next", "prev", "alternate"):
             self.loads.append(target)
+
+    def handle_endtag(self, tag: str) -> None:
+        """Note that code ends."""
+        self._in_code -= tag in CODE
+
+    def handle_data(self, data: str) -> None:
+        """Note markup outside of code."""
+        if not self._in_code and PLAIN.search(data):
+            self.plain.append(data.strip()[:40])
 
 
 def problems(site: Path) -> Iterator[str]:
@@ -62,6 +79,9 @@ def problems(site: Path) -> Iterator[str]:
         name = file.relative_to(site)
         yield from (f"{name}: two elements have the id {i!r}" for i in page.twice)
         yield from (f"{name}: {source} has no alt text" for source in page.silent)
+        yield from (f"{name}: shows {text!r} as it is" for text in page.plain)
+        if (count := page.levels.count(1)) != 1:
+            yield f"{name}: {count} headings of level 1"
         for above, level in pairwise(page.levels):
             if level > above + 1:
                 yield f"{name}: a heading of level {level} follows one of level {above}"

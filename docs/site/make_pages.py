@@ -7,6 +7,7 @@ reads it.
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,15 +15,18 @@ from calculator_data import data
 from reference import pages
 from source_links import Linker, PROJECT, ROOT
 
+from lightning_par.profiling.html_report import render
+
 DOCS = ROOT / "docs"
-KEPT = ("pictures", "reports", "screenshots")
+KEPT = ("pictures", "screenshots")
 """Folders of docs/ that are copied whole."""
+SHOT = re.compile(r"!\[([^]]*)\]\(screenshots/(\w+)\.png\)")
 SCRIPTS = {"which_layout.md": ("planner_data.js", "layouts.js", "calculator.js")}
 """Page -> what it loads from assets/."""
 
 
 def make(out: Path) -> None:
-    """Write every page.
+    """Write every page; the reports of the profilers, whose data is kept, are rendered.
 
     Args:
         out: Folder; what is in it is removed first.
@@ -31,11 +35,15 @@ def make(out: Path) -> None:
     for name in KEPT:
         shutil.copytree(DOCS / name, out / name)
     shutil.copytree(DOCS / "site" / "assets", out / "assets")
+    (out / "reports").mkdir()
+    for data_file in sorted((DOCS / "reports").glob("*.json")):
+        shown = render(json.loads(data_file.read_text()))
+        (out / "reports" / f"{data_file.stem}.html").write_text(shown)
     (out / "assets" / "planner_data.js").write_text(f"const PLANNER = {json.dumps(data())};\n")
     linker = Linker(out)
     for file in sorted(DOCS.glob("*.md")):
         page = "index.md" if file.name == "README.md" else file.name
-        text = linker.rewrite(file.read_text(), f"docs/{file.name}", page)
+        text = linker.rewrite(SHOT.sub(embed, file.read_text()), f"docs/{file.name}", page)
         loads = [f'<script src="assets/{name}"></script>' for name in SCRIPTS.get(page, ())]
         (out / page).write_text("\n".join([text.replace("](README.md", "](index.md"), *loads]))
     for page, text in pages():
@@ -44,6 +52,14 @@ def make(out: Path) -> None:
     for place, page in PROJECT.items():
         (out / page).parent.mkdir(exist_ok=True)
         (out / page).write_text(linker.rewrite((ROOT / place).read_text(), place, page))
+
+
+def embed(shot: re.Match[str]) -> str:
+    """Return a report in place of its picture, if there is one."""
+    said, name = shot.groups()
+    if not (DOCS / "reports" / f"{name}.json").exists():
+        return shot[0]
+    return f'<iframe class="report" src="reports/{name}.html" title="{said}"></iframe>'
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import contextlib
 import html
 import inspect
 import io
+import json
 import os
 import re
 import sys
@@ -29,6 +30,11 @@ PARTS = {
     "errors": "Errors",
 }
 """Module of the package -> title of its page."""
+CALLED_BY_OURS = {
+    *("is_distributed", "set_world_ranks", "strategy_name", "change_options"),
+    *("counter", "measure", "describe", "draw", "config_type", "model_type"),
+}
+"""Members of strategies, callbacks and modules that only Lightning or this package uses."""
 
 
 def pages() -> Iterator[tuple[str, str]]:
@@ -54,7 +60,37 @@ def names_page(module: str, title: str) -> str:
             "Also exported here: the [strategies](strategies.md), "
             "[`verify`](verification.md) and [`LightningParError`](errors.md)."
         )
-    return "\n\n".join([*lines, *(f"::: {module}.{name}" for name in names)]) + "\n"
+    names.sort(key=lambda n: n != "MeshStrategy")  # the others refer to it
+    return "\n\n".join([*lines, *(directive(module, name) for name in names)]) + "\n"
+
+
+def directive(module: str, name: str) -> str:
+    """Return what shows a public name with the members that its users set or call."""
+    value, lines = getattr(import_module(module), name), [f"::: {module}.{name}"]
+    if inspect.isclass(value):
+        hidden = "|".join(sorted(hooks(value)))
+        filters = ["!^_", *([f"!^({hidden})$"] if hidden else [])]
+        lines += ["    options:", f"      filters: {json.dumps(filters)}"]
+        shown = {base.__name__ for base in value.__bases__} & {*import_module(module).__all__}
+        if shown and "__init__" not in vars(value):
+            lines.append("      show_signature: false")  # that of its base
+    return "\n".join(lines)
+
+
+def hooks(kind: type) -> set[str]:
+    """Return the members of a class that its users neither set nor call: those of the Lightning or
+    torch class that it derives from, but for `forward`, and some of ours.
+    """
+    foreign = [base for base in kind.__mro__[1:] if not ours(base) and base is not object]
+    if not foreign:
+        return set()
+    inherited = {n for n in vars(kind) if any(hasattr(base, n) for base in foreign)}
+    found = inherited | (CALLED_BY_OURS & {*vars(kind)})
+    return {n for n in found - {"forward"} if not n.startswith("_")}
+
+
+def ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "lightning_par"
 
 
 def arguments_page() -> str:
@@ -90,7 +126,7 @@ def argument_rows(kind: type) -> Iterator[str]:
         if name not in meanings:
             raise LookupError(f"{kind.__name__} does not say what {name} is")
         form, default = annotation(parameter.annotation), repr(parameter.default)
-        cells = [code(name), code(form), code(default), meanings[name].replace("|", "&#124;")]
+        cells = [inline(name), inline(form), inline(default), meanings[name].replace("|", "&#124;")]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -104,14 +140,14 @@ def annotation(form: Any) -> str:
     return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", name).replace("NoneType", "None")
 
 
-def code(text: str) -> str:
-    """Return code for a cell of a table, in which a bar would end the cell."""
+def inline(text: str) -> str:
+    """Return code that may stand in a cell of a table, which a bar would end."""
     return f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>"
 
 
 def commands_page() -> str:
     """Return the page with what every command's own parser says of it."""
-    with width(96):
+    with width(80):
         whole = printed_help()
         found = {name: find_parser(name).format_help() for name in sorted(COMMANDS)}
         found["fit --islands"] = find_parser("fit_islands").format_help()
@@ -138,14 +174,21 @@ def error_codes_page() -> str:
         "`lightning-par explain LP203` prints what stands here; `lightning-par explain` lists all. "
         "A code keeps its meaning in later versions.",
     ]
+    lines += [
+        "## An error of Lightning: invalid strategy name",
+        "`You selected an invalid strategy name: strategy='hybrid3d'`: nothing has imported "
+        "`lightning_par` yet, whose import tells Lightning the names.",
+        "**Cure:** `import lightning_par` above the Trainer, or `lightning-par fit`.",
+    ]
     for family, about in families().items():
         lines.append(f"## {about}")
         for code, entry in entries().items():
             if code.startswith(family):
                 lines.append(f"### {code}: {entry.title} {{ #{code.lower()} }}")
                 lines += ["No longer raised."] * entry.retired
-                lines += [entry.cause, fenced(f"{entry.example} [lightning-par explain {code}]")]
-                lines.append(f"**Cure:** {entry.cure}")
+                # Not a block, which does not wrap.
+                example = inline(f"{entry.example} [lightning-par explain {code}]")
+                lines += [entry.cause, example, f"**Cure:** {entry.cure}"]
     return "\n\n".join(lines) + "\n"
 
 

@@ -48,6 +48,8 @@ class Linker:
         kept = (self.out / os.path.relpath(wanted, "docs")).suffix not in ("", ".py")
         if wanted in PROJECT:
             found = PROJECT[wanted]
+        elif wanted.startswith("docs/reports/"):
+            found = os.path.relpath(wanted, "docs").replace(".json", ".html")
         elif wanted.startswith("docs/") and kept:
             found = os.path.relpath(wanted, "docs")
         else:

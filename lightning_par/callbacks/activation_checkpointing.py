@@ -48,6 +48,9 @@ class ActivationCheckpointing(pl.Callback):
 
     Raises:
         ConfigurationError: A value is out of range or contradicts another one; with every problem.
+
+    Examples:
+        >>> trainer = L.Trainer(callbacks=[ActivationCheckpointing("full", every=2)])
     """
 
     def __init__(

@@ -51,19 +51,14 @@ class CommunicationProfiler(Profiler):
     Logged at the Trainer's ``log_every_n_steps``, for the last step, the same on every rank; axis
     and operation are such as ``tp/all_gather`` or ``pp_activations/send``:
 
-    ===========================================  =====  ==========================================
-    key                                          unit   meaning
-    ===========================================  =====  ==========================================
-    ``communication/axis/operation/calls``       1      number of calls, summed over all ranks
-    ``communication/axis/operation/sent``        bytes  sent under the ring algorithm, summed over
-                                                        all ranks
-    ``communication/axis/operation/predicted``   bytes  the same, computed from the plan; absent
-                                                        where the plan does not determine it
-    ``communication/axis/operation/time``        ms     from the call to the end of the wait, mean
-                                                        over the participating ranks
-    ``communication/axis/operation/exposed``     ms     part of ``time`` in which the rank was
-                                                        blocked
-    ===========================================  =====  ==========================================
+    - ``communication/axis/operation/calls``: number of calls, summed over all ranks
+    - ``communication/axis/operation/sent`` (bytes): sent under the ring algorithm, summed over all
+      ranks
+    - ``communication/axis/operation/predicted`` (bytes): the same, computed from the plan; absent
+      where the plan does not determine it
+    - ``communication/axis/operation/time`` (ms): from the call to the end of the wait, mean over
+      the participating ranks
+    - ``communication/axis/operation/exposed`` (ms): part of ``time`` in which the rank was blocked
 
     The report of `PipelineProfiler` has the same as a table, and its timeline shows which
     communication blocked which rank; without that callback this one writes both.
@@ -76,6 +71,9 @@ class CommunicationProfiler(Profiler):
     more, to prove themselves and to agree on shapes.
 
     **Communicates**: at every logged step, an all-gather of one small object per rank.
+
+    Examples:
+        >>> trainer = L.Trainer(callbacks=[CommunicationProfiler(keep_steps=5)])
     """
 
     _logged: frozenset[str] = frozenset()

@@ -57,16 +57,12 @@ class ExpertBalance(Callback):
     Logged at the Trainer's ``log_every_n_steps``, the same on every rank, over the steps since the
     last report, all their micro-batches and all replicas; i is the index of the layer:
 
-    ===================================  ====================================================
-    key                                  meaning
-    ===================================  ====================================================
-    ``experts/layer_i/load_e``           fraction of the assignments that chose expert e
-    ``experts/layer_i/entropy``          entropy of the load, 0 (one expert has all) to 1 (balanced)
-    ``experts/layer_i/max_over_mean``    load of the fullest expert over the mean load
-    ``experts/layer_i/dropped``          fraction of the assignments beyond the capacity
-    ``experts/layer_i/z``                mean squared log-sum-exp of the router's logits
-    ``experts/entropy`` and so on        mean over the layers; maximum for ``max_over_mean``
-    ===================================  ====================================================
+    - ``experts/layer_i/load_e``: fraction of the assignments that chose expert e
+    - ``experts/layer_i/entropy``: entropy of the load, 0 (one expert has all) to 1 (balanced)
+    - ``experts/layer_i/max_over_mean``: load of the fullest expert over the mean load
+    - ``experts/layer_i/dropped``: fraction of the assignments beyond the capacity
+    - ``experts/layer_i/z``: mean squared log-sum-exp of the router's logits
+    - ``experts/entropy`` and so on: mean over the layers; maximum for ``max_over_mean``
 
     At the end of training rank 0 draws ``expert_balance.png``, layers and experts over time.
 
@@ -79,6 +75,9 @@ class ExpertBalance(Callback):
 
     **Communicates**: an all-gather over ``pp`` of the loads, at every logged step. Counting costs a
     few sums per layer, which the routers reduce over the replicas anyway.
+
+    Examples:
+        >>> trainer = L.Trainer(callbacks=[ExpertBalance("load.svg")])
     """
 
     def __init__(self, path: str | Path | None = None) -> None:

@@ -27,19 +27,15 @@ class MemoryMonitor(FirstStepCounter[SavedActivations]):
     Logged at the Trainer's ``log_every_n_steps`` in MiB, the same on every rank. The first six are
     the maximum over the ranks:
 
-    ==========================  ===================================================================
-    key                         meaning
-    ==========================  ===================================================================
-    ``memory/peak``             peak memory: on CUDA allocated bytes since the last logged step, on
-                                the CPU the process's highest resident set size so far
-    ``memory/current``          the same at the end of the step
-    ``memory/parameters``       local shards of parameters and buffers
-    ``memory/gradients``        local gradients, right before the optimizer step
-    ``memory/optimizer``        local optimizer states
-    ``memory/activations``      peak of the tensors saved for the backward, counted in the first
-                                step of every batch shape; without parameters and gathered shards
-    ``memory/rank_r/peak``      value of rank r; likewise for all six
-    ==========================  ===================================================================
+    - ``memory/peak``: peak memory: on CUDA allocated bytes since the last logged step, on the CPU
+      the process's highest resident set size so far
+    - ``memory/current``: the same at the end of the step
+    - ``memory/parameters``: local shards of parameters and buffers
+    - ``memory/gradients``: local gradients, right before the optimizer step
+    - ``memory/optimizer``: local optimizer states
+    - ``memory/activations``: peak of the tensors saved for the backward, counted in the first step
+      of every batch shape; without parameters and gathered shards
+    - ``memory/rank_r/peak``: value of rank r; likewise for all six
 
     Works with any strategy.
 
@@ -47,6 +43,9 @@ class MemoryMonitor(FirstStepCounter[SavedActivations]):
         per_rank: Whether to log the values of every rank as well.
 
     **Communicates**: one all-gather of six numbers at every logged step.
+
+    Examples:
+        >>> trainer = L.Trainer(callbacks=[MemoryMonitor(per_rank=False)])
     """
 
     def __init__(self, *, per_rank: bool = True) -> None:

@@ -31,16 +31,11 @@ class MixedPrecision(pl.Callback):
     Leave ``Trainer(precision=...)`` out, or give the same there. Logged at the Trainer's
     ``log_every_n_steps``, the same on every rank:
 
-    =============================  ========  =====================================================
-    key                            unit      meaning
-    =============================  ========  =====================================================
-    ``precision/loss_scale``       factor    of the loss, under ``"16-mixed"``
-    ``precision/skipped_steps``    steps     left out since the start, under ``"16-mixed"``
-    ``precision/underflow``        fraction  entries of the gradients that are below the smallest
-                                             normal number of the dtype that computed them, zeros
-                                             included; where offloaded updates stream, of what
-                                             stays on the device
-    =============================  ========  =====================================================
+    - ``precision/loss_scale`` (factor): of the loss, under ``"16-mixed"``
+    - ``precision/skipped_steps`` (steps): left out since the start, under ``"16-mixed"``
+    - ``precision/underflow`` (fraction): entries of the gradients that are below the smallest
+      normal number of the dtype that computed them, zeros included; where offloaded updates stream,
+      of what stays on the device
 
     Args:
         precision: ``"bf16-mixed"`` and ``"16-mixed"`` keep weights in float32 and cast what is
@@ -60,6 +55,9 @@ class MixedPrecision(pl.Callback):
 
     **Communicates**: at every logged step two numbers, and under ``"16-mixed"`` at every step one,
     over all ranks.
+
+    Examples:
+        >>> trainer = L.Trainer(strategy="hybrid3d", callbacks=[MixedPrecision("bf16-mixed")])
     """
 
     def __init__(

@@ -30,20 +30,16 @@ class PipelineProfiler(Profiler):
     Logged at the Trainer's ``log_every_n_steps``, for the pipeline of this rank's replica (loggers
     write that of rank 0), the same on every rank of it; r is the coordinate on the ``pp`` axis:
 
-    ==============================  ========  ====================================================
-    key                             unit      meaning
-    ==============================  ========  ====================================================
-    ``pipeline/step``               ms        from the first start to the last end of an action
-    ``pipeline/bubble``             fraction  idle fraction of that time, mean over the ranks
-    ``pipeline/bubble_predicted``   fraction  bubble of the simulated schedule, with the median
-                                              times of every stage
-    ``pipeline/bubble_balanced``    fraction  the same, if all stages took the mean time
-    ``pipeline/imbalance``          fraction  excess of the slowest stage over the mean stage
-    ``pipeline/rank_r/compute``     ms        time in actions, less ``exposed``
-    ``pipeline/rank_r/exposed``     ms        time blocked by collectives inside actions
-    ``pipeline/rank_r/waited``      ms        time blocked by receives from other stages
-    ``pipeline/rank_r/bubble``      fraction  idle fraction of the step
-    ==============================  ========  ====================================================
+    - ``pipeline/step`` (ms): from the first start to the last end of an action
+    - ``pipeline/bubble`` (fraction): idle fraction of that time, mean over the ranks
+    - ``pipeline/bubble_predicted`` (fraction): bubble of the simulated schedule, with the median
+      times of every stage
+    - ``pipeline/bubble_balanced`` (fraction): the same, if all stages took the mean time
+    - ``pipeline/imbalance`` (fraction): excess of the slowest stage over the mean stage
+    - ``pipeline/rank_r/compute`` (ms): time in actions, less ``exposed``
+    - ``pipeline/rank_r/exposed`` (ms): time blocked by collectives inside actions
+    - ``pipeline/rank_r/waited`` (ms): time blocked by receives from other stages
+    - ``pipeline/rank_r/bubble`` (fraction): idle fraction of the step
 
     At the end of training rank 0 writes ``report.html`` (one file: a zoomable timeline, measured
     and predicted, and tables), ``trace.json`` (for Perfetto or ``chrome://tracing``) and, where
@@ -57,6 +53,9 @@ class PipelineProfiler(Profiler):
     **Communicates**: at every logged step, an all-gather over ``pp`` of the times of the actions;
     at the end, one over all ranks of the kept steps. Between hosts, a few round trips to compare
     their clocks.
+
+    Examples:
+        >>> trainer = L.Trainer(strategy="hybrid3d", callbacks=[PipelineProfiler(folder="profile")])
     """
 
     @override

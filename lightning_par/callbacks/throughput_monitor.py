@@ -27,18 +27,13 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
     summed; the model declares nothing. The first step, which counts, and validation are excluded
     from the time. Logged at the Trainer's ``log_every_n_steps``, the same on every rank:
 
-    ====================================  =========  ==============================================
-    key                                   unit       meaning
-    ====================================  =========  ==============================================
-    ``throughput/samples``                1/s        samples, summed over the replicas
-    ``throughput/tokens``                 1/s        tokens, summed over the replicas; only if the
-                                                     plan names sequence dims, or `tokens` is given
-    ``throughput/step``                   ms         mean time of a batch
-    ``throughput/model_flops``            TFLOP/s    forward and backward FLOPs per device
-    ``throughput/hardware_flops``         TFLOP/s    the same, recomputed activations included
-    ``throughput/mfu``                    fraction   model FLOP/s over the device's peak, where the
-                                                     peak is known
-    ====================================  =========  ==============================================
+    - ``throughput/samples`` (1/s): samples, summed over the replicas
+    - ``throughput/tokens`` (1/s): tokens, summed over the replicas; only if the plan names sequence
+      dims, or `tokens` is given
+    - ``throughput/step`` (ms): mean time of a batch
+    - ``throughput/model_flops`` (TFLOP/s): forward and backward FLOPs per device
+    - ``throughput/hardware_flops`` (TFLOP/s): the same, recomputed activations included
+    - ``throughput/mfu`` (fraction): model FLOP/s over the device's peak, where the peak is known
 
     Works with any strategy. On CUDA, logging synchronizes with the device.
 
@@ -52,6 +47,9 @@ class ThroughputMonitor(FirstStepCounter[FlopCounter]):
         ConfigurationError: `peak_flops` is 0 or less.
 
     **Communicates**: one all-gather of five numbers at every logged step.
+
+    Examples:
+        >>> trainer = L.Trainer(callbacks=[ThroughputMonitor(peak_flops=989e12)])
     """
 
     def __init__(

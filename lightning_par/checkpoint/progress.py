@@ -1,4 +1,4 @@
-"""How far long work on bytes has come: what moves bytes says so, and a caller above may show it.
+"""How far long work has come: what does it says so, and a caller above may show it.
 
 Without such a caller nothing is counted. A thread has none, so that what is saved in the background
 shows nothing.
@@ -11,13 +11,28 @@ from typing import Literal
 
 __all__ = ["Advance", "Show", "Work", "advance", "counted", "showing"]
 
-Work = Literal["build", "read", "verify", "write"]
-"""Values for parameters; tensors out of files; checksums of files; bytes into files."""
+Work = Literal[
+    "build",
+    "read",
+    "verify",
+    "write",
+    "blocks",
+    "layouts",
+    "measurements",
+    "operations",
+    "steps",
+]
+"""Bytes: values for parameters; tensors out of files; checksums of files; bytes into files. Pieces:
+blocks that are compiled, layouts that are simulated, what their names say.
+"""
 Advance = Callable[[int], object]
-"""Takes the bytes that were moved since the last call."""
-Show = Callable[[str, int], AbstractContextManager[Advance]]
-"""Shows work of that name and number of bytes while its context is open."""
+"""Takes the bytes or pieces that were done since the last call."""
+Show = Callable[[str, int | None, str], AbstractContextManager[Advance]]
+"""Shows work of that name, number and unit while its context is open; None: nobody knows the
+number. The unit is "B" or the plural of a piece's name.
+"""
 
+_BYTES = ("build", "read", "verify", "write")
 _SHOW: ContextVar[Show | None] = ContextVar("show", default=None)
 _COUNTED: ContextVar[tuple[Work, Advance] | None] = ContextVar("counted", default=None)
 
@@ -33,33 +48,33 @@ def showing(show: Show) -> Iterator[None]:
 
 
 @contextmanager
-def counted(work: Work, name: str, total: int) -> Iterator[None]:
-    """Surrounds work whose bytes are counted.
+def counted(work: Work, name: str, total: int | None) -> Iterator[None]:
+    """Surrounds work that is counted.
 
     Args:
         work: What is counted; `advance` of another kind passes by.
         name: What is done, in a word or two, for people.
-        total: Bytes that it will move on this rank.
+        total: Bytes or pieces of this rank; None: not known before.
     """
     show = _SHOW.get()
-    if show is None or not total:
+    if show is None or total == 0:
         yield
         return
-    with show(name, total) as moved:
-        token = _COUNTED.set((work, moved))
+    with show(name, total, "B" if work in _BYTES else work) as done:
+        token = _COUNTED.set((work, done))
         try:
             yield
         finally:
             _COUNTED.reset(token)
 
 
-def advance(work: Work, num_bytes: int) -> None:
-    """Say that bytes were moved.
+def advance(work: Work, count: int = 1) -> None:
+    """Say that bytes were moved, or pieces done.
 
     Args:
         work: Kind of work.
-        num_bytes: Bytes since the last call.
+        count: How many since the last call.
     """
     found = _COUNTED.get()
     if found is not None and found[0] == work:
-        found[1](num_bytes)
+        found[1](count)

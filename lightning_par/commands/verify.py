@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     asked = subject.strategy.sizes
     check_batches(subject.batches, shrink(asked))
     plan = subject.strategy.options.plan or _plan_of(subject)
-    report = verify_subject(make, asked, plan=plan, timeout=options.timeout)
+    report = verify_subject(make, asked, plan=plan, steps=options.steps, timeout=options.timeout)
     print(report)
     return 0 if report.equal else 1
 

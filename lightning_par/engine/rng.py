@@ -66,7 +66,7 @@ def seed_of(*parts: object) -> int:
     Args:
         parts: Anything whose `repr` is the same everywhere: numbers, text, tuples of them.
 
-    Example:
+    Examples:
         >>> seed_of(1, "blocks.0.weight") == seed_of(1, "blocks.0.weight")
         True
     """

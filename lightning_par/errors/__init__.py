@@ -55,6 +55,11 @@ class LightningParError(Exception):
     Args:
         code: Of the catalogue (`lightning_par.errors.catalogue`); several with blanks between.
         message: What is wrong here, and what to do.
+
+    Examples:
+        >>> error = MeshError("LP101", "tensor_parallel_size=3 does not divide 8 devices.")
+        >>> isinstance(error, ValueError), error.code
+        (True, 'LP101')
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -177,7 +182,7 @@ def nearest(
         form: How the suggestion is put; ``{!r}`` stands for the name.
         otherwise: What to return if no name is near.
 
-    Example:
+    Examples:
         >>> nearest("colwize", ["colwise", "rowwise"])
         "; did you mean 'colwise'?"
     """

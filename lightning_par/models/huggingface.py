@@ -35,6 +35,9 @@ class HuggingFaceModule(L.LightningModule):
 
     Raises:
         ConfigurationError: transformers is not installed, or has no such task.
+
+    Examples:
+        >>> module = HuggingFaceModule("llama", {"num_hidden_layers": 4, "hidden_size": 256})
     """
 
     def __init__(

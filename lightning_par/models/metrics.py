@@ -13,7 +13,7 @@ class Perplexity(Metric):
     It takes the loss and not the logits, which under tensor parallelism are sharded over the
     vocabulary and would have to be gathered.
 
-    Example:
+    Examples:
         >>> metric = Perplexity()
         >>> metric.update(torch.tensor(0.0), 3)
         >>> metric.compute()

@@ -112,6 +112,9 @@ class BatchLayout:
             "samples", by `labels`, which the first training step checks on a few samples.
         local_statistics: Whether layers that normalize over the batch in training (BatchNorm) may
             take the samples of one micro-batch of one replica for the batch.
+
+    Examples:
+        >>> layout = BatchLayout(sequence_dims={"ids": 1, "labels": 1}, labels="labels")
     """
 
     sequence_dims: Mapping[str, int] = field(default_factory=dict)
@@ -183,6 +186,12 @@ class ParallelPlan:
             the last; or ``"none"``, nowhere, as with ``sequence_parallel=False``.
         refusals: ``"pipeline"``, ``"tensor"``, ``"context"`` or ``"batch"`` -> why the model is not
             cut so, or a batch not divided among replicas and micro-batches, and what to declare.
+
+    Examples:
+        >>> plan = ParallelPlan(
+        ...     blocks="layers",
+        ...     tensor={"layers.*.up": "colwise", "layers.*.down": "rowwise"},
+        ... )
     """
 
     blocks: str | tuple[str, ...] | None = None
@@ -286,7 +295,7 @@ class ParallelPlan:
     def as_code(self) -> str:
         """Return the plan as Python source, without the fields that have their defaults.
 
-        Example:
+        Examples:
             >>> print(ParallelPlan(blocks="layers").as_code())
             ParallelPlan(
                 blocks="layers",

@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from lightning_par.checkpoint.progress import advance, counted
 from lightning_par.errors import MeshError
 from lightning_par.plan.block_partition import partition_blocks
 from lightning_par.planner.block_cost import BlockCost
@@ -144,12 +145,15 @@ class Planner:
             raise MeshError("LP105", self._too_large(every, space))
         estimates = self._estimate(fitting)
         order = sorted(fitting, key=lambda one: estimates[one])
-        found = {one: self._simulate(one) for one in order[:beam]}
+        with counted("layouts", "simulating the fastest layouts", len(order[:beam])):
+            found = {one: self._simulate(one) for one in order[:beam]}
         best = min(order[:beam], key=lambda one: found[one].time.seconds)
         # The closed form may mislead: go on from a neighbor that is faster when simulated.
         while True:
             near = self._neighbors(best, every, estimates)
-            found |= {one: self._simulate(one) for one in near.values() if one not in found}
+            new = [one for one in near.values() if one not in found]
+            with counted("layouts", "simulating their neighbors", len(new)):
+                found |= {one: self._simulate(one) for one in new}
             fits = [one for one in near.values() if found[one].memory.peak <= self.limit]
             next_best = min([best, *fits], key=lambda one: found[one].time.seconds)
             if next_best == best:
@@ -197,6 +201,7 @@ class Planner:
 
     def _simulate(self, layout: Layout) -> Candidate:
         """Return the prediction with stages cut by time, unless these need too much memory."""
+        advance("layouts")
         even, cut = self.predict(layout), self._cut(layout)
         if cut.blocks == layout.split(self.shape.layers):
             return even

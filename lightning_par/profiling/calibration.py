@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_par.checkpoint.progress import advance, counted
 from lightning_par.engine.collectives import all_gather, all_reduce, reduce_scatter
 
 __all__ = ["LinkMeasure", "Measures", "fit_positive", "measure"]
@@ -27,6 +28,10 @@ _TILE = 256 * 128
 """Elements of a product's tile in the cost model."""
 _BLOCK_KERNELS, _BLOCK_STARTS = 34, 62
 """What the cost model counts for a block, both ways: kernels on the device, starts by the host."""
+_PRODUCTS = ((512, 64), (512, 256), (512, 1024), (1024, 256), (1024, 1024))
+"""Sizes of products: rows and columns, and the inner length."""
+_MESSAGES = (12, 15, 18, 20)
+"""Elements of collectives, as powers of two."""
 _ROUNDS = 5
 """Timed rounds of each measurement, of which the median counts."""
 
@@ -99,17 +104,26 @@ def measure(
         The same on every rank.
     """
     alone, first = _Alone(device, dtype, round_seconds), _rank() == 0
-    of_one = alone.measure(local) if first else {}
-    if _world() == 1:
-        return Measures(**of_one, slowdown=(1.0,), link=None, network=None)
-    link, network = _links(alone, local)  # the others wait here for the first
-    slowdown = _slowdown(alone, local)
+    with counted("measurements", "measuring", _count(device, local) if first else 0):
+        of_one = alone.measure(local) if first else {}
+        if _world() == 1:
+            return Measures(**of_one, slowdown=(1.0,), link=None, network=None)
+        link, network = _links(alone, local)  # the others wait here for the first
+        slowdown = _slowdown(alone, local)
     found: list[Measures | None] = [None]
     if first:
         found = [Measures(**of_one, slowdown=slowdown, link=link, network=network)]
     dist.broadcast_object_list(found, device=device)
     assert found[0] is not None
     return found[0]
+
+
+def _count(device: torch.device, local: int) -> int:
+    """Return the number of measurements that rank 0 takes part in."""
+    alone = len(_PRODUCTS) + (5 if device.type == "cpu" else 6)
+    pairs = 1 + (local > 2) if local > 1 else 0
+    links = pairs + (_world() > local)
+    return alone + len(_counts_at_work(local)) + 3 * len(_MESSAGES) * links
 
 
 # One device ---------------------------------------------------------------------------------------
@@ -158,7 +172,9 @@ class _Alone:
         """Return the median time of one call, of rounds that are long enough to be timed."""
         work()
         calls = max(1, math.ceil(self.round_seconds / max(self.timed(work, 1), 1e-7)))
-        return statistics.median(self.timed(work, calls) for _ in range(_ROUNDS))
+        median = statistics.median(self.timed(work, calls) for _ in range(_ROUNDS))
+        advance("measurements")
+        return median
 
     def timed(self, work: Callable[[], object], calls: int) -> float:
         self.wait()
@@ -179,7 +195,7 @@ class _Alone:
         each of which takes (K + inner_half) steps.
         """
         rows, times = [], []
-        for size, inner in ((512, 64), (512, 256), (512, 1024), (1024, 256), (1024, 1024)):
+        for size, inner in _PRODUCTS:
             M, K = size * self.scale, inner * self.scale
             a, b = self.tensor(M, K), self.tensor(K, M)
             times.append(self.seconds(lambda a=a, b=b: a @ b))  # type: ignore[misc]
@@ -247,7 +263,8 @@ class _Alone:
 
 def _slowdown(alone: _Alone, local: int) -> tuple[float, ...]:
     """Return how much slower one device is while others of its node compute, for 1 to `local`."""
-    if local == 1:
+    counts = _counts_at_work(local)
+    if not counts:
         return (1.0,)
     # A training step passes through many blocks: their weights and activations leave the caches.
     blocks = [alone.block(tokens=256 * alone.scale, width=512, heads=8) for _ in range(4)]
@@ -257,7 +274,6 @@ def _slowdown(alone: _Alone, local: int) -> tuple[float, ...]:
             block()
 
     place = _rank() % local
-    counts = sorted({local, *(2**i for i in range(local.bit_length()) if 2**i <= local)})
     times = []
     for count in counts:
         dist.barrier()
@@ -268,6 +284,13 @@ def _slowdown(alone: _Alone, local: int) -> tuple[float, ...]:
         times.append(float(mine))
     factors = [max(1.0, t / times[0]) for t in times]
     return tuple(np.interp(range(1, local + 1), counts, factors).tolist())
+
+
+def _counts_at_work(local: int) -> list[int]:
+    """Return how many devices of a node are made to compute at the same time, in turn."""
+    if local == 1:
+        return []
+    return sorted({local, *(2**i for i in range(local.bit_length()) if 2**i <= local)})
 
 
 # Links --------------------------------------------------------------------------------------------
@@ -304,7 +327,7 @@ def _collectives(
     alone: _Alone, group: Any, ranks: int
 ) -> Iterator[tuple[float, float, Callable[[], object]]]:
     """Yield collectives: the passes of a ring, the bytes that a rank sends, and the call."""
-    for exponent in (12, 15, 18, 20):
+    for exponent in _MESSAGES:
         part = alone.tensor(2**exponent // ranks)
         whole = part.repeat(ranks)
         moved = whole.nbytes * (ranks - 1) / ranks
@@ -328,6 +351,7 @@ def _collective_seconds(alone: _Alone, work: Callable[[], object]) -> float:
             calls = max(1, math.ceil(alone.round_seconds / 2 / float(took)))
         elif attempt > 1:
             rounds.append(float(took))
+    advance("measurements")
     return statistics.median(rounds)
 
 

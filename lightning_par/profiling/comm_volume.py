@@ -164,7 +164,7 @@ class CommVolume(CollectiveHook):
         transfers: Timed transfers since the last `clear`, in the order of the calls; empty without
             a clock.
 
-    Example:
+    Examples:
         >>> with CommVolume({"tp": mesh.get_group("tp")}) as volume:
         ...     model(batch).sum().backward()
         >>> volume.total(axis="tp", operation="all_gather").sent

@@ -53,7 +53,7 @@ class FlopCounter(TorchDispatchMode):
         model: FLOPs of forwards and backwards, without recomputation.
         recomputed: FLOPs of forwards that activation checkpointing runs again in the backward.
 
-    Example:
+    Examples:
         >>> with FlopCounter() as counter:
         ...     model(batch).sum().backward()
         >>> counter.model

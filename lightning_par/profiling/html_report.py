@@ -5,7 +5,7 @@ The tables are plain HTML; only the timeline is drawn by a script, from JSON in 
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.profiling.pipeline_record import RankRecord
 
-__all__ = ["Report", "Table", "write_report"]
+__all__ = ["Report", "Table", "as_values", "render", "write_report"]
 
 _TEMPLATE = "report.html"
 
@@ -70,19 +70,43 @@ def write_report(report: Report, path: Path) -> Path:
     Returns:
         `path`.
     """
+    path.write_text(render(as_values(report)))
+    return path
+
+
+def as_values(report: Report) -> dict[str, Any]:
+    """Return what `render` shows, as JSON can hold it.
+
+    Args:
+        report: Contents of the report.
+    """
+    return {
+        "title": report.title,
+        "headline": dict(report.headline),
+        "remarks": list(report.remarks),
+        "tables": [asdict(table) for table in report.tables],
+        "timeline": _timeline(report),
+    }
+
+
+def render(values: Mapping[str, Any]) -> str:
+    """Return the HTML of a report.
+
+    Args:
+        values: Of `as_values`.
+    """
     text = files("lightning_par.profiling").joinpath(_TEMPLATE).read_text()
     parts = {
-        "title": escape(report.title),
-        "headline": "\n".join(_figure(*item) for item in report.headline.items()),
-        "remarks": "\n".join(f"<p>{escape(remark)}</p>" for remark in report.remarks),
-        "tables": "\n".join(map(_table, report.tables)),
+        "title": escape(values["title"]),
+        "headline": "\n".join(_figure(*item) for item in values["headline"].items()),
+        "remarks": "\n".join(f"<p>{escape(remark)}</p>" for remark in values["remarks"]),
+        "tables": "\n".join(_table(Table(**table)) for table in values["tables"]),
         # HTML ends a script element at "</" even inside a string of its JSON.
-        "data": json.dumps(_data(report), separators=(",", ":")).replace("</", "<\\/"),
+        "data": json.dumps(values["timeline"], separators=(",", ":")).replace("</", "<\\/"),
     }
     for name, part in parts.items():
         text = text.replace(f"<!--{name}-->", part)
-    path.write_text(text)
-    return path
+    return text
 
 
 def _figure(label: str, value: str) -> str:
@@ -108,7 +132,7 @@ def _alignment(cell: str) -> str:
     return " class=number" if cell[:1].isdigit() or cell[:1] in ("-", "+") else ""
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _timeline(report: Report) -> dict[str, Any]:
     """Return the JSON of the timeline; times are milliseconds since the first step's start."""
     steps = [step for record in report.records for step in record.steps]
     origin = min((step.start for step in steps), default=0.0)

@@ -113,6 +113,12 @@ class MeshStrategy(ParallelStrategy):
         MeshError: The sizes do not fit the devices; raised by the Trainer's constructor.
         ConfigurationError: An option has no such value.
         TypeError: There is no such option.
+
+    Examples:
+        >>> strategy = MeshStrategy(tensor_parallel_size=2, data_parallel_size=2, zero_stage=3)
+        >>> trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy)
+        >>> str(strategy.sizes)
+        'dp_shard 2 x tp 2'
     """
 
     strategy_name: ClassVar[str] = "mesh"

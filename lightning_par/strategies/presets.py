@@ -26,6 +26,12 @@ class TensorParallelStrategy(MeshStrategy):
     "auto": ``tensor_parallel_size`` takes all devices of a node, ``pipeline_parallel_size`` is 1,
     and ``data_parallel_size`` is what is left, the number of nodes. The arguments are those of
     `MeshStrategy`.
+
+    Examples:
+        >>> strategy = TensorParallelStrategy()
+        >>> trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy)
+        >>> str(strategy.sizes)
+        'tp 4'
     """
 
     strategy_name: ClassVar[str] = "tensor_parallel"
@@ -38,6 +44,12 @@ class Pipeline1F1BStrategy(MeshStrategy):
 
     "auto": ``pipeline_parallel_size`` takes all devices, the others are 1. The arguments are those
     of `MeshStrategy`.
+
+    Examples:
+        >>> strategy = Pipeline1F1BStrategy(num_microbatches=8)
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy)
+        >>> str(strategy.sizes)
+        'pp 2'
     """
 
     strategy_name: ClassVar[str] = "pipeline_1f1b"
@@ -57,6 +69,12 @@ class SequenceRingStrategy(MeshStrategy):
         route: ``"direct"`` or ``"ring"``.
         attention_backend: ``"auto"``, or a name that ``lightning-par backends`` lists.
         options: Those of `MeshStrategy`.
+
+    Examples:
+        >>> strategy = SequenceRingStrategy(method="hybrid", ulysses_size=2)
+        >>> trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy)
+        >>> str(strategy.sizes)
+        'cp 4'
     """
 
     strategy_name: ClassVar[str] = "sequence_ring"
@@ -89,6 +107,12 @@ class Hybrid3DStrategy(MeshStrategy):
     ``pipeline_parallel_size`` is 2 where what is left is even, and ``data_parallel_size`` is the
     rest: 2 devices are tp 2, 4 are tp 2 x pp 2, 8 are tp 2 x pp 2 x dp 2, and on 1 device every
     size is 1; ``context_parallel_size`` is 1. The arguments are those of `MeshStrategy`.
+
+    Examples:
+        >>> strategy = Hybrid3DStrategy(tensor_parallel_size=2, pipeline_parallel_size=2)
+        >>> trainer = L.Trainer(accelerator="cpu", devices=8, strategy=strategy)
+        >>> str(strategy.sizes)
+        'pp 2 x dp_shard 2 x tp 2'
     """
 
     strategy_name: ClassVar[str] = "hybrid3d"
@@ -120,6 +144,12 @@ class ZeROOffloadStrategy(MeshStrategy):
     Raises:
         ConfigurationError: An option has no such value.
         TypeError: There is no such option.
+
+    Examples:
+        >>> strategy = ZeROOffloadStrategy(stage=3, offload_fraction=0.5)
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy)
+        >>> str(strategy.sizes)
+        'dp_shard 2'
     """
 
     strategy_name: ClassVar[str] = "zero_offload"

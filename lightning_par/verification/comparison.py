@@ -75,6 +75,11 @@ class VerifyReport:
         first: First difference; None if there is none.
         causes: Likely causes of the difference, most likely first.
         notes: What the comparison left out.
+
+    Examples:
+        >>> sizes = ParallelSizes(tensor=2)
+        >>> VerifyReport(sizes=sizes, asked=sizes, rows=(), first=None, causes=(), notes=()).equal
+        True
     """
 
     sizes: ParallelSizes

@@ -4,13 +4,16 @@ import multiprocessing
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_par.checkpoint.progress import Advance, advance, counted, showing
 from lightning_par.sizes import ParallelSizes
 from lightning_par.verification.run_trace import describe_error, Subject, Trace, trace_steps
 
@@ -55,7 +58,7 @@ def run_ranks(
     Args:
         make: Picklable function that returns a new subject.
         sizes: Mesh sizes.
-        timeout: Seconds without any answer after which the processes are terminated.
+        timeout: Seconds without any answer, or step, after which the processes are terminated.
 
     Returns:
         The traces of `run_rank`, in the order of the ranks; a rank that failed has an `error`.
@@ -92,15 +95,25 @@ def _receive(ends: Sequence[Connection], timeout: float) -> list[tuple[Trace, Tr
             break
         for end in ready:
             assert isinstance(end, Connection)
-            rank = waiting.pop(end)
             try:
-                found[rank] = pickle.loads(end.recv_bytes())
+                answer = pickle.loads(end.recv_bytes())
             except EOFError:
-                found[rank] = Trace(error="the process died"), None
-            if found[rank][0].error is not None:
+                answer = Trace(error="the process died"), None
+            if isinstance(answer, int):
+                advance("steps", answer)
+                continue
+            rank = waiting.pop(end)
+            found[rank] = answer
+            if answer[0].error is not None:
                 timeout = _GRACE_SECONDS
     silent = Trace(error="the process gave no answer")
     return [found.get(rank, (silent, None)) for rank in range(len(ends))]
+
+
+@contextmanager
+def _told(end: Connection, *_: object) -> Iterator[Advance]:
+    """Send every number of steps to the process that shows them."""
+    yield lambda count: end.send_bytes(pickle.dumps(count))
 
 
 def _worker_main(end: Connection, make: Make, sizes: ParallelSizes, rank: int, store: str) -> None:
@@ -113,7 +126,8 @@ def _worker_main(end: Connection, make: Make, sizes: ParallelSizes, rank: int, s
     os.environ.update({name: str(v) for name, v in {**place, **named, **elastic}.items()})
     try:
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
-        answer = run_rank(make, sizes, rank)
+        with showing(partial(_told, end)), counted("steps", "", None if rank == 0 else 0):
+            answer = run_rank(make, sizes, rank)
     except BaseException as error:
         answer = Trace(error=describe_error(error)), None
     # Pickled here: the pickler of torch.multiprocessing sends handles of tensors in shared memory,

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from lightning_par.checkpoint.progress import advance
 from lightning_par.engine.batch import split_batch
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
@@ -120,6 +121,7 @@ class _Recorder(Callback):
         self._trace.losses.append(float(trainer.callback_metrics[_LOSS_KEY]))
         held = {n: _full_tensor(p.detach()) for n, p in pl_module.named_parameters()}
         self._trace.weights.append({n: w for n, w in held.items() if w is not None})
+        advance("steps")
 
 
 def _is_sharded(parameter: DTensor) -> bool:

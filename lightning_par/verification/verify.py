@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_par.checkpoint.progress import counted
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
@@ -66,9 +67,8 @@ def verify(
     # Pickled here: torch.multiprocessing would pass the weights in shared memory, and the training
     # in the other process would change the user's module.
     make = partial(pickle.loads, pickle.dumps(subject))
-    return verify_subject(
-        make, asked, plan=strategy.options.plan or find_plan(module), timeout=timeout
-    )
+    plan = strategy.options.plan or find_plan(module)
+    return verify_subject(make, asked, plan=plan, steps=len(chosen), timeout=timeout)
 
 
 def verify_subject(
@@ -76,6 +76,7 @@ def verify_subject(
     asked: ParallelSizes,
     *,
     plan: ParallelPlan | None,
+    steps: int,
     timeout: float = 300.0,
 ) -> VerifyReport:
     """Train `make()` on one process and on a mesh, and report the differences.
@@ -84,11 +85,14 @@ def verify_subject(
         make: Picklable function that returns a new subject.
         asked: Mesh sizes of the user's strategy.
         plan: Parallel plan of the model, if it has one.
+        steps: Number of batches of a subject, to show how far the runs have come.
         timeout: Seconds without an answer after which a run is ended.
     """
     sizes = shrink(asked)
-    alone = run_ranks(make, ParallelSizes(), timeout=timeout)
-    ranks = run_ranks(make, sizes, timeout=timeout)
+    with counted("steps", "on one process", steps):
+        alone = run_ranks(make, ParallelSizes(), timeout=timeout)
+    with counted("steps", f"on {sizes}", steps):  # with dropout in the model as many follow
+        ranks = run_ranks(make, sizes, timeout=timeout)
     return compare_traces(alone[0][0], ranks, sizes, asked, plan)
 
 

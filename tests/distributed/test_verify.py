@@ -19,6 +19,7 @@ from lightning_par.verification.verify import compare_traces
 from tests.support.faults.broken_models import MAKE, SIZES, STEPS, TP
 from tests.support.models.huggingface import HFModule, PaddedText
 from tests.support.models.toy_gpt import loader, ToyModule
+from tests.support.progress import Terminal
 from tests.support.ranks.api import run_ranks
 
 ONE = ParallelSizes()
@@ -173,7 +174,9 @@ data:
 @pytest.mark.contract
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_command_prints_the_table(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """In processes of its own, with two ranks in place of four."""
+    """In processes of its own, with two ranks in place of four; steps are shown on a terminal."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     (tmp_path / "my.yaml").write_text(YAML)
     command = ["lightning-par", "verify", f"--config={tmp_path / 'my.yaml'}", "--steps=2"]
     monkeypatch.setattr(sys, "argv", command)
@@ -183,3 +186,5 @@ def test_command_prints_the_table(tmp_path: Path, monkeypatch: Any, capsys: Any)
     assert not ended.value.code, said
     assert "tp 2 (in place of tp 4) against one process, float64" in said
     assert "\nequal" in said
+    for shown in ("on one process", "on tp 2"):
+        assert re.search(f"{shown}: .* 0/2 .*{shown}: .* [12]/2 ", terminal.getvalue(), re.DOTALL)

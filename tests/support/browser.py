@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 HEARD = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
 FREE = 10
@@ -31,24 +29,35 @@ class Page:
         self._session: str | None = None
         self.messages: list[Any] = []
 
-    def open(self, path: Path) -> None:
-        """Load a file, 1280 pixels wide, and wait until its scripts have run."""
+    def start(self) -> None:
+        """Make the page, empty."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
-        size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
         for domain in ("Runtime", "Log", "Page"):
             self.call(f"{domain}.enable")
-        self.call("Page.navigate", url=path.as_uri())
+
+    def show_as(self, width: int, scheme: str = "light") -> None:
+        """Set the width in pixels, and the color scheme that the user prefers."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        prefers = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=prefers)
+
+    def open(self, address: str) -> None:
+        """Load a page, and wait until its scripts have run."""
+        self.call("Page.navigate", url=address)
         while self._receive().get("method") != "Page.loadEventFired":
             pass
         self.settle()
 
     def settle(self) -> None:
         """Wait until what was asked for has been drawn."""
-        frame = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
-        self.call("Runtime.evaluate", expression=frame, awaitPromise=True)
+        self.await_("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def await_(self, promise: str) -> None:
+        """Wait for a promise of JavaScript."""
+        self.call("Runtime.evaluate", expression=promise, awaitPromise=True)
 
     def ask(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript."""
@@ -91,17 +100,38 @@ class Page:
         return message
 
 
+def find_browser() -> str | None:
+    """Return the path of a Chromium, if there is one."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
 @contextlib.contextmanager
 def open_page(path: Path, folder: Path) -> Iterator[Page]:
-    """Open a file in a browser of its own; skip the test where there is none.
+    """Open a file in a browser of its own, 1280 pixels wide; skip the test where there is none.
 
     Args:
         path: Absolute.
         folder: For the browser's profile.
     """
-    program = next(filter(None, map(shutil.which, NAMES)), None)
+    program = find_browser()
     if program is None:
+        import pytest
+
         pytest.skip(f"needs one of {', '.join(NAMES)}; on Debian: apt-get install chromium")
+    with start_browser(program, folder) as page:
+        page.show_as(1280)
+        page.open(path.as_uri())
+        yield page
+
+
+@contextlib.contextmanager
+def start_browser(program: str, folder: Path) -> Iterator[Page]:
+    """Start a browser with an empty page.
+
+    Args:
+        program: Of `find_browser`.
+        folder: For the browser's profile.
+    """
     to_read, to_write = _high_pipe(), _high_pipe()
 
     def place() -> None:
@@ -118,7 +148,7 @@ def open_page(path: Path, folder: Path) -> Iterator[Page]:
     os.close(to_write[1])
     try:
         page = Page(to_write[0], to_read[1])
-        page.open(path)
+        page.start()
         yield page
         page._session = None
         page.call("Browser.close")

@@ -1,19 +1,24 @@
 """The site: its navigation is the guide's, its reference is complete, and its checks can fail."""
 
+import doctest
 import inspect
 import re
 import runpy
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import yaml
 
+import lightning_par
 from lightning_par import __version__
 from lightning_par.commands import COMMANDS
+from lightning_par.errors import LightningParError
 from lightning_par.strategies import MeshStrategy, SequenceRingStrategy, ZeROOffloadStrategy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +113,9 @@ BROKEN = {
     '<a href="other.html#x">': "other.html#x has no such heading",
     '<img src="none.svg" alt="a">': "none.svg does not exist",
     '<img src="other.html">': "other.html has no alt text",
-    "<h1></h1><h3></h3>": "a heading of level 3 follows one of level 1",
+    "<h3></h3>": "a heading of level 3 follows one of level 1",
+    "<h1></h1>": "2 headings of level 1",
+    "<p>========</p><pre>========</pre>": "shows '========' as it is",
     '<script src="https://cdn.example/x.js"></script>': "loads https://cdn.example/x.js",
     '<p id="a"></p><p id="a"></p>': "two elements have the id 'a'",
 }
@@ -116,12 +123,14 @@ BROKEN = {
 
 def test_check_of_the_site_finds_what_is_missing_or_fetched(tmp_path: Path) -> None:
     problems = script("check_site")["problems"]
-    (tmp_path / "other.html").write_text('<h2 id="y"></h2>')
-    fine = '<h2 id="x"></h2><a href="#x"><a href="other.html#y"><a href="https://a.example/">'
+    (tmp_path / "other.html").write_text('<h1 id="y"></h1>')
+    fine = (
+        '<h1></h1><h2 id="x"></h2><a href="#x"><a href="other.html#y"><a href="https://a.example/">'
+    )
     (tmp_path / "index.html").write_text(fine)
     assert list(problems(tmp_path)) == []
     for text, said in BROKEN.items():
-        (tmp_path / "index.html").write_text(text)
+        (tmp_path / "index.html").write_text("<h1></h1>" + text)
         assert list(problems(tmp_path)) == [f"index.html: {said}"]
 
 
@@ -148,3 +157,24 @@ def test_citation_names_this_version_and_issue_forms_are_whole() -> None:
         asked = [one for one in form["body"] if one["type"] != "markdown"]
         assert len({one["id"] for one in asked}) == len(asked)
         assert all(one["attributes"]["label"] for one in asked)
+
+
+def public_classes() -> list[type]:
+    parts = [n for n in script("reference")["PARTS"] if n != "lightning_par"]
+    modules = [import_module(f"lightning_par.{name}") for name in parts]
+    found = [getattr(m, n) for m in (lightning_par, *modules) for n in m.__all__]
+    return [value for value in dict.fromkeys(found) if inspect.isclass(value)]
+
+
+def test_every_public_class_has_an_example_that_runs(tmp_path: Path, monkeypatch: Any) -> None:
+    """But for errors, of which the base class has one, and the rows of a `VerifyReport`."""
+    monkeypatch.chdir(tmp_path)
+    silent = []
+    for kind in public_classes():
+        known = vars(sys.modules[kind.__module__]) | {"L": lightning}
+        (test,) = doctest.DocTestFinder(recurse=False).find(kind, globs=known)
+        found = doctest.DocTestRunner().run(test)
+        assert found.failed == 0, kind
+        if not found.attempted and not issubclass(kind, LightningParError):
+            silent.append(kind.__name__)
+    assert sorted(silent) == ["Difference", "StepRow"]

@@ -60,7 +60,7 @@ def attention(
     Returns:
         [B, N, T, V]; 0 for a token that sees no key.
 
-    Example:
+    Examples:
         >>> x = torch.randn(1, 2, 6, 4)
         >>> attention(x, x, x, causal=True, cu_seqlens=[0, 4, 6]).shape
         torch.Size([1, 2, 6, 4])

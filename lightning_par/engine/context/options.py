@@ -33,6 +33,9 @@ class ContextOptions:
         route: ``"direct"`` sends keys and values from their owner to the ranks that need them,
             ``"ring"`` from neighbor to neighbor, for machines whose devices share one network card.
         backend: Attention kernel; see ``lightning-par backends``.
+
+    Examples:
+        >>> options = ContextOptions(method="hybrid", ulysses_size=2)
     """
 
     method: Method = "ring"

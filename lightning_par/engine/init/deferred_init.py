@@ -268,7 +268,7 @@ def record_construction() -> Iterator[ConstructionRecord]:
         PlanError: A constructor asks for values of a parameter (``.item()``, a real tensor from
             it).
 
-    Example:
+    Examples:
         >>> with record_construction() as record:
         ...     layer = nn.Linear(3, 5)
         >>> record.initialize(layer.weight, name="weight", seed=1, device="cpu").shape

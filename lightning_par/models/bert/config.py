@@ -34,6 +34,10 @@ class BertConfig:
     Raises:
         ConfigurationError: A value is out of range, or `num_heads` does not divide D; lists every
             problem.
+
+    Examples:
+        >>> BertConfig(model_dim=64, num_heads=4).num_layers
+        4
     """
 
     vocab_size: int = 260

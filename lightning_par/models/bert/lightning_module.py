@@ -32,6 +32,9 @@ class BertModule(LanguageModule):
     all replicas); and with the prefixes ``val`` and ``test``: ``_accuracy`` (0 .. 1) and
     ``_perplexity`` of the masked tokens, and ``_order_accuracy`` (0 .. 1) with an order head. The
     arguments are those of `LanguageModule`.
+
+    Examples:
+        >>> module = BertModule(preset="tiny", lr=1e-3)
     """
 
     config_type = BertConfig

@@ -125,7 +125,7 @@ class Bert(nn.Module):
 
     **Source**: Devlin et al. (1810.04805), section 3.
 
-    Example:
+    Examples:
         >>> hidden, order = Bert(BertConfig.preset("tiny"))(torch.zeros(2, 5, dtype=torch.int64))
         >>> hidden.shape, order.shape
         (torch.Size([2, 5, 260]), torch.Size([2, 2]))

@@ -59,7 +59,7 @@ def prose_of(path: Path) -> str:
 def split_sentences(text: str) -> list[str]:
     """Split a text at the ends of sentences and at blank lines, and normalize white space.
 
-    Example:
+    Examples:
         >>> split_sentences("One is here.   Two is, too.")
         ['One is here.', 'Two is, too.']
     """
@@ -154,6 +154,9 @@ class SentenceDataModule(TextDataModule):
 
     The arguments are those of `TextDataModule`, but `paths` names text only, and without it the
     docstrings of Python's standard library are read. `max_bytes` limits the prose.
+
+    Examples:
+        >>> data = SentenceDataModule(length=64, batch_size=8, max_bytes=100_000)
     """
 
     @property

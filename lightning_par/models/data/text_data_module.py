@@ -52,6 +52,9 @@ class TextDataModule(L.LightningDataModule):
     Raises:
         ConfigurationError: A value is out of range, a path names no file, or a split is too short
             for one batch.
+
+    Examples:
+        >>> data = TextDataModule(length=128, batch_size=8, max_bytes=100_000)
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Byte-level tokenizer: one token per byte of UTF-8.
 
-    Example:
+    Examples:
         >>> list(ByteTokenizer().encode("né"))
         [110, 195, 169]
     """

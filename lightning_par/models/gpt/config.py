@@ -41,6 +41,10 @@ class GPTConfig:
     Raises:
         ConfigurationError: A value is out of range, or a number of heads does not divide; lists
             every problem.
+
+    Examples:
+        >>> GPTConfig.preset("gpt2").num_parameters
+        124439808
     """
 
     vocab_size: int = 256

@@ -25,6 +25,9 @@ class GPTModule(LanguageModule):
     per token, each step), ``val_loss`` and ``test_loss`` (mean over the epoch's tokens and all
     replicas), ``val_perplexity`` and ``test_perplexity``. The arguments are those of
     `LanguageModule`.
+
+    Examples:
+        >>> module = GPTModule(preset="tiny", overrides={"num_layers": 8}, lr=1e-3)
     """
 
     config_type = GPTConfig

@@ -30,6 +30,9 @@ class Block(nn.Module):
 
     Args:
         config: Configuration of the model.
+
+    Examples:
+        >>> block = Block(GPTConfig.preset("tiny"))
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -68,7 +71,7 @@ class GPT(nn.Module):
     **Source**: Radford et al. 2019 (GPT-2): pre-norm blocks, weights from N(0, 0.02), those that
     write to the residual stream from N(0, 0.02 / sqrt(2 L)).
 
-    Example:
+    Examples:
         >>> GPT(GPTConfig.preset("tiny"))(torch.zeros(2, 5, dtype=torch.int64)).shape
         torch.Size([2, 5, 256])
     """

@@ -39,6 +39,10 @@ class MixtralConfig(GPTConfig):
 
     Raises:
         ConfigurationError: A value is out of range or contradicts another; lists every problem.
+
+    Examples:
+        >>> MixtralConfig.preset("tiny").experts_per_token
+        2
     """
 
     num_experts: int = 8

@@ -22,6 +22,9 @@ class MixtralModule(GPTModule):
     balance loss plus ``z_weight`` times the z-loss; validation and test report the cross-entropy
     only. Also logs ``train_balance_loss`` (1 for an even load) and ``train_z_loss``, each step. The
     arguments are those of `LanguageModule`.
+
+    Examples:
+        >>> module = MixtralModule(preset="tiny", overrides={"num_experts": 8})
     """
 
     config_type = MixtralConfig

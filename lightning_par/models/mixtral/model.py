@@ -68,7 +68,7 @@ class Mixtral(nn.Module):
 
     **Source**: Jiang et al. (2401.04088). Weights as in `GPT`.
 
-    Example:
+    Examples:
         >>> logits, losses = Mixtral(MixtralConfig.preset("tiny"))(torch.zeros(2, 5).long())
         >>> logits.shape, losses.shape
         (torch.Size([2, 5, 256]), torch.Size([2]))

@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_par.checkpoint.progress import counted
 from lightning_par.dtensor import local_part
 from lightning_par.engine.memory.live import (
     COMMUNICATION,
@@ -270,7 +271,8 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
             raise ConfigurationError(
                 "LP903", f"the strategy is a {name}: name one of this package."
             )
-        with _prepared(trainer, strategy, live), answered_alone(strategy, live):
+        prepared = _prepared(trainer, strategy, live), answered_alone(strategy, live)
+        with prepared[0], prepared[1], counted("operations", f"rehearsing rank {rank}", None):
             trainer.fit(module, data)
     return Rehearsal(
         rank=rank,

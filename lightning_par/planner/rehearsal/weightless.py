@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_par.checkpoint.progress import advance
 from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.planner.rehearsal.known_results import KnownResults
 from lightning_par.profiling.collective_hooks import report_functional
@@ -74,6 +75,7 @@ class WeightlessTensors(LiveBytes):
             return NotImplemented  # the operations on its parts come here one by one
         if func is _device:  # by far the most frequent call
             return args[0].fake_device if isinstance(args[0], self._fake) else func(*args)
+        advance("operations")
         kwargs = kwargs or {}
         tensors: list[Tensor] = []
         _gather_tensors(args, tensors)

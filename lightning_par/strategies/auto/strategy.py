@@ -45,6 +45,10 @@ class AutoParallelStrategy(MeshStrategy):
         MeshError: No layout keeps the sizes given; raised by the Trainer's constructor.
         ConfigurationError: An option has no such value.
         TypeError: There is no such option.
+
+    Examples:
+        >>> strategy = AutoParallelStrategy(profile="h100", data_parallel_size=2)
+        >>> trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy)
     """
 
     strategy_name: ClassVar[str] = "auto_parallel"

@@ -1,10 +1,14 @@
-"""A bar for what takes longer than a second before, between and after the steps of a run.
+"""A bar for what takes long before, between and after the steps of a run.
 
 It is on rank 0, on the terminal of the standard error. Where Lightning's own bars are off
 (``Trainer(enable_progress_bar=False)``), or standard error is no terminal, there is none. While
 Lightning's rich bars are drawn, it is one of them.
+
+Bytes begin to move at once: their bar waits for a second, so that short work shows none. What is
+counted in pieces, as blocks that are compiled, has its first piece late: its bar is there at once.
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +24,7 @@ from lightning_par.checkpoint.progress import Advance, Show
 __all__ = ["progress_bar", "progress_of"]
 
 _DELAY = 1.0
-"""Seconds before a bar appears."""
+"""Seconds before a bar of bytes appears."""
 _PERIOD = 0.1
 _MEGA = 1e6
 
@@ -32,21 +36,22 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 
 @contextmanager
-def progress_bar(name: str, total: int) -> Iterator[Advance]:
-    """Show a bar with bytes and their rate.
+def progress_bar(name: str, total: int | None, unit: str) -> Iterator[Advance]:
+    """Show a bar with what is done and its rate.
 
     Args:
         name: What is done.
-        total: Bytes.
+        total: Bytes or pieces; None: nobody knows.
+        unit: "B", or the name of the pieces.
 
     Yields:
-        What takes the bytes that were moved.
+        What takes the bytes or pieces that were done.
     """
-    size: dict[str, Any] = {"unit": "B", "unit_scale": True, "miniters": 1}
+    of_bytes = unit == "B"
+    size: dict[str, Any] = {"unit": "B", "unit_scale": True} if of_bytes else {"unit": f" {unit}"}
+    size |= {"miniters": 1, "delay": _DELAY if of_bytes else 0, "leave": False}
     silent = not sys.stderr.isatty()
-    with _Bar(
-        total=total, desc=name, delay=_DELAY, leave=False, disable=silent, file=sys.stderr, **size
-    ) as bar:
+    with _Bar(total=total, desc=name, disable=silent, file=sys.stderr, **size) as bar:
         yield bar.update
 
 
@@ -58,15 +63,15 @@ def progress_of(trainer: pl.Trainer | None) -> Show:
     """
 
     @contextmanager
-    def show(name: str, total: int) -> Iterator[Advance]:
+    def show(name: str, total: int | None, unit: str) -> Iterator[Advance]:
         bars = None if trainer is None else trainer.progress_bar_callback
         if trainer is None or bars is None or not trainer.is_global_zero:
             yield lambda _: None
             return
         drawn = bars.progress if isinstance(bars, RichProgressBar) else None
-        shown = progress_bar(name, total)
+        shown = progress_bar(name, total, unit)
         if drawn is not None and drawn.live.is_started:
-            shown = _rich_bar(drawn, name, total)
+            shown = _rich_bar(drawn, name, total, unit)
         with shown as moved:
             yield moved
 
@@ -74,21 +79,24 @@ def progress_of(trainer: pl.Trainer | None) -> Show:
 
 
 @contextmanager
-def _rich_bar(drawn: Any, name: str, total: int) -> Iterator[Advance]:
-    """Add a bar to those of rich, whose columns count megabytes as they do batches."""
-    begin = time.monotonic() + _DELAY
+def _rich_bar(drawn: Any, name: str, total: int | None, unit: str) -> Iterator[Advance]:
+    """Add a bar to those of rich, whose columns count megabytes or pieces as they do batches."""
+    size, label, delay = (_MEGA, "MB", _DELAY) if unit == "B" else (1, unit, 0.0)
+    begin = time.monotonic() + delay
     last = begin - _PERIOD
-    task = drawn.add_task(f"{name} (MB)", total=total / _MEGA, visible=False)
+    parts = math.inf if total is None else total / size
+    task = drawn.add_task(f"{name} ({label})", total=parts, visible=not delay)
+    drawn.refresh()
 
-    def moved(num_bytes: int) -> None:
+    def done(count: int) -> None:
         nonlocal last
         now = time.monotonic()
-        drawn.update(task, advance=num_bytes / _MEGA, visible=now >= begin)
+        drawn.update(task, advance=count / size, visible=now >= begin)
         if now - last >= _PERIOD:
             last = now
             drawn.refresh()
 
     try:
-        yield moved
+        yield done
     finally:
         drawn.remove_task(task)

@@ -23,7 +23,7 @@ class DoublePrecision(TorchFunctionMode):
     Only for comparing layouts: the same on both sides, it changes what is computed by the rounding
     of float32.
 
-    Example:
+    Examples:
         >>> with DoublePrecision():
         ...     torch.zeros(1, dtype=torch.float64).float().dtype
         torch.float64
@@ -70,7 +70,7 @@ class WithoutDropout(TorchFunctionMode):
     Attributes:
         calls: How many would have changed something.
 
-    Example:
+    Examples:
         >>> with WithoutDropout() as mode:
         ...     F.dropout(torch.ones(2), 0.5).tolist()
         [1.0, 1.0]

@@ -1,11 +1,13 @@
 """Wrapping the forward of blocks: split backward, activation recomputation, `torch.compile`."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_par.checkpoint.progress import counted
 from lightning_par.engine.activations.checkpointing import (
     choose_modes,
     Mode,
@@ -17,7 +19,7 @@ from lightning_par.engine.pipeline.schedules import splits_backward
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.engine.pipeline.split_backward import defer_weight_gradients, WeightGradients
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.wrapping import wrap_forward
+from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.plan.parallel_plan import match_pattern
 from lightning_par.plan.resolved_plan import ResolvedPlan
@@ -192,8 +194,27 @@ def _stage_modes(
 
 def _compile(module: nn.Module, resolved: ResolvedPlan, options: bool | dict[str, Any]) -> None:
     chosen = options if isinstance(options, dict) else {}
-    for block in _chosen(module, resolved, 1).values():
-        wrap_forward(block, lambda inner: torch.compile(inner, **chosen), "compile")
+    blocks = list(_chosen(module, resolved, 1).values())
+    for index, block in enumerate(blocks):
+        said = f"compiling block {index + 1} of {len(blocks)}"
+        wrap_forward(block, partial(_compiled, block, chosen, said), "compile")
+
+
+def _compiled(block: nn.Module, options: dict[str, Any], said: str, inner: Forward) -> Forward:
+    """Return a compiled forward, which shows that the first call with and without gradients, in
+    training and in evaluation, takes long.
+    """
+    compiled, seen = torch.compile(inner, **options), set[tuple[bool, bool]]()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        form = block.training, torch.is_grad_enabled()
+        if form in seen:
+            return compiled(*args, **kwargs)
+        seen.add(form)
+        with counted("blocks", said, 1):
+            return compiled(*args, **kwargs)
+
+    return forward
 
 
 def _defer(module: nn.Module, resolved: ResolvedPlan, weight_gradients: WeightGradients) -> None:

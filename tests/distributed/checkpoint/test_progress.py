@@ -1,6 +1,5 @@
 """Set-up, saving and resharding count exactly the bytes that they move, on rank 0 alone."""
 
-import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.models import GPTModule
 from lightning_par.strategies.components import progress_bar
+from tests.support.progress import Terminal
 from tests.support.ranks.api import run_ranks
 from tests.support.resharding import make_data, make_trainer, SIZES, Witness
 
@@ -19,11 +19,6 @@ LAYOUTS = {"file": ("tp2", "dp2 zero 3"), "folder": ("pp2", "tp2")}
 """Form of the checkpoint -> the layout that saves it, and the one that goes on."""
 BARS = ["building the model", "saving a.ckpt", "verifying a.ckpt", "loading weights"]
 BARS += ["loading the optimizer"]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def watch(rank: int, world: int, folder: Path, form: str, shown: bool) -> tuple[list[Any], str]:

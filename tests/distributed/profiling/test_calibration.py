@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_par.checkpoint.progress import showing
 from lightning_par.commands.calibrate import as_profile
 from lightning_par.planner.profiles import load_profile
 from lightning_par.planner.shapes import Layout, TransformerShape
 from lightning_par.planner.step_time import predict_step
 from lightning_par.profiling.calibration import measure
 from lightning_par.sizes import ParallelSizes
+from tests.support.progress import Kept
 from tests.support.ranks.api import ranks
 
 SHAPE = TransformerShape(layers=2, model_dim=64, heads=4, length=128, vocab=256)
@@ -20,7 +22,10 @@ SHAPE = TransformerShape(layers=2, model_dim=64, heads=4, length=128, vocab=256)
 @ranks(3)
 @pytest.mark.parametrize("local", [3, 1])
 def test_ranks_agree_and_their_profile_predicts(rank, world, local, tmp_path):
-    found = measure(torch.device("cpu"), torch.float32, local, round_seconds=0.001)
+    kept = Kept(tmp_path / f"kept {rank}")
+    with showing(kept):
+        found = measure(torch.device("cpu"), torch.float32, local, round_seconds=0.001)
+    assert [done - total for _, _, done, total in kept.works()] == [0] * (rank == 0)
     assert len(found.slowdown) == local
     assert (found.link is None) == (local == 1)
     assert (found.network is None) == (local == 3)

@@ -5,17 +5,23 @@ from pathlib import Path
 
 import pytest
 
+from lightning_par.checkpoint.progress import showing
 from lightning_par.commands.calibrate import main
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.profiles import load_profile, reached
 from lightning_par.profiling.calibration import fit_positive
+from tests.support.progress import Kept
 
 QUICK = ["--accelerator=cpu", "--seconds=0.0005"]
 
 
 def test_a_profile_is_written_beside_those_of_other_machines(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "mine.json"
-    assert main([f"--out={path}", "--name=first", *QUICK]) == 0
+    path, kept = tmp_path / "mine.json", Kept(tmp_path / "kept")
+    with showing(kept):
+        assert main([f"--out={path}", "--name=first", *QUICK]) == 0
+    ((name, unit, done, total),) = kept.works()
+    assert (name, unit) == ("measuring", "measurements")
+    assert done == total
     first = json.loads(path.read_text())["devices"]["first"]
     assert main([f"--out={path}", "--name=second", *QUICK]) == 0
     said = capsys.readouterr().out

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from lightning_par.checkpoint.progress import showing
 from lightning_par.errors import MeshError
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.profiles import load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Layout, TransformerShape
 from lightning_par.sizes import ParallelSizes
+from tests.support.progress import Kept
 
 ROOT = Path(__file__).resolve().parents[3]
 MEDIUM = TransformerShape(layers=40, model_dim=5120, heads=40, length=2048, vocab=50_257)
@@ -86,8 +88,14 @@ def test_the_best_is_the_fastest_of_all_that_fit() -> None:
     assert all(one.memory.peak <= PLANNER.limit for one in result.best)
 
 
-def test_every_neighbor_lost_for_a_reason_with_numbers() -> None:
-    result = PLANNER.search(LayoutSpace(devices=16, samples=64))
+def test_every_neighbor_lost_for_a_reason_with_numbers(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "kept")
+    with showing(kept):
+        result = PLANNER.search(LayoutSpace(devices=16, samples=64))
+    first, *neighbors = kept.works()
+    assert first == ("simulating the fastest layouts", "layouts", 16, 16)
+    assert neighbors
+    assert all(done == total for _, _, done, total in neighbors)
     assert len(result.rejections) > 4
     best = result.best[0]
     for one in result.rejections:

@@ -1,21 +1,21 @@
 import io
+import re
 import sys
 import threading
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_par import Hybrid3DStrategy
 from lightning_par.checkpoint.progress import advance, counted, showing
 from lightning_par.strategies.components import progress_bar
 from lightning_par.strategies.components.progress_bar import progress_of
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.parity import quiet_trainer
+from tests.support.progress import Terminal
 
 
 def move(name: str) -> None:
@@ -49,20 +49,38 @@ def test_bar_has_bytes_and_rate_on_a_terminal_if_work_takes_long(
     assert threading.enumerate() == threads
 
 
+def test_pieces_are_shown_before_the_first_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with showing(progress_bar.progress_bar):
+        with counted("steps", "verifying", 3):
+            assert "verifying:   0%" in stderr.getvalue()
+            assert "0/3" in stderr.getvalue()
+        with counted("operations", "rehearsing", None):
+            advance("operations")
+    assert "rehearsing: 0 operations" in stderr.getvalue()
+
+
 class Saves(Callback):
     def __init__(self, delay: float) -> None:
         self.delay, self.tasks = delay, list[str]()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         bars = trainer.progress_bar_callback
-        with showing(progress_of(trainer)), counted("write", "saving", 4_000_000):
-            advance("write", 3_000_000)
-            assert isinstance(bars, RichProgressBar)
-            assert bars.progress is not None
-            for task in bars.progress.tasks:
-                if "saving" in task.description and task.visible:
-                    self.tasks.append(f"{task.description}: {task.completed} of {task.total}")
-        assert not any("saving" in task.description for task in bars.progress.tasks)
+        assert isinstance(bars, RichProgressBar)
+        assert bars.progress is not None
+        own = bars.progress.tasks
+        with showing(progress_of(trainer)):
+            with counted("write", "saving", 4_000_000):
+                advance("write", 3_000_000)
+                self.note(bars.progress.tasks[len(own) :])
+            with counted("blocks", "compiling block 1 of 2", 1):
+                self.note(bars.progress.tasks[len(own) :])
+        assert bars.progress.tasks == own
+
+    def note(self, tasks: list[Any]) -> None:
+        shown = [f"{t.description}: {t.completed:g} of {t.total:g}" for t in tasks if t.visible]
+        self.tasks.extend(shown)
 
 
 @pytest.mark.parametrize("delay", [0.0, 60.0])
@@ -77,5 +95,23 @@ def test_bar_is_one_of_the_rich_bars_while_these_are_drawn(
         fast_dev_run=1, accelerator="cpu", callbacks=[saves, rich], enable_model_summary=False
     )
     trainer.fit(BoringModel())
-    assert saves.tasks == (["saving (MB): 3.0 of 4.0"] if delay == 0 else [])
+    bytes_shown = ["saving (MB): 3 of 4"] if delay == 0 else []
+    assert saves.tasks == [*bytes_shown, "compiling block 1 of 2 (blocks): 0 of 1"]
     assert ("saving (MB)" in text.getvalue()) is (delay == 0)
+
+
+# torch's compiler asks for it, and hides the warning where it is none of the errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_first_compile_of_every_block_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    trainer = quiet_trainer(
+        max_steps=2,
+        enable_progress_bar=True,
+        strategy=Hybrid3DStrategy(compile_blocks={"backend": "eager"}),
+        callbacks=[TQDMProgressBar()],
+    )
+    data = loader(ToyData(4), 2)
+    trainer.fit(ToyModule(blocks=2), data, data)
+    shown = re.findall(r"compiling block \d of \d", stderr.getvalue())
+    assert list(dict.fromkeys(shown)) == ["compiling block 1 of 2", "compiling block 2 of 2"]

@@ -31,6 +31,9 @@ class GradientCompression:
 
     Raises:
         ConfigurationError: With every value that does not exist.
+
+    Examples:
+        >>> compression = GradientCompression(method="powersgd", rank=8, start_step=100)
     """
 
     method: Method

@@ -46,6 +46,9 @@ class Outer:
 
     Raises:
         ConfigurationError: With every value that is not possible.
+
+    Examples:
+        >>> outer = Outer(every=100, server="10.0.0.1:29600", island=0, islands=4)
     """
 
     every: int = 50

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_par.checkpoint.progress import showing
 from lightning_par.engine.memory.live import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -23,6 +24,7 @@ from lightning_par.planner.rehearsal.rehearse import distinct_ranks, rehearse, r
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.step import first_look
 from tests.support.models.rehearsed import build
+from tests.support.progress import Kept
 
 CUBE = {
     "tensor_parallel_size": 2,
@@ -42,8 +44,13 @@ def run(rank, sizes=CUBE, overrides=WIDE):
     return rehearse_apart(partial(make, sizes, overrides), num_nodes=1, devices=8, rank=rank)
 
 
-def test_a_rank_of_a_large_model_takes_no_memory_and_says_what_it_would_take():
-    found = run(7)
+def test_a_rank_of_a_large_model_takes_no_memory_and_says_what_it_would_take(tmp_path):
+    kept = Kept(tmp_path / "kept")
+    with showing(kept):
+        found = run(7)
+    ((name, unit, done, total),) = kept.works()
+    assert (name, unit, total) == ("rehearsing rank 7", "operations", None)
+    assert done > 1000
     assert found.place == "rank 7 (pp 1, dp_shard 1, tp 1)"
     assert set(found.memory) == {ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS}
     # Five blocks: the last stage has two, half of their weights, and half of those of the replica.
