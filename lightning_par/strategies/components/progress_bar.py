@@ -83,20 +83,26 @@ def _rich_bar(drawn: Any, name: str, total: int | None, unit: str) -> Iterator[A
     """Add a bar to those of rich, whose columns count megabytes or pieces as they do batches."""
     size, label, delay = (_MEGA, "MB", _DELAY) if unit == "B" else (1, unit, 0.0)
     begin = time.monotonic() + delay
-    last = begin - _PERIOD
-    parts = math.inf if total is None else total / size
-    task = drawn.add_task(f"{name} ({label})", total=parts, visible=not delay)
-    drawn.refresh()
+    last, completed, task = begin - _PERIOD, 0.0, None
 
     def done(count: int) -> None:
-        nonlocal last
+        nonlocal last, completed, task
+        completed += count / size
         now = time.monotonic()
-        drawn.update(task, advance=count / size, visible=now >= begin)
+        if now < begin:  # what is short is not even told to rich
+            return
+        if task is None:
+            parts = math.inf if total is None else total / size
+            task = drawn.add_task(f"{name} ({label})", total=parts)
+        drawn.update(task, completed=completed)
         if now - last >= _PERIOD:
             last = now
             drawn.refresh()
 
+    if not delay:
+        done(0)
     try:
         yield done
     finally:
-        drawn.remove_task(task)
+        if task is not None:
+            drawn.remove_task(task)

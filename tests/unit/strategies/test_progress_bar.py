@@ -79,7 +79,7 @@ class Saves(Callback):
         assert bars.progress.tasks == own
 
     def note(self, tasks: list[Any]) -> None:
-        shown = [f"{t.description}: {t.completed:g} of {t.total:g}" for t in tasks if t.visible]
+        shown = [f"{t.description}: {t.completed:g} of {t.total:g}" for t in tasks]
         self.tasks.extend(shown)
 
 
