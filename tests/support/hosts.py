@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.support.ranks.process import die_with_parent
 
-__all__ = ["DATA", "Host", "Hosts", "Network", "Task", "open_hosts", "refusal"]
+__all__ = ["DATA", "Host", "Hosts", "Network", "Task", "delay_refusal", "open_hosts", "refusal"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
@@ -54,11 +54,13 @@ class Network:
         ipv4: First three numbers of the addresses; None: no such addresses.
         ipv6: First groups of the addresses; None: no such addresses.
         leads_somewhere: Whether the hosts reach each other over it.
+        delay: Seconds from one host to another; see `delay_refusal`.
     """
 
     ipv4: str | None = "10.77.0"
     ipv6: str | None = None
     leads_somewhere: bool = True
+    delay: float = 0
 
     def addresses(self, host: int) -> list[str]:
         """Addresses of a host, without their prefix lengths; that of IPv4 first."""
@@ -83,6 +85,14 @@ def refusal() -> str | None:
     if subprocess.run(words, capture_output=True, check=False).returncode:
         return "this kernel or container makes no namespaces, veths and bridges"
     return None
+
+
+def delay_refusal() -> str | None:
+    """Say why this machine can make no network with a delay; None if it can."""
+    # tc's own way to delay packets, netem, is not in every kernel.
+    if shutil.which("gcc") is None or not Path("/dev/net/tun").exists():
+        return "a network with a delay needs gcc and /dev/net/tun"
+    return refusal()
 
 
 @dataclass(eq=False)
@@ -212,7 +222,7 @@ class Host:
         self.switch.call(rate % _port(network, self.number))
 
     def lose(self, fraction: float, network: int = 0) -> None:
-        """Drop a part of the packets in both directions, at random."""
+        """Drop a part of the packets in both directions, at random, each of TCP's by itself."""
         # tc's own way to lose packets, netem, is not in every kernel; this is: load a random
         # number; if it is at least `bound`, let the packet pass (0), else drop it (2).
         bound = int(fraction * 2**32)
@@ -221,6 +231,7 @@ class Host:
             (self.anchor, f"eth{network}"),
             (self.switch, _port(network, self.number)),
         ):
+            place.ip(f"link set {name} gso_max_segs 1")  # else up to 64 KiB would be lost at once
             place.call(f"tc qdisc add dev {name} clsact")
             place.call(f"tc filter add dev {name} ingress bpf da bytecode '{drop}'")
 
@@ -258,6 +269,7 @@ class Hosts(Sequence[Host]):
     def __init__(self, count: int, folder: Path, networks: Sequence[Network]) -> None:
         self._stack = contextlib.ExitStack()
         self._hosts: list[Host] = []
+        self._cable = folder / "cable"
         try:
             self._make(count, folder, networks)
         except BaseException:
@@ -266,6 +278,9 @@ class Hosts(Sequence[Host]):
 
     def _make(self, count: int, folder: Path, networks: Sequence[Network]) -> None:
         switch = self._stack.enter_context(_Anchor("switch"))
+        if any(network.delay for network in networks):
+            source = Path(__file__).with_name("cable.c")
+            subprocess.run(["gcc", "-O2", "-o", str(self._cable), str(source)], check=True)
         for network in range(len(networks)):
             # No spanning tree: a port forwards as soon as it is joined.
             switch.ip(f"link add net{network} type bridge stp_state 0")
@@ -281,9 +296,32 @@ class Hosts(Sequence[Host]):
             (own / "names").write_text(names)
             anchor.call(f"mount --bind {own}/names /etc/hosts", "-m")
             for at, network in enumerate(networks):
+                self._lay(host, at, network.delay)
                 _plug(host, at, network)
                 if network.leads_somewhere:
                     host.join(at)
+
+    def _lay(self, host: Host, at: int, delay: float) -> None:
+        """Join a host to the switch by a veth pair, or by what delays each frame by half of it."""
+        ends = f"eth{at}", _port(at, host.number)
+        if not delay:
+            pid = host.anchor.pid
+            host.switch.ip(f"link add {ends[1]} type veth peer name {ends[0]} netns {pid}")
+            return
+        with Path(f"/proc/{host.anchor.pid}/ns/net").open() as place:
+            number = place.fileno()
+            words = [self._cable, delay / 2 * 1e6, number, *ends]
+            cable = subprocess.Popen(
+                host.switch.enter([str(word) for word in words]),
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[number],
+            )
+        self._stack.enter_context(cable)
+        self._stack.callback(cable.kill)
+        assert cable.stdout is not None
+        if cable.stdout.readline() != "ready\n":
+            raise OSError(f"no cable to {host.name}")
 
     def __getitem__(self, number: Any) -> Any:
         return self._hosts[number]
@@ -378,9 +416,7 @@ def _port(network: int, host: int) -> str:
 
 
 def _plug(host: Host, at: int, network: Network) -> None:
-    port, pid = _port(at, host.number), host.anchor.pid
-    host.switch.ip(f"link add {port} type veth peer name eth{at} netns {pid}")
-    host.switch.ip(f"link set {port} up")
+    host.switch.ip(f"link set {_port(at, host.number)} up")
     for address in network.addresses(host.number):
         rest = "/64 nodad" if ":" in address else "/24"
         host.anchor.ip(f"addr add {address}{rest} dev eth{at}")
