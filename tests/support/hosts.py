@@ -31,7 +31,13 @@ __all__ = ["DATA", "Host", "Hosts", "Network", "Task", "delay_refusal", "open_ho
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
-_NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000, "pid": 0x20000000}
+_NAMESPACES = {
+    "time": 0x00000080,
+    "net": 0x40000000,
+    "uts": 0x04000000,
+    "mnt": 0x00020000,
+    "pid": 0x20000000,
+}
 _LAUNCHERS = (
     "GLOO_",
     "NCCL_",
@@ -266,10 +272,12 @@ class Host:
 class Hosts(Sequence[Host]):
     """Hosts on common networks; see `open_hosts`."""
 
-    def __init__(self, count: int, folder: Path, networks: Sequence[Network]) -> None:
+    def __init__(
+        self, count: int, folder: Path, networks: Sequence[Network], ahead: float = 0
+    ) -> None:
         self._stack = contextlib.ExitStack()
         self._hosts: list[Host] = []
-        self._cable = folder / "cable"
+        self._cable, self._ahead = folder / "cable", ahead
         try:
             self._make(count, folder, networks)
         except BaseException:
@@ -287,7 +295,7 @@ class Hosts(Sequence[Host]):
             switch.ip(f"link set net{network} up")
         for number in range(count):
             name = f"host{number}"
-            anchor = self._stack.enter_context(_Anchor(name))
+            anchor = self._stack.enter_context(_Anchor(name, round(number * self._ahead)))
             own = folder / name
             (own / "tmp").mkdir(parents=True)
             host = Host(number, name, own, anchor, networks, switch)
@@ -352,15 +360,18 @@ class Hosts(Sequence[Host]):
 
 
 @contextlib.contextmanager
-def open_hosts(count: int, folder: Path, networks: Sequence[Network] = (DATA,)) -> Iterator[Hosts]:
+def open_hosts(
+    count: int, folder: Path, networks: Sequence[Network] = (DATA,), *, ahead: float = 0
+) -> Iterator[Hosts]:
     """Make hosts, and remove them with all that runs on them.
 
     Args:
         count: How many.
         folder: For logs and temporary files.
         networks: To which each host has an interface, eth0 to the first.
+        ahead: Seconds by which the monotonic clock of a host is ahead of that of the one before.
     """
-    hosts = Hosts(count, folder, networks)
+    hosts = Hosts(count, folder, networks, ahead)
     try:
         yield hosts
     finally:
@@ -370,8 +381,10 @@ def open_hosts(count: int, folder: Path, networks: Sequence[Network] = (DATA,)) 
 class _Anchor:
     """The first process of namespaces of their own, which end with it, as it does with this one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ahead: int = 0) -> None:
         kinds = ["--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+        self._has_clock = bool(ahead)  # not of the time of day, of which Linux has only one
+        kinds += ["--time", f"--monotonic={ahead}", f"--boottime={ahead}"] if ahead else []
         ready = f"hostname {name} && ip link set lo up && echo ready && exec sleep infinity"
         self._outer = subprocess.Popen(
             ["unshare", *kinds, "sh", "-c", ready],
@@ -396,7 +409,8 @@ class _Anchor:
 
     def enter(self, command: Sequence[str]) -> list[str]:
         """Return a command that runs another one in these namespaces."""
-        return ["nsenter", "-t", str(self.pid), "-n", "-u", "-p", "-m", *command]
+        kinds = ["-n", "-u", "-p", "-m", *(["-T"] if self._has_clock else [])]
+        return ["nsenter", "-t", str(self.pid), *kinds, *command]
 
     def call(self, command: str, kinds: str = "-n") -> str:
         """Run a short command in namespaces of some kinds; return what it says."""
@@ -446,7 +460,12 @@ def _in_namespaces(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     library = ctypes.CDLL(None, use_errno=True)
-    opened = {kind: os.open(f"/proc/{anchor}/ns/{kind}", os.O_RDONLY) for kind in _NAMESPACES}
+    places = {kind: Path(f"/proc/{anchor}/ns/{kind}") for kind in _NAMESPACES}
+    opened = {
+        kind: os.open(place, os.O_RDONLY)
+        for kind, place in places.items()
+        if place.exists() and place.readlink() != Path(f"/proc/self/ns/{kind}").readlink()
+    }
     for kind, namespace in opened.items():
         if library.setns(namespace, _NAMESPACES[kind]):
             raise OSError(ctypes.get_errno(), f"setns {kind}")
