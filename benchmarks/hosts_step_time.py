@@ -4,9 +4,8 @@
 
 Two hosts of two ranks, namespaces of this machine (which needs root), on two networks: one without
 limits, and one that lets so much through (tbf) and takes so long one way (tests/support/cable.c).
-The same GPT, of 3.2 million parameters, 8 x 256 tokens a step, float32. Layouts and networks take
-turns, five steps each, in one run of ranks. Where other work takes the cores now and then, the
-fastest step tells most.
+The same GPT, of 3.2 million parameters, 8 x 256 tokens a step, float32. Networks and layouts take
+turns, five steps each. Where other work takes the cores now and then, the fastest step tells most.
 """
 
 import argparse
@@ -56,21 +55,13 @@ class _Watch(GPTModule):
         self.times = [*getattr(self, "times", []), time.perf_counter()]
 
 
-def measure(out: Path, turns: int, addresses: list[str]) -> None:
-    """Train every layout on every network in turn; rank 0 leaves the seconds of a step in a file.
-
-    Args:
-        out: Folder of the file.
-        turns: How often each is trained.
-        addresses: Of the first host on each network.
-    """
+def measure(out: Path) -> None:
+    """Train every layout on a rank; rank 0 leaves the seconds of every step in a file."""
     ids = torch.randint(256, (100, TOKENS), generator=torch.Generator().manual_seed(3))
-    seconds: dict[str, list[list[float]]] = {name: [[] for _ in addresses] for name in LAYOUTS}
-    for _ in range(turns):
-        for name, layout in LAYOUTS.items():
-            for found, address in zip(seconds[name], addresses, strict=True):
-                os.environ["MASTER_ADDR"] = address  # gloo takes the interface that leads there
-                found += _step_times(layout, ids, 2 if "dp 2" in name else 1)
+    seconds = {
+        name: _step_times(layout, ids, 2 if "dp 2" in name else 1)
+        for name, layout in LAYOUTS.items()
+    }
     if int(os.environ["NODE_RANK"]) == int(os.environ["LOCAL_RANK"]) == 0:
         torch.save(seconds, out / "seconds.pt")
 
@@ -93,18 +84,22 @@ def main() -> None:
     chosen = parser.parse_args()
     if reason := delay_refusal():
         sys.exit(reason)
+    times: list[dict[str, list[float]]] = [{name: [] for name in LAYOUTS} for _ in range(2)]
     networks = [Network(), Network(ipv4="10.78.0", delay=chosen.milliseconds / 1000)]
     with tempfile.TemporaryDirectory() as folder, open_hosts(2, Path(folder), networks) as hosts:
         hosts[1].limit(round(chosen.gigabits * 1e9), network=1)
-        addresses = [hosts[0].address(network) for network in (0, 1)]
-        start_ranks(hosts, 2, measure, Path(folder), chosen.turns, addresses)
-        if hosts.wait(3600) != [0] * 4:
-            sys.exit(hosts.texts())
-        seconds = torch.load(Path(folder) / "seconds.pt")
+        for _ in range(chosen.turns):
+            for found, network in zip(times, (0, 1), strict=True):
+                address = hosts[0].address(network)  # gloo takes the interface that leads there
+                start_ranks(hosts, 2, measure, Path(folder), MASTER_ADDR=address)
+                if set(hosts.wait(3600)) != {0}:
+                    sys.exit(hosts.texts())
+                for name, seconds in torch.load(Path(folder) / "seconds.pt").items():
+                    found[name] += seconds
     print("| layout | fastest step, ms | slow link | more | median, ms | slow link |")
-    for name, of_networks in seconds.items():
-        fastest = [1e3 * min(found) for found in of_networks]
-        median = [1e3 * statistics.median(found) for found in of_networks]
+    for name in LAYOUTS:
+        fastest = [1e3 * min(found[name]) for found in times]
+        median = [1e3 * statistics.median(found[name]) for found in times]
         row = f"{fastest[0]:.0f} | {fastest[1]:.0f} | {fastest[1] - fastest[0]:.0f}"
         print(f"| {name} | {row} | {median[0]:.0f} | {median[1]:.0f} |")
 
