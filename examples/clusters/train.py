@@ -27,6 +27,5 @@ if __name__ == "__main__":
         val_check_interval=50,
         limit_val_batches=8,
     )
-    last = folder / "last.ckpt"  # started again, the run goes on from there
     data = TextDataModule(length=64, batch_size=8)
-    trainer.fit(GPTModule(preset="tiny"), data, ckpt_path=last if last.exists() else None)
+    trainer.fit(GPTModule(preset="tiny"), data, ckpt_path="last")  # there is none the first time

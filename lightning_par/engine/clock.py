@@ -4,7 +4,7 @@ A mark is a point in time that is cheap to take while a step runs and is read af
 a number, on a GPU an event in the stream, because the program is far ahead of the device there.
 """
 
-import platform
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -136,7 +136,7 @@ def measure_offset(
 
 def _host_name() -> str:
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    return f"{platform.node()} {boot}"
+    return f"{socket.gethostname()} {boot}"
 
 
 def _ask(group: dist.ProcessGroup, now: Callable[[], float]) -> ClockOffset:

@@ -1,8 +1,11 @@
 """The files for cluster schedulers are what the schedulers take."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +114,25 @@ def test_readme_of_a_cluster_is_short_and_names_files_that_are_there(name: str) 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-def test_ray_trains_and_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_ray_starts_killed_workers_again_and_they_go_on(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray Train needs ray[train]")
-    for steps in (5, 10):
-        words = [str(CLUSTERS / "ray" / "train.py"), "2", str(tmp_path), str(steps)]
-        done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, check=False, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr
-        saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-        assert saved["global_step"] == steps
-    assert f"Restoring states from the checkpoint path at {tmp_path}/last.ckpt" in done.stderr
+    log, done, deadline = tmp_path / "log", tmp_path / ".lightning_par-progress", 400.0
+    words = [sys.executable, str(CLUSTERS / "ray" / "train.py"), "2", str(tmp_path), "60"]
+    with log.open("w") as said:
+        run = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, cwd=tmp_path)
+    try:
+        deadline += time.monotonic()
+        while not done.exists() or int(done.read_text() or 0) < 7:  # steps; the fifth is saved
+            assert run.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        workers = re.findall(r"\(RayTrainWorker pid=(\d+)\)", log.read_text())
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        assert run.wait(deadline - time.monotonic()) == 0, log.read_text()
+    finally:
+        run.kill()
+        run.wait()
+    text = log.read_text()
+    assert f"Restoring states from the checkpoint path at {tmp_path}/last.ckpt" in text
+    assert re.search(r"begins after step \d*[05]; the one before it in .* had done step \d+", text)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 60

@@ -27,11 +27,17 @@ from typing import Any
 
 from tests.support.ranks.process import die_with_parent
 
-__all__ = ["DATA", "Host", "Hosts", "Network", "Task", "open_hosts", "refusal"]
+__all__ = ["DATA", "Host", "Hosts", "Network", "Task", "delay_refusal", "open_hosts", "refusal"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
-_NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000, "pid": 0x20000000}
+_NAMESPACES = {
+    "time": 0x00000080,
+    "net": 0x40000000,
+    "uts": 0x04000000,
+    "mnt": 0x00020000,
+    "pid": 0x20000000,
+}
 _LAUNCHERS = (
     "GLOO_",
     "NCCL_",
@@ -54,11 +60,13 @@ class Network:
         ipv4: First three numbers of the addresses; None: no such addresses.
         ipv6: First groups of the addresses; None: no such addresses.
         leads_somewhere: Whether the hosts reach each other over it.
+        delay: Seconds from one host to another; see `delay_refusal`.
     """
 
     ipv4: str | None = "10.77.0"
     ipv6: str | None = None
     leads_somewhere: bool = True
+    delay: float = 0
 
     def addresses(self, host: int) -> list[str]:
         """Addresses of a host, without their prefix lengths; that of IPv4 first."""
@@ -83,6 +91,14 @@ def refusal() -> str | None:
     if subprocess.run(words, capture_output=True, check=False).returncode:
         return "this kernel or container makes no namespaces, veths and bridges"
     return None
+
+
+def delay_refusal() -> str | None:
+    """Say why this machine can make no network with a delay; None if it can."""
+    # tc's own way to delay packets, netem, is not in every kernel.
+    if shutil.which("gcc") is None or not Path("/dev/net/tun").exists():
+        return "a network with a delay needs gcc and /dev/net/tun"
+    return refusal()
 
 
 @dataclass(eq=False)
@@ -212,7 +228,7 @@ class Host:
         self.switch.call(rate % _port(network, self.number))
 
     def lose(self, fraction: float, network: int = 0) -> None:
-        """Drop a part of the packets in both directions, at random."""
+        """Drop a part of the packets in both directions, at random, each of TCP's by itself."""
         # tc's own way to lose packets, netem, is not in every kernel; this is: load a random
         # number; if it is at least `bound`, let the packet pass (0), else drop it (2).
         bound = int(fraction * 2**32)
@@ -221,6 +237,7 @@ class Host:
             (self.anchor, f"eth{network}"),
             (self.switch, _port(network, self.number)),
         ):
+            place.ip(f"link set {name} gso_max_segs 1")  # else up to 64 KiB would be lost at once
             place.call(f"tc qdisc add dev {name} clsact")
             place.call(f"tc filter add dev {name} ingress bpf da bytecode '{drop}'")
 
@@ -255,9 +272,12 @@ class Host:
 class Hosts(Sequence[Host]):
     """Hosts on common networks; see `open_hosts`."""
 
-    def __init__(self, count: int, folder: Path, networks: Sequence[Network]) -> None:
+    def __init__(
+        self, count: int, folder: Path, networks: Sequence[Network], ahead: float = 0
+    ) -> None:
         self._stack = contextlib.ExitStack()
         self._hosts: list[Host] = []
+        self._cable, self._ahead = folder / "cable", ahead
         try:
             self._make(count, folder, networks)
         except BaseException:
@@ -266,13 +286,16 @@ class Hosts(Sequence[Host]):
 
     def _make(self, count: int, folder: Path, networks: Sequence[Network]) -> None:
         switch = self._stack.enter_context(_Anchor("switch"))
+        if any(network.delay for network in networks):
+            source = Path(__file__).with_name("cable.c")
+            subprocess.run(["gcc", "-O2", "-o", str(self._cable), str(source)], check=True)
         for network in range(len(networks)):
             # No spanning tree: a port forwards as soon as it is joined.
             switch.ip(f"link add net{network} type bridge stp_state 0")
             switch.ip(f"link set net{network} up")
         for number in range(count):
             name = f"host{number}"
-            anchor = self._stack.enter_context(_Anchor(name))
+            anchor = self._stack.enter_context(_Anchor(name, round(number * self._ahead)))
             own = folder / name
             (own / "tmp").mkdir(parents=True)
             host = Host(number, name, own, anchor, networks, switch)
@@ -281,9 +304,32 @@ class Hosts(Sequence[Host]):
             (own / "names").write_text(names)
             anchor.call(f"mount --bind {own}/names /etc/hosts", "-m")
             for at, network in enumerate(networks):
+                self._lay(host, at, network.delay)
                 _plug(host, at, network)
                 if network.leads_somewhere:
                     host.join(at)
+
+    def _lay(self, host: Host, at: int, delay: float) -> None:
+        """Join a host to the switch by a veth pair, or by what delays each frame by half of it."""
+        ends = f"eth{at}", _port(at, host.number)
+        if not delay:
+            pid = host.anchor.pid
+            host.switch.ip(f"link add {ends[1]} type veth peer name {ends[0]} netns {pid}")
+            return
+        with Path(f"/proc/{host.anchor.pid}/ns/net").open() as place:
+            number = place.fileno()
+            words = [self._cable, delay / 2 * 1e6, number, *ends]
+            cable = subprocess.Popen(
+                host.switch.enter([str(word) for word in words]),
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[number],
+            )
+        self._stack.enter_context(cable)
+        self._stack.callback(cable.kill)
+        assert cable.stdout is not None
+        if cable.stdout.readline() != "ready\n":
+            raise OSError(f"no cable to {host.name}")
 
     def __getitem__(self, number: Any) -> Any:
         return self._hosts[number]
@@ -314,15 +360,18 @@ class Hosts(Sequence[Host]):
 
 
 @contextlib.contextmanager
-def open_hosts(count: int, folder: Path, networks: Sequence[Network] = (DATA,)) -> Iterator[Hosts]:
+def open_hosts(
+    count: int, folder: Path, networks: Sequence[Network] = (DATA,), *, ahead: float = 0
+) -> Iterator[Hosts]:
     """Make hosts, and remove them with all that runs on them.
 
     Args:
         count: How many.
         folder: For logs and temporary files.
         networks: To which each host has an interface, eth0 to the first.
+        ahead: Seconds by which the monotonic clock of a host is ahead of that of the one before.
     """
-    hosts = Hosts(count, folder, networks)
+    hosts = Hosts(count, folder, networks, ahead)
     try:
         yield hosts
     finally:
@@ -332,8 +381,10 @@ def open_hosts(count: int, folder: Path, networks: Sequence[Network] = (DATA,)) 
 class _Anchor:
     """The first process of namespaces of their own, which end with it, as it does with this one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ahead: int = 0) -> None:
         kinds = ["--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+        self._has_clock = bool(ahead)  # not of the time of day, of which Linux has only one
+        kinds += ["--time", f"--monotonic={ahead}", f"--boottime={ahead}"] if ahead else []
         ready = f"hostname {name} && ip link set lo up && echo ready && exec sleep infinity"
         self._outer = subprocess.Popen(
             ["unshare", *kinds, "sh", "-c", ready],
@@ -358,7 +409,8 @@ class _Anchor:
 
     def enter(self, command: Sequence[str]) -> list[str]:
         """Return a command that runs another one in these namespaces."""
-        return ["nsenter", "-t", str(self.pid), "-n", "-u", "-p", "-m", *command]
+        kinds = ["-n", "-u", "-p", "-m", *(["-T"] if self._has_clock else [])]
+        return ["nsenter", "-t", str(self.pid), *kinds, *command]
 
     def call(self, command: str, kinds: str = "-n") -> str:
         """Run a short command in namespaces of some kinds; return what it says."""
@@ -378,9 +430,7 @@ def _port(network: int, host: int) -> str:
 
 
 def _plug(host: Host, at: int, network: Network) -> None:
-    port, pid = _port(at, host.number), host.anchor.pid
-    host.switch.ip(f"link add {port} type veth peer name eth{at} netns {pid}")
-    host.switch.ip(f"link set {port} up")
+    host.switch.ip(f"link set {_port(at, host.number)} up")
     for address in network.addresses(host.number):
         rest = "/64 nodad" if ":" in address else "/24"
         host.anchor.ip(f"addr add {address}{rest} dev eth{at}")
@@ -410,7 +460,12 @@ def _in_namespaces(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     library = ctypes.CDLL(None, use_errno=True)
-    opened = {kind: os.open(f"/proc/{anchor}/ns/{kind}", os.O_RDONLY) for kind in _NAMESPACES}
+    places = {kind: Path(f"/proc/{anchor}/ns/{kind}") for kind in _NAMESPACES}
+    opened = {
+        kind: os.open(place, os.O_RDONLY)
+        for kind, place in places.items()
+        if place.exists() and place.readlink() != Path(f"/proc/self/ns/{kind}").readlink()
+    }
     for kind, namespace in opened.items():
         if library.setns(namespace, _NAMESPACES[kind]):
             raise OSError(ctypes.get_errno(), f"setns {kind}")

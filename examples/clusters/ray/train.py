@@ -36,9 +36,8 @@ def train(config: dict) -> None:
         callbacks=[ModelCheckpoint(folder, save_last=True, every_n_train_steps=5)],
         limit_val_batches=0,
     )
-    last = folder / "last.ckpt"  # a worker that failed starts again, and goes on from there
     data = TextDataModule(length=64, batch_size=8)
-    trainer.fit(GPTModule(preset="tiny"), data, ckpt_path=last if last.exists() else None)
+    trainer.fit(GPTModule(preset="tiny"), data, ckpt_path="last")  # there is none the first time
 
 
 if __name__ == "__main__":

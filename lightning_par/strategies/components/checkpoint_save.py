@@ -20,6 +20,7 @@ from lightning_par.engine.rng import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, describe, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES, ParallelSizes
+from lightning_par.strategies.components.requeue import link_requeue_checkpoint
 from lightning_par.strategies.components.weight_averages import LocalWeights
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
@@ -140,6 +141,18 @@ class CheckpointSave:
             return
         if not self.leads:
             return
+        self._write(model, checkpoint, filepath, storage_options, checkpoint_io)
+        if self._processes.rank == 0:
+            link_requeue_checkpoint(str(filepath), model.module.trainer)
+
+    def _write(
+        self,
+        model: ParallelModel,
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        storage_options: Any,
+        checkpoint_io: CheckpointIO,
+    ) -> None:
         checkpoint = self._gather_averages(model, checkpoint)
         path, as_file = self._processes.broadcast((str(filepath), self._is_file(str(filepath))))
         is_elsewhere = storage_options is not None or "://" in path

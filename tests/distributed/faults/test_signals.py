@@ -174,7 +174,9 @@ def run(
             default_root_dir=folder,
             callbacks=[
                 history,
-                ModelCheckpoint(folder, filename="stopped", save_on_exception=True, save_top_k=0),
+                ModelCheckpoint(
+                    folder / "saved", filename="stopped", save_on_exception=True, save_top_k=0
+                ),
             ],
         )
         data = batches(accumulated, sizes.get("data_parallel_size", 1))
@@ -233,6 +235,7 @@ def test_requeued_job_saves_a_whole_step_once(
     results = run_ranks(run, 2, tmp_path, REQUEUE, receivers, accumulated, **sizes)
     assert AT <= assert_whole(tmp_path / "hpc_ckpt_1.ckpt", accumulated) < STEPS
     assert calls.read_text() == "requeue 77\n"
+    assert str((tmp_path / "saved" / "last-requeue.ckpt").readlink()) == "../hpc_ckpt_1.ckpt"
     assert [r["steps"] for r in results] == [STEPS] * 2, "trains on until SLURM ends it"
     assert all(r["handler"] and not r["threads"] and not r["ended"] for r in results)
     assert all(r["callbacks"][0] == "History" and len(r["callbacks"]) == 2 for r in results)
@@ -250,7 +253,7 @@ def test_one_device_saves_a_whole_step(tmp_path: Path) -> None:
 def test_terminated_training_ends_on_every_rank_after_one_step(tmp_path: Path) -> None:
     results = run_ranks(run, 2, tmp_path, signal.SIGTERM, (1,), fresh=True, **TENSOR)
     assert all(r["ended"] and r["handler"] and not r["threads"] for r in results)
-    saved = assert_whole(tmp_path / "stopped.ckpt")
+    saved = assert_whole(tmp_path / "saved" / "stopped.ckpt")
     assert [r["steps"] for r in results] == [saved] * 2
     assert AT <= saved < STEPS
 

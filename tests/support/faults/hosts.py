@@ -20,6 +20,8 @@ __all__ = ["FAULTS", "HostFaultRun", "run_with_host_fault"]
 STEPS = 40
 _AT = 3
 """The step in which the fault comes."""
+_AHEAD = 3600.0 if Path("/proc/self/ns/time").exists() else 0.0
+"""Seconds by which the second host's clock is ahead: real hosts have started at different times."""
 
 
 class _Telling(ToyModule):
@@ -71,6 +73,7 @@ FAULTS: dict[str, Fault] = {
     "first host killed": Fault(host=0, act=_kill, ends=True),
     "host frozen": Fault(act=lambda host: host.signal(signal.SIGSTOP), ends=True),
     "first host frozen": Fault(host=0, act=lambda host: host.signal(signal.SIGSTOP), ends=True),
+    "clocks an hour apart": Fault(),
     "no such name": Fault(variables={"MASTER_ADDR": "nohost"}),
 }
 
@@ -104,7 +107,7 @@ def run_with_host_fault(
         nodes: Number of hosts, each a pipeline stage.
         devices: Ranks on each, each a tensor-parallel shard.
     """
-    with open_hosts(nodes, folder) as hosts:
+    with open_hosts(nodes, folder, ahead=_AHEAD) as hosts:
         began = time.monotonic()
         start_ranks(hosts, devices, train_long, timeout, devices, nodes, **fault.variables)
         if fault.act is not None:

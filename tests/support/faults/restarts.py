@@ -48,7 +48,12 @@ class _Losses(Callback):
 
 
 def train_to_the_end(
-    out: Path, steps: int, hosts: int = 1, devices: int = 1, start: str | None = None
+    out: Path,
+    steps: int,
+    hosts: int = 1,
+    devices: int = 1,
+    start: str | None = None,
+    every: int = SAVE_EVERY,
 ) -> None:
     """Train: tp inside a host, dp across. `start` is the Trainer's ``ckpt_path``."""
     import lightning_par
@@ -71,13 +76,14 @@ def train_to_the_end(
         zero_stage=3,
         timeout=timedelta(seconds=60),
     )
-    saving = ModelCheckpoint(out / "saved", save_last=True, every_n_train_steps=SAVE_EVERY)
+    saving = ModelCheckpoint(out / "saved", save_last=True, every_n_train_steps=every)
     trainer = quiet_trainer(
         devices=devices,
         num_nodes=hosts,
         strategy=strategy,
         precision="64-true",
         max_steps=steps,
+        default_root_dir=out,
         enable_checkpointing=True,
         callbacks=[saving, _Losses(out / "losses")],
         limit_val_batches=0,
@@ -220,4 +226,5 @@ def _place() -> tuple[int, int]:
 
 
 if __name__ == "__main__":  # as a user's script, which a launcher starts once for each device
-    train_to_the_end(Path(sys.argv[1]), int(sys.argv[2]), *_place(), "last")
+    every = int(os.environ.get("SAVE_EVERY", SAVE_EVERY))
+    train_to_the_end(Path(sys.argv[1]), int(sys.argv[2]), *_place(), "last", every)
