@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_par
+from tests.support.cuda_simulation import is_wanted
 from tests.support.parity import quiet_trainer
 
 WIDTH, STEPS, EACH, RATE = 64, 6, 4, 0.5
@@ -74,7 +75,8 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 def of_torch(rank: int, world: int, method: str, start: int) -> dict[str, Tensor]:
     """Weights that `DistributedDataParallel` and the hooks of torch give for the same batches."""
-    module = Layers().double()
+    device = "cuda" if is_wanted() else "cpu"
+    module = Layers().double().to(device)
     module.spare.requires_grad_(False)
     wrapped = DistributedDataParallel(module)
     if method == "powersgd":
@@ -84,9 +86,9 @@ def of_torch(rank: int, world: int, method: str, start: int) -> dict[str, Tensor
             start_powerSGD_iter=start,
         )
         # The bases that ours begins with; what torch draws, it draws for each step.
-        state.p_memory_dict[0] = torch.empty(2 * 4 * WIDTH, dtype=torch.float64)
+        state.p_memory_dict[0] = torch.empty(2 * 4 * WIDTH, dtype=torch.float64, device=device)
         drawn = [torch.randn(WIDTH, 4, dtype=torch.float64, generator=_seeded(i)) for i in (0, 1)]
-        state.q_memory_dict[0] = torch.cat([q.flatten() for q in drawn])
+        state.q_memory_dict[0] = torch.cat([q.flatten() for q in drawn]).to(device)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -97,9 +99,9 @@ def of_torch(rank: int, world: int, method: str, start: int) -> dict[str, Tensor
     optimizer = module.configure_optimizers()
     for x, y in batches(rank, world):
         optimizer.zero_grad()
-        F.mse_loss(wrapped(x), y).backward()
+        F.mse_loss(wrapped(x.to(device)), y.to(device)).backward()
         optimizer.step()
-    return weights(module)
+    return weights(module.cpu())
 
 
 def _seeded(seed: int) -> torch.Generator:
