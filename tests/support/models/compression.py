@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_par
-from tests.support.cuda_simulation import is_wanted
 from tests.support.parity import quiet_trainer
 
 WIDTH, STEPS, EACH, RATE = 64, 6, 4, 0.5
@@ -75,8 +74,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 def of_torch(rank: int, world: int, method: str, start: int) -> dict[str, Tensor]:
     """Weights that `DistributedDataParallel` and the hooks of torch give for the same batches."""
-    device = "cuda" if is_wanted() else "cpu"
-    module = Layers().double().to(device)
+    module = Layers().double()
     module.spare.requires_grad_(False)
     wrapped = DistributedDataParallel(module)
     if method == "powersgd":
@@ -86,9 +84,9 @@ def of_torch(rank: int, world: int, method: str, start: int) -> dict[str, Tensor
             start_powerSGD_iter=start,
         )
         # The bases that ours begins with; what torch draws, it draws for each step.
-        state.p_memory_dict[0] = torch.empty(2 * 4 * WIDTH, dtype=torch.float64, device=device)
+        state.p_memory_dict[0] = torch.empty(2 * 4 * WIDTH, dtype=torch.float64)
         drawn = [torch.randn(WIDTH, 4, dtype=torch.float64, generator=_seeded(i)) for i in (0, 1)]
-        state.q_memory_dict[0] = torch.cat([q.flatten() for q in drawn]).to(device)
+        state.q_memory_dict[0] = torch.cat([q.flatten() for q in drawn])
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -99,9 +97,9 @@ def of_torch(rank: int, world: int, method: str, start: int) -> dict[str, Tensor
     optimizer = module.configure_optimizers()
     for x, y in batches(rank, world):
         optimizer.zero_grad()
-        F.mse_loss(wrapped(x.to(device)), y.to(device)).backward()
+        F.mse_loss(wrapped(x), y).backward()
         optimizer.step()
-    return weights(module.cpu())
+    return weights(module)
 
 
 def _seeded(seed: int) -> torch.Generator:
