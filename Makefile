@@ -22,13 +22,16 @@ SIMULATED = tests/cuda_simulation tests/gpu $(addprefix tests/distributed/,test_
 	test_module_after_run.py context/test_parity.py context/test_models.py \
 	profiling/test_expected_comm_volume.py faults/test_nonfinite.py data/test_no_labels.py \
 	data/test_masked_mean.py offload/test_parity.py offload/test_axes.py \
-	pipeline/test_parity_schedules.py)
+	pipeline/test_parity_schedules.py data/test_compression.py test_manual_optimization.py)
+# The part of it that continuous integration runs.
+SIMULATED_SHORT = tests/cuda_simulation tests/gpu/test_single_device.py tests/gpu/test_offload.py \
+	$(addprefix tests/distributed/,test_mixed_precision.py faults/test_nonfinite.py)
 
 # The oldest versions that pyproject.toml allows, except those of torch (gigabytes) and safetensors
 # (transformers, which the tests use, wants a newer one).
 OLDEST = $(shell sed -nE 's/^ *"(jsonargparse|lightning|torchmetrics)[^>]*>=([0-9.]+).*/\1==\2/p' pyproject.toml)
 
-.PHONY: help setup demo test test-all test-cuda-sim minimal lint format types bench pictures docs docs-serve package clean
+.PHONY: help setup demo test test-all test-cuda-sim test-cuda-sim-short minimal lint format types bench bench-gpu pictures docs docs-serve package clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -68,7 +71,10 @@ test-all: test ## Run the tests, and then every cell of the large matrices (long
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cuda-sim: $(STAMP) ## Run tests on a simulated CUDA device (needs g++; compiles it the first time)
-	CUDA_SIMULATION=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not alone and not exhaustive" $(or $(PYTEST_ARGS),$(SIMULATED))
+	CUDA_SIMULATION=1 $(BIN)/python -m pytest -rs -n 2 --dist worksteal -m "not alone and not exhaustive" $(or $(PYTEST_ARGS),$(SIMULATED))
+
+test-cuda-sim-short: ## Run the part of these tests that CI runs
+	@$(MAKE) --no-print-directory test-cuda-sim PYTEST_ARGS="$(SIMULATED_SHORT)"
 
 minimal: $(STAMP) ## Check the oldest versions of Lightning and of what it needs, if they can be installed
 	@rm -rf build/minimal
@@ -90,8 +96,11 @@ types: $(STAMP) ## Check types: the package with mypy (strict), a user's project
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 bench: $(STAMP) ## Run every benchmark that this machine can run
-	@for script in $(sort $(wildcard benchmarks/[a-z]*.py)); do \
+	@for script in $(sort $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/[a-z]*.py))); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+bench-gpu: $(STAMP) ## Run tests/gpu and every GPU benchmark (20 minutes at most); adds a table to RESULTS.md
+	$(BIN)/python benchmarks/gpu_all.py $(if $(DEVICES),--devices $(DEVICES)) $(BENCH_ARGS)
 
 pictures: $(STAMP) ## Draw the pictures of the guides anew
 	@for script in $(sort $(wildcard docs/drawing/draw*.py)); do \

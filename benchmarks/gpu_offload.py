@@ -21,7 +21,7 @@ from _gpt import BenchModule, CONFIG, loader
 from _paired import add_arguments, Arguments, compare, fit, read_arguments, Turn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
-from torch.profiler import profile, ProfilerActivity
+from torch.profiler import profile, ProfilerActivity, supported_activities
 
 from lightning_par import Hybrid3DStrategy, LightningParError, ZeROOffloadStrategy
 from lightning_par.models.gpt.config import GPTConfig
@@ -100,6 +100,8 @@ def peak(run: Callable[[Turn], None]) -> float:
 
 def copies_beside_kernels(run: Callable[[Turn], None]) -> str:
     """Return how much of the copies between host and device ran while a kernel did."""
+    if ProfilerActivity.CUDA not in supported_activities():
+        return "not seen: this torch records no CUDA device"
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         run(_Alone())
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}

@@ -4,12 +4,16 @@ The one wait is for the verdict on the step: whether its loss and gradients are 
 """
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import lightning_par
 from tests.support.cuda_simulation import is_wanted
@@ -75,6 +79,14 @@ def steady_step(rank: int, world: int, replicas: int, options: dict[str, Any], k
     return steady.traffic
 
 
+class Copying(ToyModule):
+    """Copies from memory that is not pinned in every step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.ones(1).to(loss.device, non_blocking=True).sum()
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_steady_step_waits_once(name: str) -> None:
     world, replicas, options = LAYOUTS[name]
@@ -86,6 +98,37 @@ def test_a_steady_step_waits_once(name: str) -> None:
         assert traffic.waits.total() - sum(ours.values()) <= 2
 
 
-def test_a_step_that_reads_its_loss_waits_once_more() -> None:
-    plain, reading = (run_ranks(steady_step, 1, 1, {}, kind)[0] for kind in (ToyModule, Reading))
-    assert reading.waits.total() == plain.waits.total() + 1
+def bare_step(rank: int, world: int) -> Any:
+    """What a rank launches in a step of a bare loop with FSDP2."""
+    torch.set_default_dtype(torch.float32)
+    module = ToyModule().cuda()
+    mesh = init_device_mesh("cuda", (world,))
+    for block in module.model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module.model, mesh=mesh)
+    optimizer = module.configure_optimizers()
+    batches = iter(loader(ToyData(64, ignored=True), 2, pin_memory=True))
+    for step in range(STEADY + 1):
+        batch = {name: x.cuda(non_blocking=True) for name, x in next(batches).items()}
+        with record_traffic() if step == STEADY else nullcontext() as traffic:
+            loss = module.loss(batch)
+            dist.all_reduce(loss.detach().clone())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+    return traffic
+
+
+def test_zero_3_launches_little_more_than_fsdp2() -> None:
+    """1,318 and 1,276; Lightning's loop and the weights of losses are in the first."""
+    ours = run_ranks(steady_step, 2, *LAYOUTS["zero3"][1:], ToyModule, timeout=120)
+    for found, bare in zip(ours, run_ranks(bare_step, 2), strict=True):
+        sys.stdout.write(f"zero3: {found.launches} launches, FSDP2: {bare.launches}\n")
+        assert found.launches <= 1.15 * bare.launches
+
+
+def test_a_step_that_reads_its_loss_or_copies_waits_once_more() -> None:
+    kinds = ToyModule, Reading, Copying
+    plain, *more = (run_ranks(steady_step, 1, 1, {}, kind)[0] for kind in kinds)
+    assert [traffic.waits.total() - plain.waits.total() for traffic in more] == [1, 1]

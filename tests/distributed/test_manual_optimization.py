@@ -59,7 +59,7 @@ def closures_frozen_networks_and_weights_changed_by_hand() -> Any:
         def training_step(self, real: Tensor, batch_idx: int) -> None:
             first, second = self.optimizers()
             with torch.no_grad():
-                steady = self.average(torch.ones(len(real), 3, dtype=real.dtype))
+                steady = self.average(real.new_ones(len(real), 3))
 
             def closure() -> Tensor:
                 first.zero_grad()
@@ -92,7 +92,7 @@ def penalty_of_gradients() -> Any:
         def training_step(self, real: Tensor, batch_idx: int) -> None:
             first, second = self.optimizers()
             fake = self.fake(real).detach()
-            share = torch.rand(len(real), 1, dtype=real.dtype)
+            share = torch.rand(len(real), 1, dtype=real.dtype, device=real.device)
             between = (share * real + (1 - share) * fake).requires_grad_()
             (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
             loss = (slope.norm(dim=1) - 1).square().mean()

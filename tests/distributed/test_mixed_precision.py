@@ -152,7 +152,7 @@ def train_masters(strategy: Any, devices: int, batch_size: int) -> dict[str, Any
         "losses": recorder.losses,
         "dtypes": {(p.dtype, s["master"].dtype, s["exp_avg"].dtype) for p, s in pairs},
         "rounded": all(
-            torch.equal(_local(p), _local(s["master"]).to(torch.bfloat16)) for p, s in pairs
+            torch.equal(_local(p).cpu(), _local(s["master"]).cpu().bfloat16()) for p, s in pairs
         ),
         "shapes": all(_local(p).shape == _local(s["master"]).shape for p, s in pairs),
         "sharded": any(_local(p).shape != p.shape for p, _ in pairs),

@@ -97,7 +97,7 @@ class Buffered(ToyModule):
         self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.seen += torch.tensor([1.0, 0.5])
+        self.seen += self.seen.new_tensor([1.0, 0.5])
         self.count += 1
 
     def configure_optimizers(self) -> Any:

@@ -7,6 +7,10 @@ tensors are sent, and a receive can be posted before it is needed.
 Note [Two groups]: activations and gradients use separate process groups. On NCCL the messages
 between two ranks of one group are executed in the order they were issued, so a stage that sends an
 activation while its neighbor sends a gradient would wait forever.
+
+Note [Open channels]: NCCL makes the communicator of two ranks at their first message, and the hosts
+of both wait for each other. If that were a receive that is posted early, its host could not send
+what the neighbor needs before it sends. So one number goes over each channel before all else.
 """
 
 import pickle
@@ -86,6 +90,19 @@ class Channel:
         self._sending: list[tuple[dist.Work | None, Tensor]] = []
         self._sent: dict[Hashable, PackedTree] = {}
         self._seen: dict[Hashable, PackedTree] = {}
+
+    def open(self) -> None:
+        """Make the communicator; see Note [Open channels]. Both ends have to call this.
+
+        **Communicates**: one number to the target, on devices other than the CPU.
+        """
+        if self._device.type == "cpu":
+            return
+        number = torch.zeros(1, device=self._device)
+        if self._source is None:
+            dist.send(number, self._target, group=self._group)
+        else:
+            dist.recv(number, self._source, group=self._group)
 
     def knows(self, signature: Hashable) -> bool:
         """Return whether the header of this signature is known, so that a receive can be posted."""

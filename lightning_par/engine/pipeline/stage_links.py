@@ -68,7 +68,9 @@ def group_name(kind: str, source: int, target: int) -> str:
 
     Where ranks hold several stages, activations also travel against the order of the ranks. They
     then use groups of their own, since a rank that sends in one direction must not wait for what
-    comes in the other.
+    comes in the other. And a rank receives from one neighbor and sends to the other in two groups:
+    every other pair of neighbors has its own, because all messages of a group are in one queue
+    where `init_process_group` got a `device_id`.
 
     Args:
         kind: "activations" or "gradients".
@@ -76,7 +78,8 @@ def group_name(kind: str, source: int, target: int) -> str:
         target: Pipeline rank that receives.
     """
     usual = (source < target) == (kind == "activations")
-    return f"pp {kind}" if usual else f"pp {kind} back"
+    back, odd = "" if usual else " back", " odd" if min(source, target) % 2 else ""
+    return f"pp {kind}{back}{odd}"
 
 
 def connect(
@@ -99,6 +102,8 @@ def connect(
 
     Returns:
         s -> the link between the stages s and s + 1, for those that touch a stage of this rank.
+
+    **Communicates**: on devices other than the CPU, one number over each channel.
     """
 
     def one_way(kind: str, source: int, target: int) -> Channel:
@@ -115,5 +120,9 @@ def connect(
             links[stage] = StageLink(LocalChannel(), LocalChannel())
         elif rank in (earlier, later):
             activations = one_way("activations", earlier, later)
-            links[stage] = StageLink(activations, one_way("gradients", later, earlier))
+            gradients = one_way("gradients", later, earlier)
+            # In the order of the stages on every rank, so that no circle of ranks waits.
+            activations.open()
+            gradients.open()
+            links[stage] = StageLink(activations, gradients)
     return links

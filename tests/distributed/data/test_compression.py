@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 import lightning_par
 from lightning_par.profiling.comm_volume import CommVolume
+from tests.support.cuda_simulation import is_wanted
 from tests.support.exhaustive import some
 from tests.support.models.compression import (
     batches,
@@ -39,6 +40,7 @@ LOSSLESS = {"method": "topk", "density": 1.0}
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
 
+@pytest.mark.skipif(is_wanted(), reason="DistributedDataParallel wants a timer of CUDA itself")
 @ranks(2)
 @pytest.mark.parametrize("method", ["fp16", "bf16", "powersgd"])
 def test_hooks_of_torch_give_the_weights_of_distributed_data_parallel(

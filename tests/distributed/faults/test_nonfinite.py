@@ -42,7 +42,7 @@ class Poisoned(ToyModule):
 
 def weights(module: Any) -> list[Tensor]:
     local = [getattr(p, "to_local", lambda p=p: p)() for p in module.parameters()]
-    return [t.detach().clone() for t in local]
+    return [t.detach().cpu().clone() for t in local]  # where they are after a run on one device
 
 
 class Before(Callback):

@@ -12,8 +12,9 @@ which is gloo. What CUDA does not forgive is an error here, too:
 - a result that is read on the host before it has arrived: until somebody waits, it is NaN;
 - pinned memory that the host changes while its copy to the device is under way.
 
-And `waits.py` counts where the host waits for the device. Not simulated: kernels of CUDA and their
-rounding, communicators that NCCL makes at first use, graphs, time.
+`waits.py` counts where the host waits for the device, and `order.py` compares what all ranks ask of
+NCCL: collectives that differ, and messages or communicators that would wait for each other. Not
+simulated: kernels of CUDA and their rounding, graphs, time.
 
 `native/` is the device in C++, `build.py` compiles it once for a version of torch, `runtime.py`
 puts it under torch's own names before anything else imports torch. torch's own example of a device,

@@ -1,6 +1,7 @@
 """Small networks on pipeline stages, run by the executor alone, without a Trainer."""
 
 from contextlib import contextmanager
+from itertools import permutations
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,7 @@ class Staged:
         self, model, bounds, plan=None, channel=Channel, schedule="1f1b", wrap=lambda block: None
     ):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        device = next(model.parameters()).device
         layout = resolve_plan(model, ParallelPlan(blocks="blocks", **(plan or {})))
         self.model, self.bounds, self.schedule = model, bounds, schedule
         self.chunks = len(bounds) // self.world
@@ -106,9 +108,7 @@ class Staged:
                 if splits_backward(schedule, self.world):
                     defer_weight_gradients(block, gradients)
                 wrap(block)
-        self.links = connect(
-            self.rank_of_stage, self.rank, pipeline_group, int, torch.device("cpu"), channel
-        )
+        self.links = connect(self.rank_of_stage, self.rank, pipeline_group, int, device, channel)
         self.hooks = Hooks()
         self.executor = PipelineExecutor(self.stages, self.links, self.hooks, gradients)
 
@@ -144,9 +144,10 @@ def pipeline_group(name):
     """A group over all ranks; made once per process, all together: groups outlive the tests."""
     world = dist.group.WORLD
     if world not in _GROUPS:
-        ways = [(k, *ends) for k in ("activations", "gradients") for ends in ((0, 1), (1, 0))]
         everyone = list(range(dist.get_world_size()))
-        _GROUPS[world] = {group_name(*way): dist.new_group(everyone) for way in ways}
+        ends = permutations(everyone, 2)
+        names = {group_name(kind, *e): None for e in ends for kind in ("activations", "gradients")}
+        _GROUPS[world] = {name: dist.new_group(everyone) for name in names}
     return _GROUPS[world][name]
 
 

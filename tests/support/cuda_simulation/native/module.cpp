@@ -69,5 +69,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_timeout", [](const c10::intrusive_ptr<c10d::Backend>& backend, double seconds) {
     backend->setTimeout(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
   });
+  m.def("record", &record);
+  m.def("recorded", [] {
+    using Ticks = std::map<StreamKey, uint64_t>;
+    std::vector<std::tuple<std::string, std::string, std::vector<Part>, StreamKey, uint64_t, Ticks,
+                           Ticks>> all;
+    for (auto& e : recorded())
+      all.emplace_back(e.group, e.pair, e.parts, e.stream, e.tick, e.after, e.known);
+    return all;
+  });
+  m.def("note", [](const std::string& group, const std::string& name, int peer) {
+    std::lock_guard guard(state_lock());
+    add_to_record({group, "", {{name, peer, "", {}}}, -1, 0, {}, {}}, host_clock());
+  });
   m.def("make_nccl", &make_nccl, py::arg("gloo"), py::arg("rank"), py::arg("size"));
 }

@@ -3,8 +3,10 @@
 
 #include "device.hpp"
 
-#include <future>
+#include <algorithm>
+#include <atomic>
 #include <functional>
+#include <future>
 #include <map>
 
 namespace simulation {
@@ -12,6 +14,43 @@ namespace simulation {
 using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<Work>;
+
+static std::atomic<bool> records{false};
+static std::mutex record_lock;
+static std::vector<Asked> asked;
+static std::set<StreamKey> streams_of_nccl;
+
+void record(bool on) {
+  std::lock_guard guard(record_lock);
+  records = on;
+  asked.clear();
+}
+
+std::vector<Asked> recorded() {
+  std::lock_guard guard(record_lock);
+  return asked;
+}
+
+// What a clock says of the work of NCCL.
+static std::map<StreamKey, uint64_t> of_nccl(const Clock& clock) {
+  std::map<StreamKey, uint64_t> out;
+  for (const auto& [stream, tick] : clock.seen)
+    if (streams_of_nccl.contains(stream)) out[stream] = tick;
+  return out;
+}
+
+static StreamKey new_stream() {
+  std::lock_guard guard(record_lock);
+  return *streams_of_nccl.insert(new_stream_key()).first;
+}
+
+void add_to_record(Asked&& entry, const Clock& after) {
+  if (!records) return;
+  std::lock_guard guard(record_lock);
+  entry.after = of_nccl(after);
+  entry.known = of_nccl(host_clock());
+  asked.push_back(std::move(entry));
+}
 
 static Tensors all_of(const std::vector<Tensors>& lists) {
   Tensors all;
@@ -38,8 +77,8 @@ static std::vector<Tensors> on_host(const std::vector<Tensors>& lists) {
 // As work of NCCL: waiting for it makes the current stream wait, not (beyond gloo) the host.
 class DeviceWork final : public Work {
  public:
-  DeviceWork(WorkPtr inner, Tensors held, Tensors results, StreamKey stream, const Clock& end,
-             std::function<void()> finish)
+  DeviceWork(std::vector<WorkPtr> inner, Tensors held, Tensors results, StreamKey stream,
+             const Clock& end, std::vector<std::function<void()>> finish)
       : inner_(std::move(inner)), held_(std::move(held)), results_(std::move(results)),
         stream_(stream), end_(end), finish_(std::move(finish)) {}
 
@@ -52,15 +91,19 @@ class DeviceWork final : public Work {
   }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    const bool done = inner_->wait(timeout);
-    if (auto finish = std::exchange(finish_, nullptr)) finish();
+    bool done = true;
+    for (const auto& inner : inner_) done = inner->wait(timeout) && done;
+    for (const auto& finish : std::exchange(finish_, {}))
+      if (finish) finish();
     std::lock_guard guard(state_lock());
     clock_of(current_stream(-1)).join(end_);
     is_waited_for_ = true;
     return done;
   }
   void synchronize() override { wait(kNoTimeout); }
-  bool isCompleted() override { return inner_->isCompleted(); }
+  bool isCompleted() override {
+    return std::ranges::all_of(inner_, [](const auto& inner) { return inner->isCompleted(); });
+  }
   Tensors result() override { return results_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     wait(kNoTimeout);
@@ -70,11 +113,11 @@ class DeviceWork final : public Work {
   }
 
  private:
-  WorkPtr inner_;
+  std::vector<WorkPtr> inner_;
   Tensors held_, results_;
   StreamKey stream_;
   Clock end_;
-  std::function<void()> finish_;
+  std::vector<std::function<void()>> finish_;
   bool is_waited_for_ = false;
 };
 
@@ -97,12 +140,21 @@ class Receive final : public Work {
 class Nccl final : public c10d::Backend {
  public:
   Nccl(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size)
-      : Backend(rank, size), gloo_(std::move(gloo)), stream_(new_stream_key()) {}
+      : Backend(rank, size), gloo_(std::move(gloo)), stream_(new_stream()) {}
 
   const std::string getBackendName() const override { return "nccl"; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return number_; }
+
+  // What is asked for between the two is one piece of work, as between ncclGroupStart and its end.
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { batch_.emplace(); }
+  WorkPtr endCoalescing() override {
+    auto batch = std::move(*batch_);
+    batch_.reset();
+    return begin(std::move(batch), stream_, "");
+  }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     auto own = on_host(tensors);
@@ -189,15 +241,16 @@ class Nccl final : public c10d::Backend {
     Tensors header{describe(own[0])};
     auto headed = gloo_->send(header, target, tag + HEADERS);
     return run("send", tensors, {}, [&] { return gloo_->send(own, target, tag); },
-               [headed, header] { headed->wait(); });
+               [headed, header] { headed->wait(); }, target);
   }
   WorkPtr recv(Tensors& tensors, int source, int tag) override {
-    return run("recv", {}, tensors, [&] { return begin_receive(on_host(tensors), source, tag); });
+    return run("recv", {}, tensors, [&] { return begin_receive(on_host(tensors), source, tag); },
+               nullptr, source);
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     tell(Kind::wait, "barrier", "barrier", 0);
     host_waits_for(known_to(current_stream(-1)));
-    return gloo_->barrier(options);
+    return run("barrier", {}, {}, [&] { return gloo_->barrier(options); });
   }
 
  private:
@@ -248,22 +301,67 @@ class Nccl final : public c10d::Backend {
     return c10::make_intrusive<Receive>(std::move(done));
   }
 
+  // One or more pieces of work that NCCL begins at once.
+  struct Batch {
+    Tensors reads, writes;
+    std::vector<WorkPtr> works;
+    std::vector<std::function<void()>> finish;
+    std::vector<Part> parts;
+  };
+
   WorkPtr run(const std::string& name, const Tensors& reads, const Tensors& writes,
-              const std::function<WorkPtr()>& begin, std::function<void()> finish = nullptr) {
-    tell(Kind::launch, "", name, 0);
+              const std::function<WorkPtr()>& begin_work, std::function<void()> finish = nullptr,
+              int peer = -1) {
+    Batch alone;
+    auto& batch = batch_ ? *batch_ : alone;
+    batch.works.push_back(begin_work());
+    batch.reads.insert(batch.reads.end(), reads.begin(), reads.end());
+    batch.writes.insert(batch.writes.end(), writes.begin(), writes.end());
+    batch.finish.push_back(std::move(finish));
+    batch.parts.push_back(part(name, peer, reads, writes));
+    if (batch_) return nullptr;
+    if (peer < 0) return begin(std::move(alone), stream_, "");
+    // Outside of a batch, two ranks have a communicator of their own, with a stream of its own.
+    auto [place, is_new] = pairs_.try_emplace(peer);
+    if (is_new) place->second = new_stream();
+    const auto [low, high] = std::minmax({peer, getRank()});
+    return begin(std::move(alone), place->second, std::to_string(low) + "-" + std::to_string(high));
+  }
+
+  // What all ranks have to agree on. Shares of a gather and an exchange may differ.
+  static Part part(const std::string& name, int peer, const Tensors& reads, const Tensors& writes) {
+    std::vector<std::vector<int64_t>> shapes;
+    const bool by_result = name == "reduce_scatter" || name == "scatter" || name == "recv";
+    const auto& compared = by_result ? writes : reads;
+    if (name != "all_to_all")
+      for (const auto& tensor : compared) shapes.push_back(tensor.sizes().vec());
+    const auto dtype = compared.empty() ? "" : std::string(c10::toString(compared[0].scalar_type()));
+    return {name, peer, dtype, shapes};
+  }
+
+  WorkPtr begin(Batch&& batch, StreamKey stream, const std::string& pair) {
+    std::string name;
+    for (const auto& [each, peer, dtype, shapes] : batch.parts) {
+      tell(Kind::launch, "", each, 0);
+      name = each;
+    }
     ++number_;
     Clock end;
     {
       std::lock_guard guard(state_lock());
-      clock_of(stream_).join(clock_of(current_stream(-1)));
-      const auto moment = launch(stream_);
-      for (const auto& tensor : reads) use(tensor, false, moment, name);
-      for (const auto& tensor : writes) use(tensor, true, moment, name);
-      end = clock_of(stream_);
+      clock_of(stream).join(clock_of(current_stream(-1)));
+      clock_of(stream).join(host_clock());
+      const auto before = clock_of(stream);
+      const auto moment = launch(stream);
+      add_to_record({getGroupUid(), pair, batch.parts, moment.stream, moment.tick, {}, {}}, before);
+      for (const auto& tensor : batch.reads) use(tensor, false, moment, name);
+      for (const auto& tensor : batch.writes) use(tensor, true, moment, name);
+      end = clock_of(stream);
     }
-    Tensors held(reads);
-    held.insert(held.end(), writes.begin(), writes.end());
-    return c10::make_intrusive<DeviceWork>(begin(), held, writes, stream_, end, std::move(finish));
+    Tensors held(batch.reads);
+    held.insert(held.end(), batch.writes.begin(), batch.writes.end());
+    return c10::make_intrusive<DeviceWork>(std::move(batch.works), held, batch.writes, stream, end,
+                                           std::move(batch.finish));
   }
 
   static constexpr int HEADERS = 1 << 24;
@@ -271,6 +369,8 @@ class Nccl final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
   StreamKey stream_;
   uint64_t number_ = 0;
+  std::optional<Batch> batch_;
+  std::map<int, StreamKey> pairs_;  // of a peer
   std::map<std::pair<int, int>, std::shared_future<void>> last_;  // receive of a source and tag
 };
 
