@@ -27,7 +27,7 @@ from lightning_par.checkpoint.file_writer import (
 )
 from lightning_par.checkpoint.pieces import assign_writers
 from lightning_par.checkpoint.progress import counted
-from lightning_par.checkpoint.storage import remove_path
+from lightning_par.checkpoint.storage import partial_path, remove_path
 from lightning_par.checkpoint.writer import (
     commit,
     not_saved,
@@ -89,7 +89,7 @@ class _FolderSave:
 
     def __init__(self, path: Path, part: Part, metadata: SaveMetadata, ranks: _Ranks) -> None:
         self.path, self.part, self.metadata, self.ranks = path, part, metadata, ranks
-        self.partial = path.with_name(f".{path.name}.partial")
+        self.partial = partial_path(path)
 
     def begin(self) -> None:
         """Remove what a run that was killed has left."""

@@ -31,6 +31,7 @@ __all__ = [
     "check_file",
     "check_regular",
     "file_order",
+    "partial_path",
     "publish",
     "read_regular",
     "remove_path",
@@ -224,7 +225,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     # In the same folder, hence on the same file system: a rename between two is not atomic.
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     remove_path(partial)
     try:
         yield partial
@@ -373,6 +374,18 @@ def _exchange(first: Path, second: Path) -> bool:
     return bool(
         swap(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
     )
+
+
+def partial_path(path: Path) -> Path:
+    """Return the path of what is to become `path`.
+
+    On SLURM, Lightning resumes from the highest number after ``hpc_ckpt_`` in any name: that of a
+    save that was killed must not be among them.
+
+    Args:
+        path: Final path, in the same folder.
+    """
+    return path.with_name(f".{path.name.replace('hpc_ckpt_', 'hpc-')}.partial")
 
 
 def remove_path(path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_par.checkpoint.export import OWN_STATE, verify_files
 from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.checkpoint.storage import publish, remove_path, write_json
+from lightning_par.checkpoint.storage import partial_path, publish, remove_path, write_json
 from lightning_par.checkpoint.tensor_files import StoredTensor
 from lightning_par.errors import CheckpointError
 
@@ -56,7 +56,7 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     config = json.loads(found["config"])
     floating = (str(v.dtype) for v in stored.values() if v.dtype.is_floating_point)
     config["dtype"] = next(floating, "torch.float32").removeprefix("torch.")
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     remove_path(partial)
     partial.mkdir(parents=True)
     with counted("read", f"exporting {path.name}", sum(v.nbytes for v in stored.values())):

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
 
 from lightning_par.checkpoint.claims import FolderClaims
+from lightning_par.checkpoint.storage import partial_path
 from tests.support.checkpoints import save_alone
 
 
@@ -64,3 +66,12 @@ def test_second_run_is_told_at_its_first_save(
         first.release()
     assert f"Another run saves into {tmp_path}, too" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_what_a_killed_save_leaves_is_no_checkpoint_of_slurm(tmp_path: Path) -> None:
+    """Lightning takes the highest number in the names of a folder."""
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False)
+    (tmp_path / "hpc_ckpt_1.ckpt").touch()
+    for number in (1, 2):
+        partial_path(tmp_path / f"hpc_ckpt_{number}.ckpt").touch()
+    assert trainer._checkpoint_connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_1.ckpt")
