@@ -22,19 +22,15 @@ __all__ = ["IslandMonitor"]
 class IslandMonitor(Callback):
     """Monitor of the exchanges of an island, which logs each of them, and draws them at the end.
 
-    ============================  ===========================================================
-    key                           meaning
-    ============================  ===========================================================
-    ``islands/rounds``            exchanges of this island so far, of all fragments
-    ``islands/contributing``      islands whose movements made up the update
-    ``islands/late``              islands that were live, but too late for it
-    ``islands/staleness``         updates by others since this island took its base
-    ``islands/wait``              seconds that training waited for the update
-    ``islands/norm``              mean length of the movements
-    ``islands/agreement``         mean cosine between a movement and the mean of all, -1 to 1
-    ``islands/bytes_sent``        bytes that this rank has sent so far
-    ``islands/bytes_received``    bytes that it has received so far
-    ============================  ===========================================================
+    - ``islands/rounds``: exchanges of this island so far, of all fragments
+    - ``islands/contributing``: islands whose movements made up the update
+    - ``islands/late``: islands that were live, but too late for it
+    - ``islands/staleness``: updates by others since this island took its base
+    - ``islands/wait``: seconds that training waited for the update
+    - ``islands/norm``: mean length of the movements
+    - ``islands/agreement``: mean cosine between a movement and the mean of all, -1 to 1
+    - ``islands/bytes_sent``: bytes that this rank has sent so far
+    - ``islands/bytes_received``: bytes that it has received so far
 
     Only the first island has loggers. At the end of training it draws ``islands.png``: which island
     contributed to which update, and the agreement.
@@ -48,6 +44,9 @@ class IslandMonitor(Callback):
 
     Raises:
         ConfigurationError: At the start of training, if there are no islands.
+
+    Examples:
+        >>> trainer = L.Trainer(strategy="islands", callbacks=[IslandMonitor("islands.svg")])
     """
 
     def __init__(self, path: str | Path | None = None) -> None:

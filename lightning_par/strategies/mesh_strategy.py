@@ -162,8 +162,7 @@ class MeshStrategy(ParallelStrategy):
         check_options(type(self), lightning_options)
         self.options = MeshOptions(**chosen, auto_rule=self._auto_rule)
         # Under another name, as LightningCLI follows super().__init__(**...) to more options.
-        initialize = super().__init__
-        initialize(**lightning_options)
+        (initialize := super().__init__)(**lightning_options)
         self.num_nodes = 1
         self.processes = self._process_type(self.options)
         self.activity = self.processes.activity

@@ -212,6 +212,12 @@ class IslandsStrategy(MeshStrategy):
         ConfigurationError: An option has no such value.
         MeshError: A size is not 1; raised by the Trainer's constructor.
         TypeError: There is no such option.
+
+    Examples:
+        >>> strategy = IslandsStrategy(outer={"every": 20, "adapt": True})
+        >>> trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy)
+        >>> strategy.distributed_sampler_kwargs
+        {'num_replicas': 4, 'rank': 0}
     """
 
     strategy_name: ClassVar[str] = "islands"
