@@ -59,7 +59,7 @@ SHORT = ("--pairs", "2", "--steps", "1", "--warmup", "1")
 
 
 def parts(devices: int) -> Iterator[Part]:
-    """Give what there is to run; 1,190 seconds at most."""
+    """Give what there is to run; 1,150 seconds at most."""
     folder = "benchmarks"
     yield Part(
         name="tests/gpu",
@@ -77,7 +77,7 @@ def parts(devices: int) -> Iterator[Part]:
         name="offloading",
         command=(f"{folder}/gpu_offload.py", "--pairs", "3", "--steps", "2", "--most", "16"),
         small=("--tiny", "--batch", "2", "--most", "1", *SHORT),
-        seconds=330,
+        seconds=300,
     )
     yield Part(
         name="ring kernels",
@@ -89,7 +89,7 @@ def parts(devices: int) -> Iterator[Part]:
         name="memory, staging of checkpoints",
         command=(f"{folder}/gpu_memory.py",),
         small=("--tiny",),
-        seconds=120,
+        seconds=110,
     )
     for count in sorted({1, devices}):
         yield Part(
