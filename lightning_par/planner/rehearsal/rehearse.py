@@ -40,6 +40,7 @@ from lightning_par.engine.memory.live import (
     OPTIMIZER,
     PARAMETERS,
 )
+from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.planner.rehearsal.absent_ranks import answered_alone, lone_world, LoneEnvironment
 from lightning_par.planner.rehearsal.weightless import WeightlessTensors
@@ -214,12 +215,14 @@ def _marked_parameters(live: LiveBytes) -> Iterator[None]:
     seen: dict[int, nn.Parameter] = {}  # kept, as numbers are used again
 
     def see(module: nn.Module, _: Any) -> None:
+        if isinstance(module, StageStub):  # its parameters are on another stage
+            return
         for parameter in module.parameters(recurse=False):
             if id(parameter) in seen:
                 continue  # FSDP gathers into the same tensor again
             seen[id(parameter)] = parameter
             live.mark(parameter, PARAMETERS)
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.is_leaf:  # else a tensor that stands for one
                 handles.append(parameter.register_post_accumulate_grad_hook(mark))
 
     def mark(parameter: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ _SMALL_COUNTS = 2**26
 """Likewise of integers and flags."""
 _NO_TROUBLE = ("any", "isnan", "isinf", "_is_any_true")
 _aten = torch.ops.aten
+_EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default)
 _device = torch.ops.prim.device.default
 
 
@@ -110,7 +111,11 @@ class WeightlessTensors(LiveBytes):
         if not isinstance(out, Tensor) or out.device.type == "meta":
             return func(*args, **kwargs)
         limit = _SMALL if out.is_floating_point() else _SMALL_COUNTS
-        return out if out.numel() > limit else func(*args, **kwargs)
+        if out.numel() > limit:
+            return out
+        made = func(*args, **kwargs)
+        # What nothing is received into has to be finite.
+        return made.zero_() if func in _EMPTY and out.is_floating_point() else made
 
     def _without_values(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         if func is item_operator:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_par import Hybrid3DStrategy
 from lightning_par.checkpoint.progress import showing
 from lightning_par.engine.memory.live import (
     ACTIVATIONS,
@@ -23,7 +24,9 @@ from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.rehearsal.rehearse import distinct_ranks, rehearse, rehearse_apart
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.step import first_look
+from tests.support.models.pooling_encoder import labeled_tokens, PoolingEncoder
 from tests.support.models.rehearsed import build
+from tests.support.parity import quiet_trainer
 from tests.support.progress import Kept
 
 CUBE = {
@@ -112,3 +115,23 @@ def test_nothing_is_left_behind(sizes):
         error, has_group, is_restored, total = pool.apply(left_behind, (sizes,))
     assert (error is None) == (sizes is CUBE)
     assert (has_group, is_restored, total) == (False, True, 300_000.0)
+
+
+def make_encoder(observer, environment):
+    trainer = quiet_trainer(
+        devices=4,
+        max_steps=1,
+        strategy=Hybrid3DStrategy(tensor_parallel_size=2, pipeline_parallel_size=2),
+        callbacks=[observer],
+        plugins=[environment],
+    )
+    return trainer, PoolingEncoder(), labeled_tokens()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_small_model_of_a_user_is_rehearsed(rank):
+    """Its tensors are small enough to be real: what nobody sends has to be finite."""
+    found = rehearse_apart(make_encoder, num_nodes=1, devices=4, rank=rank)
+    held = sum(p.numel() for p in PoolingEncoder().parameters())
+    assert held / 5 < found.parameters < held / 2
+    assert found.memory[GRADIENTS] > 0
