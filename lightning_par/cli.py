@@ -1,6 +1,7 @@
 """Entry point of ``lightning-par``: Lightning's fit, validate, test, predict, and our commands."""
 
 import sys
+from pathlib import Path
 
 from lightning_par.checkpoint.progress import showing
 from lightning_par.commands import COMMANDS, find_command
@@ -18,6 +19,9 @@ def main() -> None:
     Raises:
         SystemExit: With status 2 if an argument is wrong, and 1 if the configuration cannot run.
     """
+    here = str(Path.cwd())
+    if here not in sys.path:  # the user's modules, as for a script that lies there
+        sys.path.append(here)
     try:
         # Before Lightning's parser is built, which does not know these and takes seconds.
         if sys.argv[1:] and sys.argv[1] in COMMANDS:

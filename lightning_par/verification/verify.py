@@ -7,8 +7,10 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_par.checkpoint.progress import counted
+from lightning_par.errors import ConfigurationError
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
@@ -28,7 +30,7 @@ _Traces = Sequence[tuple[Trace, Trace | None]]
 def verify(
     module: pl.LightningModule,
     batch: Any,
-    strategy: MeshStrategy,
+    strategy: MeshStrategy | str,
     *,
     steps: int = 3,
     devices: int | None = None,
@@ -43,7 +45,7 @@ def verify(
     Args:
         module: The user's LightningModule, which can be pickled.
         batch: Global batch (of all replicas together), or a list of them, one per step.
-        strategy: The user's strategy, attached to a Trainer or not.
+        strategy: The user's strategy, attached to a Trainer or not; or its registered name.
         steps: Number of steps, 1 or more; a shorter list of batches is repeated.
         devices: Number of ranks of the user's mesh; None: that of the strategy's Trainer, or the
             product of the sizes given.
@@ -53,9 +55,18 @@ def verify(
         The verdict; print it for a table.
 
     Raises:
-        ConfigurationError: A batch does not divide evenly among the replicas.
+        ConfigurationError: A batch does not divide evenly among the replicas; or the strategy is
+            none of this package.
         MeshError: The sizes do not divide the number of ranks.
     """
+    if isinstance(strategy, str) and strategy in StrategyRegistry:
+        strategy = StrategyRegistry.get(strategy)
+    if not isinstance(strategy, MeshStrategy):
+        raise ConfigurationError(
+            "LP903",
+            f"verify(..., strategy={strategy!r}): give a strategy of this package, such as "
+            "Hybrid3DStrategy(tensor_parallel_size=2), or its name, such as 'hybrid3d'.",
+        )
     batches = batch if isinstance(batch, list) else [batch]
     chosen = [batches[step % len(batches)] for step in range(steps)] if batches else []
     asked = find_sizes(strategy, devices)

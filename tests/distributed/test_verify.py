@@ -123,6 +123,15 @@ def test_model_that_fails_on_the_layout_is_reported() -> None:
     assert report.rows == ()
 
 
+def test_a_strategy_may_be_a_name_of_ours_only() -> None:
+    batch = next(iter(loader(PaddedText(3, "llama"), 3)))
+    with pytest.raises(ConfigurationError, match="3 samples, which 2 replicas"):
+        verify(ToyModule(), batch, "zero_offload", devices=2)
+    for other in ("ddp", "hybrid"):
+        with pytest.raises(ConfigurationError, match=r"or its name, such as 'hybrid3d'"):
+            verify(ToyModule(), batch, other, devices=2)
+
+
 def test_batches_have_to_be_divisible() -> None:
     batch = next(iter(loader(PaddedText(3, "llama"), 3)))
     strategy = Hybrid3DStrategy(data_parallel_size=2)

@@ -120,3 +120,21 @@ def test_every_config_says_its_command_and_ranks_and_parses(
     with pytest.raises(SystemExit) as stop:
         run(["fit", "--config", str(path), "--print_config"])
     assert not stop.value.code, capsys.readouterr().err
+
+
+def test_a_module_in_the_current_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "lying_here.py").write_text(
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "class Own(BoringModel):\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    words = ["lightning-par", "fit", "--model=lying_here.Own", "--print_config"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert "class_path: lying_here.Own" in capsys.readouterr().out
+    sys.modules.pop("lying_here")
