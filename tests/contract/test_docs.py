@@ -15,6 +15,7 @@ import matplotlib
 import pytest
 
 from lightning_par.cli import main
+from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from tests.support.cli_scripts import run_script
 from tests.support.ranks.api import run_ranks
 
@@ -166,6 +167,11 @@ def test_pictures_are_what_the_script_draws(script: Path, tmp_path: Path) -> Non
         else:
             kept = DOCS / "pictures" / picture.name
             assert len(shapes(picture)) == len(shapes(kept)), picture.name
+
+
+def test_every_tensor_style_is_on_the_page_of_plans() -> None:
+    text = (DOCS / "plans.md").read_text()
+    assert [style for style in TENSOR_STYLES if f"`{style}`" not in text] == []
 
 
 def test_every_picture_is_drawn_by_a_script() -> None:
