@@ -20,7 +20,9 @@ from lightning_par.engine.activity import Activity, ActivityRecord, RECORD_SIZE
 
 __all__ = ["RankState", "RankStatus", "RankStatusFile"]
 
-_STATUS = struct.Struct("<qqd240s")
+_FAULT = 600
+"""Bytes of what a rank says of its own failure."""
+_STATUS = struct.Struct(f"<qqd{_FAULT}s")
 _SLOT_SIZE = RECORD_SIZE + _STATUS.size
 
 
@@ -104,7 +106,9 @@ class RankStatusFile:
     def say(self, status: RankStatus, fault: str = "") -> None:
         """Change the status of this rank."""
         place = self._slot * _SLOT_SIZE + RECORD_SIZE
-        text = fault.encode()[:240]
+        text = fault.encode()
+        if len(text) > _FAULT:  # whole words, and a sign that there is more
+            text = text[: _FAULT - 4].rpartition(b" ")[0] + b" ..."
         _STATUS.pack_into(self._memory, place, os.getpid(), status, time.monotonic(), text)
 
     def look(self) -> list[RankState]:

@@ -80,7 +80,7 @@ def open_status_file(
     name = socket.gethostname()
     path = None
     if local_rank == 0:
-        # The node's size is not known yet: room for every rank costs 330 bytes each.
+        # The node's size is not known yet: room for every rank costs 700 bytes each.
         path = str(RankStatusFile.create(dist.get_world_size()))
     asked = None if server is None else (server.address, server.port)
     offers: list[Any] = [None] * dist.get_world_size()
