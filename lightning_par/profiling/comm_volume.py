@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.engine.clock import Clock
+from lightning_par.engine.pipeline.stage_links import ODD
 from lightning_par.profiling.collective_hooks import Call, CollectiveHook
 from lightning_par.upstream.pytree import tree_leaves
 
@@ -177,8 +178,9 @@ class CommVolume(CollectiveHook):
     ) -> None:
         self._axes: dict[str, str] = {}
         self._groups = dict(axes or {})
+        # Neighbors in a pipeline alternate between two groups, which count as one.
         for axis, group in (axes or {}).items():
-            self._axes.setdefault(group.group_name, axis)
+            self._axes.setdefault(group.group_name, axis.removesuffix(ODD))
         self._counts: dict[tuple[str, str], _Count] = {}
         self._clock = clock
         # Not yet waited for, by id() of the Work, which is kept so that no other gets its id, or by

@@ -13,7 +13,10 @@ from torch import Tensor
 from lightning_par.engine.pipeline.p2p import Channel, PendingMessage
 from lightning_par.engine.tensor_tree import pack, TensorSpec
 
-__all__ = ["LocalChannel", "StageLink", "connect", "group_name"]
+__all__ = ["ODD", "LocalChannel", "StageLink", "connect", "group_name"]
+
+ODD = " odd"
+"""Ends the names of the groups of every other pair of neighbors; see `group_name`."""
 
 
 class LocalChannel:
@@ -78,7 +81,7 @@ def group_name(kind: str, source: int, target: int) -> str:
         target: Pipeline rank that receives.
     """
     usual = (source < target) == (kind == "activations")
-    back, odd = "" if usual else " back", " odd" if min(source, target) % 2 else ""
+    back, odd = "" if usual else " back", ODD if min(source, target) % 2 else ""
     return f"pp {kind}{back}{odd}"
 
 

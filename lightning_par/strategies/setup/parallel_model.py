@@ -45,7 +45,8 @@ class ParallelModel:
         states: Translates weights and optimizer states.
         groups: Name -> process group, for a `CommVolume`: the mesh axes; ``data``, ``replica`` and
             ``tokens``; ``pp activations`` and ``pp gradients``, and, where ranks hold several
-            stages, those with `` back``, which go against the order of the ranks.
+            stages, those with `` back``, which go against the order of the ranks; with `` odd``,
+            which count as those without.
     """
 
     module: pl.LightningModule
