@@ -106,11 +106,11 @@ pictures: $(STAMP) ## Draw the pictures of the guides anew
 	@for script in $(sort $(wildcard docs/drawing/draw*.py)); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
-docs: $(STAMP) ## Build the site (build/site); check every link, and in a Chromium how every page looks
+docs: $(STAMP) ## Build the site (build/versions); check every link, and in a Chromium how every page looks
 	$(BIN)/python docs/site/make_pages.py
 	$(BIN)/zensical build --clean --strict
 	$(BIN)/python docs/site/check_site.py build/site
-	$(BIN)/python docs/site/check_rendered.py build/site
+	$(BIN)/python docs/site/check_rendered.py "$$($(BIN)/python docs/site/add_version.py build/site build/versions)"
 
 docs-serve: $(STAMP) ## Show the site on this machine
 	$(BIN)/python docs/site/make_pages.py

@@ -68,9 +68,9 @@ def visit(
     site: Path, page: Page, shots: Path | None, scheme: str, width: int
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """Open every page; yield its path and what is wrong with it."""
-    with served(site) as address:
+    with served(site.parent) as address:  # where the list of versions is
         for path in pages_of(site):
-            page.open(f"{address}/{path}")
+            page.open(f"{address}/{site.name}/{path}")
             found = [str(message) for message in page.messages] + page.ask(MEASURE)
             if page.ask("document.body.dataset.mdColorScheme ?? null") not in (THEME[scheme], None):
                 found.append("it is not in the scheme that the user prefers")

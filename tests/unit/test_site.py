@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import json
 import re
 import runpy
 import subprocess
@@ -178,3 +179,17 @@ def test_every_public_class_has_an_example_that_runs(tmp_path: Path, monkeypatch
         if not found.attempted and not issubclass(kind, LightningParError):
             silent.append(kind.__name__)
     assert sorted(silent) == ["Difference", "StepRow"]
+
+
+def test_versions_of_the_site_are_listed_newest_first(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    add = runpy.run_path(str(ROOT / "docs" / "site" / "add_version.py"))["add"]
+    versions = tmp_path / "versions"
+    for version in ("0.9.0", "0.10.0", "0.2.0", "0.10.0"):
+        (tmp_path / "site" / "index.html").write_text(f"this is {version}")
+        assert (add(tmp_path / "site", versions, version) / "index.html").read_text()
+    listed = json.loads((versions / "versions.json").read_text())
+    assert [each["version"] for each in listed] == ["0.10.0", "0.9.0", "0.2.0"]
+    assert [each["aliases"] for each in listed] == [["latest"], [], []]
+    assert "url=0.10.0/" in (versions / "index.html").read_text()
+    assert (versions / "0.2.0" / "index.html").read_text() == "this is 0.2.0"
