@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from lightning_par.callbacks.last_picture import last_picture
 from lightning_par.errors import ConfigurationError
 from lightning_par.models.mixtral.moe import Router
 from lightning_par.profiling.expert_load_plot import draw_expert_load
@@ -127,16 +126,10 @@ class ExpertBalance(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw the reported loads."""
-        # log_dir is a collective: Lightning broadcasts it from rank 0.
-        folder = trainer.log_dir or trainer.default_root_dir
-        if not self.steps or not trainer.is_global_zero:
+        draws = bool(self.steps) and trainer.is_global_zero
+        path = last_picture(trainer, self.path, "expert_balance.png", draws=draws)
+        if path is None:
             return
-        # An optional dependency: its absence must not fail a run that has trained.
-        if find_spec("matplotlib") is None:
-            rank_zero_warn("ExpertBalance draws nothing: matplotlib is not installed.")
-            return
-        path = self.path or Path(folder, "expert_balance.png")
-        path.parent.mkdir(parents=True, exist_ok=True)
         loads = {
             name.replace("_", " "): [list(layers[name].load) for layers in self.history]
             for name in self.history[0]

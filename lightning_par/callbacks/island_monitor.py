@@ -1,6 +1,5 @@
 """`IslandMonitor`: what islands send each other, how long they wait for it, and how they agree."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_par.callbacks.last_picture import last_picture
 from lightning_par.engine.data.islands.client import Exchange
 from lightning_par.errors import ConfigurationError
 from lightning_par.profiling.island_plot import draw_rounds
@@ -97,17 +96,10 @@ class IslandMonitor(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw the exchanges, on the first rank of the first island."""
-        # log_dir is a collective: Lightning broadcasts it from rank 0.
-        folder = trainer.log_dir or trainer.default_root_dir
         strategy = trainer.strategy
         assert isinstance(strategy, MeshStrategy)
         leads = trainer.is_global_zero and strategy.processes.island == 0
-        if not leads or not any(exchange.islands for exchange in self.exchanges):
-            return
-        # An optional dependency: its absence must not fail a run that has trained.
-        if find_spec("matplotlib") is None:
-            rank_zero_warn("IslandMonitor draws nothing: matplotlib is not installed.")
-            return
-        path = self.path or Path(folder, "islands.png")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draw_rounds(self.exchanges, path)
+        draws = leads and any(exchange.islands for exchange in self.exchanges)
+        path = last_picture(trainer, self.path, "islands.png", draws=draws)
+        if path is not None:
+            draw_rounds(self.exchanges, path)
