@@ -163,8 +163,7 @@ class CheckpointSave:
                 "written to a path of the file system. Use checkpoint_format='file'.",
             )
         if is_elsewhere or not _writes_plainly(checkpoint_io):
-            whole = self._gather(model, checkpoint)
-            self._save_gathered(whole, filepath, storage_options, checkpoint_io)
+            self._save_gathered(model, checkpoint, filepath, storage_options, checkpoint_io)
             return
         self._processes.check_folder(str(Path(path).parent))
         part = self._make_part(model, checkpoint, as_file=as_file)
@@ -177,8 +176,7 @@ class CheckpointSave:
                 raise
             # What a plain Trainer can save, one device can, too; or it says why as that would.
             _log.info("%s is saved without random states: %s", path, error)
-            whole = self._gather(model, checkpoint)
-            self._save_gathered(whole, filepath, storage_options, checkpoint_io)
+            self._save_gathered(model, checkpoint, filepath, storage_options, checkpoint_io)
 
     def _metadata(self, model: ParallelModel, checkpoint: dict[str, Any]) -> SaveMetadata:
         """Return what rank 0 writes about the run."""
@@ -281,15 +279,16 @@ class CheckpointSave:
 
     def _save_gathered(
         self,
+        model: ParallelModel,
         checkpoint: dict[str, Any],
         path: Any,
         storage_options: Any,
         checkpoint_io: CheckpointIO,
     ) -> None:
-        problem = None
+        whole, problem = self._gather(model, checkpoint), None
         if self._processes.rank == 0:
             try:
-                checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+                checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
             except Exception as error:
                 if self._processes.world_size == 1:
                     raise

@@ -286,7 +286,7 @@ class _IslandLauncher(PreflightLauncher):
         Raises:
             ConfigurationError: They were not started by it, or are on several nodes.
         """
-        known = self._at_home and (_homes or _HOME in os.environ)
+        known = bool(_homes) or _HOME in os.environ
         apart = self.num_nodes > 1 or (
             self.num_processes > 1
             and self.cluster_environment.creates_processes_externally

@@ -118,7 +118,6 @@ class IslandClient:
 
     Attributes:
         step: Optimizer steps since the run began, of the island that made most, as last heard.
-        rounds: Exchanges so far.
         waited: Seconds that training waited for them.
         exchanges: What became of each so far.
     """
@@ -145,10 +144,15 @@ class IslandClient:
         self._share = 1.0
         self._next = self._stride
         self._clock, self._spent, self._paced_at = time.monotonic(), 0.0, 0
-        self.step = self.rounds = 0
+        self.step = 0
         self.waited = 0.0
         self.exchanges: list[Exchange] = []
         self._bytes = [0, 0]
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges so far."""
+        return len(self.exchanges)
 
     @property
     def sent(self) -> int:
@@ -336,7 +340,6 @@ class IslandClient:
         )
         self._share = header["share"]
         self._next = max(self._own_steps + 1, flight.step + self._stride)
-        self.rounds += 1
 
     def _deliver(self, header: dict[str, Any], payload: bytes) -> Answer:
         """Send a movement until it is answered; see Note [Tickets]."""
