@@ -18,11 +18,14 @@ working::
     `-- CheckpointError   (RuntimeError)  a checkpoint does not fit the model
 
 Each is raised with a code such as ``LP203``: ``lightning-par explain LP203``, and the page of error
-codes, tell its cause, an example and the cure. What a code means never changes.
+codes, tell its cause, an example and the cure. What a code means never changes. A message ends with
+a link to that page, if the package's metadata say where its site is.
 """
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import metadata, PackageNotFoundError
 
 __all__ = [
     "CheckpointError",
@@ -43,10 +46,34 @@ __all__ = [
     "either",
     "nearest",
     "raise_problems",
+    "where_explained",
 ]
 
 Problem = str | tuple[str, str]
 """A sentence for `raise_problems`: alone, or after the code of its cause."""
+
+
+@cache
+def _site() -> str | None:
+    """The address of the documentation, as the package's metadata have it."""
+    try:
+        urls = metadata("lightning_par").get_all("Project-URL") or ()
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return None
+    named = dict(url.split(", ", 1) for url in urls)
+    return named["Documentation"].rstrip("/") if "Documentation" in named else None
+
+
+def where_explained(code: str) -> str:
+    """Return the link to an error's page on the site; the command that prints it if there is none.
+
+    Args:
+        code: Of the catalogue; of several the link is to the first.
+    """
+    site = _site()
+    if site is None:
+        return f"lightning-par explain {code}"
+    return f"{code}: {site}/reference/error_codes/#{code.split()[0].lower()}"
 
 
 class LightningParError(Exception):
@@ -76,7 +103,7 @@ class LightningParError(Exception):
         return str(self.args[1])
 
     def __str__(self) -> str:
-        return f"{self.message} [lightning-par explain {self.code}]"
+        return f"{self.message} [{where_explained(self.code)}]"
 
 
 class PlanError(LightningParError, ValueError):

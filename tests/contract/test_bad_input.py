@@ -279,6 +279,14 @@ STEPS = {
         says=r"'ids' has T=11 tokens in dim 1, not divisible by 2\. Pad to 12, or use "
         r"sequence_parallel",
     ),
+    "style that does not fit its neighbors": Case(
+        error=PlanError,
+        options={**TP, "sequence_parallel": False},
+        ranks=True,
+        module=with_tensor({"blocks.*.mlp.0": "replicated"}),
+        says=r"model\.blocks\.0\.mlp\.2 \(Linear\) cannot compute.*do not fit together.*"
+        r"model\.blocks\.0\.mlp\.0 \(whole\), model\.blocks\.0\.mlp\.2 \(divided\)\. A layer",
+    ),
     "batch entry that is absent": Case(
         error=PlanError,
         options=TP,

@@ -16,6 +16,7 @@ from lightning_par.errors import ConfigurationError, LightningParError, MeshErro
 from lightning_par.errors.catalogue import entries, families
 
 PACKAGE = Path(errors.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("error_codes.txt")
 CODE = re.compile(r"LP\d{3}")
 OURS = {n for n in errors.__all__ if n.endswith("Error")} | {"PickledValueError"}
@@ -120,6 +121,25 @@ def test_code_survives_a_copy_and_a_pickle_and_ends_the_message(name: str) -> No
         assert type(one) is kind
         assert (one.code, one.message) == ("LP203", "what is wrong")
         assert str(one) == "what is wrong [lightning-par explain LP203]"
+
+
+def test_message_ends_with_a_link_where_the_metadata_name_a_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "lightning_par-9.dist-info"
+    info.mkdir()
+    urls = "Project-URL: Source, https://a.test\nProject-URL: Documentation, https://b.test/stable/"
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: lightning_par\nVersion: 9\n{urls}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    errors._site.cache_clear()
+    try:
+        told = str(ConfigurationError("LP607 LP913", "wrong"))
+    finally:
+        errors._site.cache_clear()
+    assert told == "wrong [LP607 LP913: https://b.test/stable/reference/error_codes/#lp607]"
+    assert "reference/error_codes.md" in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_problems_of_several_causes_name_every_code_once() -> None:

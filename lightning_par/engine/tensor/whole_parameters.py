@@ -73,6 +73,9 @@ _SIGNS = re.compile(
 )
 
 
+_MOST_LAYERS = 8
+"""That an error lists."""
+
 _IN_PLACE = "_ToTorchTensor is a view and its base or another view of its base has been modified"
 
 
@@ -109,10 +112,11 @@ def explain_shards(model: nn.Module, error: RuntimeError) -> PlanError | None:
     return PlanError(
         "LP207",
         f"{where} cannot compute with the shards of its weights or of its input: {error} If "
-        "the model runs on one process, its tensor styles do not fit. A layer whose parts are "
-        "read by other code, or whose output is cut into heads of its own number, needs "
-        "ParallelPlan(tensor={...: 'replicated'}) or 'colwise_gather_output'; what counts "
-        "heads goes into ParallelPlan(divided=...). Or use tensor_parallel_size=1.",
+        "the model runs on one process, tensor styles around it do not fit together, or do not "
+        f"fit what the code does: {_layers_around(model, name)}. A layer whose parts are read by "
+        "other code, or whose output is cut into heads of its own number, needs "
+        "ParallelPlan(tensor={...: 'replicated'}) or 'colwise_gather_output'; what counts heads "
+        "goes into ParallelPlan(divided=...). Or use tensor_parallel_size=1.",
     )
 
 
@@ -128,6 +132,25 @@ def failing_module(model: nn.Module, trace: TracebackType | None) -> tuple[str, 
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
     inside = [m for m in callers if isinstance(m, nn.Module) and names.get(id(m))]
     return (names[id(inside[-1])], inside[-1]) if inside else ("", model)
+
+
+def _layers_around(model: nn.Module, name: str) -> str:
+    """List the layers of a module's parent, and whether tensor parallelism divides them."""
+    parent = name.rpartition(".")[0]
+    layers = {}
+    for fqn, parameter in (model.get_submodule(parent) if parent else model).named_parameters():
+        layer = f"{parent}.{fqn}".strip(".").rpartition(".")[0]
+        layers[layer] = layers.get(layer, False) or _is_divided(parameter)
+    told = [f"{layer} ({'divided' if d else 'whole'})" for layer, d in layers.items()]
+    return ", ".join(told[:_MOST_LAYERS]) + (", ..." if len(told) > _MOST_LAYERS else "")
+
+
+def _is_divided(parameter: nn.Parameter) -> bool:
+    """Whether tensor parallelism divides a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    return "tp" in axes and isinstance(parameter.placements[axes.index("tp")], Shard)
 
 
 def _is_sharded(model: nn.Module) -> bool:
