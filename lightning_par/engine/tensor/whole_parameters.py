@@ -137,7 +137,7 @@ def failing_module(model: nn.Module, trace: TracebackType | None) -> tuple[str, 
 def _layers_around(model: nn.Module, name: str) -> str:
     """List the layers of a module's parent, and whether tensor parallelism divides them."""
     parent = name.rpartition(".")[0]
-    layers = {}
+    layers: dict[str, bool] = {}
     for fqn, parameter in (model.get_submodule(parent) if parent else model).named_parameters():
         layer = f"{parent}.{fqn}".strip(".").rpartition(".")[0]
         layers[layer] = layers.get(layer, False) or _is_divided(parameter)
