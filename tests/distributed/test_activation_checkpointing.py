@@ -41,6 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 LARGE = {"tp2 parts", "zero3 selective", "tp2 pp2 full", "zero3 selective compiled"}
 LARGE |= {"tp2 selective", "pp2 zb-h1 selective"}  # both at once stay
+LARGE |= {"tp2 full compiled"}  # the pipeline's stays
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ ALONE = {
     "host tp2, delayed",
     "host pp2, a half",
     "host dp2 zero2, sums",
-    "experts ep2",
+    "experts ep2 dp2 zero3",
     "experts ep2 tp2",
     "experts ep2, host",
 }

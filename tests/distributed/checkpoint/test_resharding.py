@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.exhaustive import some
 from tests.support.parity import TOLERANCE
 from tests.support.resharding import differences, LAYOUTS, PLAIN, run_layout, world_of
 
@@ -23,6 +24,7 @@ CHAIN = [
     "tp2",
     "pp2 dp2",
 ]
+SHORT = ["tp2 pp2 dp2", "dp2 offload", "zbv", "tp2 dp2"]
 START, STEPS = 1, 2
 
 
@@ -36,15 +38,17 @@ def assert_same_training(results: list[dict[str, Any]], wanted: dict[str, Any], 
     torch.testing.assert_close(losses, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_chain_of_layouts_trains_like_one_uninterrupted_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chain", some(["short", "whole"], {"whole"}))
+def test_chain_of_layouts_trains_like_one_uninterrupted_process(chain: str, tmp_path: Path) -> None:
     """Every layout once as the source and once as the target; in from a plain Trainer's file, by
     turns through folders and files, and out to a plain Trainer.
     """
-    total = STEPS * (len(CHAIN) + 2)
+    layouts = {"short": SHORT, "whole": CHAIN}[chain]
+    total = STEPS * (len(layouts) + 2)
     (wanted,) = run_layout(PLAIN, tmp_path, steps=total, save_at=STEPS, save_to=tmp_path / "0.ckpt")
     state, source = wanted["saved"], tmp_path / "0.ckpt"
     assert source.is_file()
-    for link, layout in enumerate(CHAIN, 1):
+    for link, layout in enumerate(layouts, 1):
         target = tmp_path / f"{link}.ckpt"
         steps = STEPS * (link + 1)
         form = ("file", "folder")[link % 2]

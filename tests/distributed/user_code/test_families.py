@@ -121,7 +121,8 @@ family(
         decoder_start_token_id=0,
     ),
     pairs,
-    equal="tp2 pp2 tp2pp2",
+    equal="tp2 pp2",
+    large="tp2pp2",
 )
 family("bart", _PAIRS, transformers.BartConfig(**_BOTH), pairs, equal="pp2")
 family("marian", _PAIRS, transformers.MarianConfig(**_BOTH), pairs, equal="tp2")

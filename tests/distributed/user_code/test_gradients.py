@@ -58,7 +58,7 @@ def each_block_clipped() -> Any:
     return hooked(act)
 
 
-@CASES.add(equal="pp2 tp2pp2")
+@CASES.add(equal="pp2", large="tp2pp2")
 def each_group_of_the_optimizer_clipped() -> Any:
     class Module(PlainModule):
         def configure_optimizers(self) -> Any:

@@ -98,7 +98,7 @@ def convolutions_with_group_norm() -> Any:
     return Planless(structures.Convolutions(lambda size: nn.GroupNorm(2, size))), images()
 
 
-@MORE.add(equal="tp2 pp2 tp2pp2")
+@MORE.add(equal="tp2 pp2", large="tp2pp2")
 def interleaved_heads() -> Any:
     return Planless(structures.LanguageModel(structures.fused_by_head)), padded_pairs()
 

@@ -182,7 +182,7 @@ def rprop() -> Any:
     return optimized(lambda m: torch.optim.Rprop(m.parameters(), lr=0.01))
 
 
-@CASES.add(equal="pp2 tp2pp2 zero3")
+@CASES.add(equal="pp2 zero3", large="tp2pp2")
 def norm_over_all_parameters() -> Any:
     return optimized(lambda m: NormalizedGradient(m.parameters()))
 
@@ -277,7 +277,8 @@ class Unfreezing(BaseFinetuning):
 
 
 @CASES.add(
-    equal="tp2 pp2 tp2pp2 zero3",
+    equal="tp2 pp2 zero3",
+    large="tp2pp2",
     trainer=lambda: {"callbacks": [Unfreezing()], "limit_train_batches": 2},
 )
 def blocks_that_are_unfrozen_later() -> Any:
