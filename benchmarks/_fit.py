@@ -1,81 +1,82 @@
-"""Fits the planner's constants to measurements: a pattern search from values no table has seen."""
+"""Fits the planner's constants to measurements, from values that no table has seen."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from _published import Measured
+import numpy as np
+import numpy.typing as npt
+from _published import a100_stages, Measured, MeasuredStage
 
 from lightning_par.planner.constants import Constants
 
 __all__ = ["START", "fit", "leave_out"]
 
-_TRAFFIC = {
-    "memory": 0.8,
-    "link": 0.75,
-    "network": 0.7,
-    "network_joint": 0.7,
-    "network_part": 0.7,
-    "network_wait": 0.05,
+_GUESS, _KNOWN = 0.3, 0.1
+_SHARES = {
+    "product": (0.8, _GUESS),
+    "memory": (0.8, _GUESS),
+    "link": (0.77, _KNOWN),
+    "network": (0.7, _GUESS),
+    "network_joint": (0.9, _KNOWN),
+    "network_part": (0.7, _GUESS),
+    "network_wait": (0.05, _GUESS),
+    "network_start": (60e-6, _GUESS),
 }
-START: Mapping[str, Mapping[str, float]] = {
-    "a100": {"product": 0.8, **_TRAFFIC, "host": 20e-6},
-    "h100": {"product": 0.8, "product_fp8": 0.8, **_TRAFFIC},
+START: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "a100": {**_SHARES, "host": (20e-6, _GUESS)},
+    "h100": {**_SHARES, "product_fp8": (0.8, _GUESS)},
 }
-"""Where a fit begins and what it may move: round shares of datasheets, the same for every part."""
+"""Where a fit begins and what it may move, each with the standard deviation of its logarithm.
 
-_UNBOUNDED = ("network_wait", "host")
-_SMALL = 0.03
-"""Errors below it count by their square."""
-_PRIOR = {"a100": 0.001, "h100": 0.004}
-"""Cost of a constant's distance from its start, squared, in logarithms: what the rows say nothing
-of stays where it was. Chosen with an eye on the errors, once for each family."""
+Round shares of datasheets, of which two are known better, from the bus bandwidth of NCCL's own
+tests: inside a node, and over whole nodes that use all their ports.
+"""
+_STAGES: Mapping[str, Callable[[], Sequence[MeasuredStage]]] = {"a100": a100_stages, "h100": list}
+"""Measurements of one device, on which every fit of its family rests besides."""
+
+Values = npt.NDArray[np.float64]
+_UNBOUNDED = ("network_wait", "network_start", "host")
+_NOISE = 0.05
+"""Scale of the errors' Cauchy distribution: most are small, and some runs were disturbed."""
+_STEPS, _SHIFT, _ENOUGH = 30, 0.01, 1e-4
 
 
 def fit(rows: Sequence[Measured], family: str) -> Constants:
-    """Return the constants with the least error, by the pattern search of Hooke and Jeeves.
+    """Return the most likely constants, by the steps of Gauss and Newton.
 
-    Errors are logarithms of predicted over measured; large ones count by their size, small ones by
-    its square.
+    Errors are logarithms of predicted over measured. A run that is far off says little: what
+    disturbed it is not known.
     """
-    begin = {name: math.log(value) for name, value in START[family].items()}
+    start, every = START[family], [*rows, *_STAGES[family]()]
+    names, seconds = list(start), np.array([row.seconds for row in every])
+    begin = np.log([value for value, _ in start.values()])
+    precision = np.array([spread**-2 for _, spread in start.values()])
+    most = np.where([name in _UNBOUNDED for name in names], math.inf, 0.0)  # not above the peak
 
-    def cost(at: Mapping[str, float]) -> float:
-        if any(value > 0 for name, value in at.items() if name not in _UNBOUNDED):
-            return math.inf  # more than the peak
-        constants = Constants(**{name: math.exp(value) for name, value in at.items()})
-        logs = (math.log(row.estimate(constants) / row.seconds) for row in rows)
-        mean = sum(math.hypot(log, _SMALL) for log in logs) / len(rows)
-        return mean + _PRIOR[family] * sum((at[name] - begin[name]) ** 2 for name in at)
+    def errors(at: Values) -> Values:
+        constants = Constants(**dict(zip(names, map(float, np.exp(at)), strict=True)))
+        return np.log([row.estimate(constants) for row in every] / seconds)
 
-    base, step = dict(begin), 0.24
-    best = cost(base)
-    while step > 0.02:
-        here, found = _explore(cost, base, best, step)
-        if found >= best - 1e-7:
-            step /= 2
-            continue
-        # As far again in the direction that was good.
-        further = {name: 2 * here[name] - base[name] for name in here}
-        base, best = here, found
-        here, found = _explore(cost, further, cost(further), step)
-        if found < best:
-            base, best = here, found
-    return Constants(**{name: math.exp(value) for name, value in base.items()})
+    def unlikely(found: Values, at: Values) -> float:
+        return float(np.log1p((found / _NOISE) ** 2).sum() + precision @ (at - begin) ** 2 / 2)
 
-
-def _explore(
-    cost: Callable[[Mapping[str, float]], float], at: dict[str, float], best: float, step: float
-) -> tuple[dict[str, float], float]:
-    """Move each constant a step up or down where that helps."""
-    here = dict(at)
-    for name in at:
-        for way in (step, -step):
-            there = {**here, name: here[name] + way}
-            found = cost(there)
-            if found < best:
-                here, best = there, found
-                break
-    return here, best
+    at, found = begin, errors(begin)
+    for _ in range(_STEPS):
+        columns = [(errors(at + _SHIFT * unit) - found) / _SHIFT for unit in np.eye(len(names))]
+        slope, weights = np.stack(columns, 1), 2 / (_NOISE**2 + found**2)
+        uphill = slope.T @ (weights * found) + precision * (at - begin)
+        curve = slope.T @ (weights[:, None] * slope) + np.diag(precision)
+        step = np.linalg.solve(curve, uphill)
+        shorter = (np.minimum(at - step / 2**halved, most) for halved in range(6))
+        tried = ((there, errors(there)) for there in shorter)
+        here = unlikely(found, at)
+        better = next(((x, e) for x, e in tried if unlikely(e, x) < here), None)
+        if better is None:
+            break
+        at, found = better
+        if here - unlikely(found, at) < _ENOUGH:
+            break
+    return Constants(**dict(zip(names, map(float, np.exp(at)), strict=True)))
 
 
 def leave_out(

@@ -16,20 +16,23 @@ from lightning_par.planner.shapes import Implementation, Layout, TransformerShap
 from lightning_par.planner.step_time import StepCost
 from lightning_par.sizes import ParallelSizes
 
-__all__ = ["Measured", "h100_tables", "read", "vtrain"]
+__all__ = ["Measured", "MeasuredStage", "a100_stages", "h100_tables", "read", "vtrain"]
 
 FOLDER = Path(__file__).with_name("published")
 A100, H100 = load_profile("a100-80"), load_profile("h100")
 # 96 GB of HBM2e at 500 W, as torchtitan's table says; no datasheet. Bandwidth is that of the H100
-# NVL per stack; products slow down with power, 500 of 700 W.
+# NVL per stack. A processor's power grows at least with the square of its clock: voltage follows.
+_CLOCK = (500 / 700) ** 0.5
 H100_500W = replace(
     H100,
     name="h100-500w",
-    flops=H100.flops * 500 / 700,
-    fp8_flops=H100.fp8_flops * 500 / 700,
+    flops=H100.flops * _CLOCK,
+    fp8_flops=H100.fp8_flops * _CLOCK,
     bandwidth=2400e9,
     memory=96e9,
 )
+# 800 Gb/s of a node, as the configurations beside the measurements say.
+A100_VTRAIN = replace(A100, name="a100-vtrain", network=800e9 / 8 / A100.node)
 DEEPSPEED = Implementation(
     fused_attention=False,
     async_tensor=True,
@@ -41,8 +44,10 @@ DEEPSPEED = Implementation(
     step_traffic=60,
 )
 MEGATRON_2021 = replace(DEEPSPEED, gradient_bytes=4, reduce_bytes=4, step_traffic=40)
+MEGATRON_2023 = replace(MEGATRON_2021, fused_accumulation=True)
 MEGATRON_CORE = Implementation(
     async_tensor=True,
+    fused_accumulation=True,
     fused_tensor=0.5,
     sharded_p2p=True,
     fused_elementwise=0.7,
@@ -135,11 +140,62 @@ def vtrain() -> list[Measured]:
                 problem=f"{values[0]:g}B",
                 shape=shape,
                 layout=layout,
-                device=A100,
+                device=A100_VTRAIN,
                 code=DEEPSPEED,
                 seconds=values[11] / 1e3,
             )
         )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStage:
+    """Seconds of a middle stage of a pipeline on one device: no link is in them.
+
+    Attributes:
+        part: "TF", "TB" or "TW": forward, gradients of inputs, or gradients of weights.
+    """
+
+    shape: TransformerShape
+    layout: Layout
+    part: str
+    seconds: float
+
+    def estimate(self, constants: Constants) -> float:
+        """Return the predicted seconds."""
+        cost = StepCost(self.shape, self.layout, A100, MEGATRON_2023, constants)
+        time = cost.times[1]
+        parts = {"TF": time.forward, "TB": time.backward - time.weight, "TW": time.weight}
+        return parts[self.part]
+
+
+def a100_stages() -> list[MeasuredStage]:
+    """Four models of the zero-bubble paper's table 9: fp16, scores written, nothing recomputed.
+
+    The first and the last stage have a block less than the others.
+    """
+    found = []
+    for row in {row["model"]: row for row in read("zero_bubble_tables_3_4_5_9")}.values():
+        p, layers = int(row["stages"]), int(row["layers"])
+        some = (layers + 2) // p
+        layout = Layout(
+            sizes=ParallelSizes(pipeline=p),
+            micro_batch=int(row["micro_batch"]),
+            microbatches=int(row["microbatches"]),
+            blocks=(some - 1, *[some] * (p - 2), some - 1),
+        )
+        shape = TransformerShape(
+            layers=layers,
+            model_dim=int(row["hidden"]),
+            heads=int(row["heads"]),
+            length=int(row["seq"]),
+            vocab=50_304,
+            dropout=True,
+        )
+        found += [
+            MeasuredStage(shape=shape, layout=layout, part=part, seconds=float(row[part]) / 1e3)
+            for part in ("TF", "TB", "TW")
+        ]
     return found
 
 

@@ -1,12 +1,13 @@
 """Puts the planner's predictions beside published measurements, each by constants fitted on others.
 
-    python benchmarks/published_predictions.py [--only vtrain h100 regret memory tables search]
+    python benchmarks/published_predictions.py [--only vtrain noise h100 regret ...]
 
 Constants for a group of rows are fitted on the other groups. Beside it: every step at the others'
 median MFU, and at the MFU of the most similar of the others.
 """
 
 import argparse
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ def main() -> None:
     """Print the sections that are asked for."""
     sections: dict[str, Callable[[], None]] = {
         "vtrain": _vtrain,
+        "noise": _noise,
         "h100": _h100,
         "regret": _regret,
         "memory": _memory,
@@ -70,6 +72,26 @@ def _vtrain() -> None:
     sizes = leave_out(vtrain(), lambda row: row.table, "a100")
     _print_errors(sizes, lambda row: row.table)
     print(f"\nall rows: {fit(vtrain(), 'a100')}")
+
+
+def _noise() -> None:
+    """How well a run is known from its two neighbors, which differ in their micro-batch only."""
+    lines: dict[tuple[str, int, int], list[Measured]] = defaultdict(list)
+    for row in vtrain():
+        lines[row.problem, row.layout.sizes.tensor, row.layout.sizes.pipeline].append(row)
+    pairs, inner = [], set()
+    for line in lines.values():
+        ordered = sorted(line, key=lambda row: row.layout.micro_batch)
+        for before, row, after in zip(ordered, ordered[1:], ordered[2:], strict=False):
+            sizes = [math.log(one.layout.micro_batch) for one in (before, row, after)]
+            if len(set(sizes)) < 3:
+                continue
+            share = (sizes[1] - sizes[0]) / (sizes[2] - sizes[0])
+            pairs.append((before.seconds ** (1 - share) * after.seconds**share, row.seconds))
+            inner.add(row)
+    ours = [(item[1], item[0].seconds) for item in _by_model() if item[0] in inner]
+    print(f"{len(pairs)} runs between two others: mean, median")
+    print(f"on the line between those: {_errors(pairs)}; the planner: {_errors(ours)}")
 
 
 def _h100() -> None:

@@ -98,10 +98,15 @@ class BlockCost:
 
     def _weight_gradients(self) -> float:
         """Return the seconds of the weights' gradients, added to those of earlier micro-batches."""
-        held = self.shape.block_weights(self.tensor, self.layout.sizes.expert)
-        width = self.code.activation_bytes
-        added = width + 2 * self.code.gradient_bytes if self.layout.microbatches > 1 else 0
-        return self._products("weight") + self.clock.stream(added * held, 4)
+        code, held = self.code, self.shape.block_weights(self.tensor, self.layout.sizes.expert)
+        products = self._products("weight")
+        if self.layout.microbatches == 1:
+            return products
+        summed = 2 * code.gradient_bytes * held
+        if code.fused_accumulation:
+            # The product itself reads the sum and writes it, while it computes.
+            return max(products, self.clock.stream(summed))
+        return products + self.clock.stream(code.activation_bytes * held + summed, 4)
 
     # The rest of a block --------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ __all__ = ["FITTED", "Calibration", "Constants", "fitted_constants"]
 class Constants:
     """Shares of the datasheet's peaks that are reached, and fixed times, in seconds.
 
-    The last four are no subject of a fit: they matter for small models only, where they have to be
-    measured.
+    `kernel`, `inner_half` and `link_start` are no subject of a fit: they matter for small models
+    only, where they have to be measured.
 
     Attributes:
         product: Share of peak FLOP/s in a large matrix product.
@@ -30,19 +30,19 @@ class Constants:
         network_start: To start a collective or a message between nodes.
     """
 
-    product: float = 0.61
-    product_fp8: float = 0.61
-    memory: float = 0.69
-    link: float = 0.82
-    network: float = 0.97
-    network_joint: float = 0.68
-    network_part: float = 0.86
-    network_wait: float = 0.04
+    product: float = 0.59
+    product_fp8: float = 0.54
+    memory: float = 0.46
+    link: float = 0.81
+    network: float = 0.99
+    network_joint: float = 0.90
+    network_part: float = 0.90
+    network_wait: float = 0.045
     host: float = 10e-6
     kernel: float = 3e-6
     inner_half: float = 64.0
     link_start: float = 30e-6
-    network_start: float = 30e-6
+    network_start: float = 60e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +79,14 @@ class Calibration:
 FITTED: Mapping[str, Constants] = MappingProxyType(
     {
         "a100": Constants(
-            product=0.80,
-            memory=0.63,
-            link=0.75,
-            network=0.52,
-            network_joint=0.46,
-            network_part=0.17,
-            network_wait=0.11,
+            product=0.84,
+            memory=0.60,
+            link=0.72,
+            network=0.72,
+            network_joint=0.94,
+            network_part=0.31,
+            network_wait=0.062,
+            network_start=79e-6,
             host=20e-6,
         ),
         "h100": Constants(),
@@ -94,7 +95,8 @@ FITTED: Mapping[str, Constants] = MappingProxyType(
 """Family of devices -> what was fitted on published measurements of it.
 
 **Source**: ``benchmarks/published_predictions.py``. "a100": 109 runs of Megatron-DeepSpeed on 64 to
-512 A100s (vTrain), one cluster of 2022, whose network serves groups with a part of a node badly.
+512 A100s (vTrain), one cluster whose network of 800 Gb/s a node serves groups with a part of a node
+badly, and the times of four stages on one A100 (zero-bubble).
 "h100": 56 runs of torchtitan, NeMo and Megatron-Core on 4 to 6,144 H100s. Other devices take the
 latter: no measurement of them was at hand.
 """

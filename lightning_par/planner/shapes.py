@@ -222,6 +222,8 @@ class Implementation:
             give the gradients of weights, as in Megatron-LM.
         fused_tensor: Share of tensor-parallel collectives that runs beside the very product that
             makes or takes their data, cut into parts.
+        fused_accumulation: The products that give the gradients of weights add to those of earlier
+            micro-batches, as Megatron-LM's kernel does; else a pass over memory does it.
         async_p2p: Stages send without waiting.
         sharded_p2p: Tensor-parallel ranks send a part each, also without sequence parallelism.
         overlap_data: Gradients are sent during the last backward.
@@ -243,6 +245,7 @@ class Implementation:
     fp8: bool = False
     async_tensor: bool = False
     fused_tensor: float = 0.0
+    fused_accumulation: bool = False
     async_p2p: bool = True
     sharded_p2p: bool = False
     overlap_data: bool = True

@@ -135,3 +135,21 @@ def test_zero_3_gathers_the_experts_of_a_rank_only() -> None:
 
     held = [sparse.attention_weights + 8 / e * sparse.expert_weights for e in (1, 4)]
     assert gathered(4) / gathered(1) == pytest.approx(held[1] / held[0], rel=1e-6)
+
+
+def test_gradients_that_a_product_adds_itself_cost_no_pass_of_their_own() -> None:
+    def weight(count: int, *, fused: bool) -> float:
+        layout = Layout(micro_batch=1, microbatches=count)
+        code = Implementation(fused_accumulation=fused)
+        return BlockCost(SHAPE, layout, code, Clock(H100, Constants())).weight_compute
+
+    products, fused, apart = weight(1, fused=True), weight(2, fused=True), weight(2, fused=False)
+    assert products <= fused < apart
+    # Read the new gradient, read and write the sum: 2 + 4 + 4 bytes a weight.
+    passes = 10 * SHAPE.block_weights() / (Constants().memory * H100.bandwidth)
+    assert apart - products == pytest.approx(passes + 4 * Constants().kernel)
+    # A product of few tokens is over before its sums have moved.
+    thin = Layout(sizes=ParallelSizes(context=64), microbatches=2)
+    code = Implementation(fused_accumulation=True)
+    moved = BlockCost(SHAPE, thin, code, Clock(H100, Constants())).weight_compute
+    assert moved == pytest.approx(0.8 * passes + Constants().kernel)
