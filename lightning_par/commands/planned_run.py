@@ -2,14 +2,22 @@
 
 import argparse
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_par.commands import takes_file
 from lightning_par.commands.run_config import configure, ConfiguredRun
+from lightning_par.commands.verify import first_batches
 from lightning_par.engine.init.deferred_init import record_construction
-from lightning_par.errors import ConfigurationError
+from lightning_par.errors import LightningParError
+from lightning_par.plan.inference.infer import infer_plan
+from lightning_par.plan.inference.tracing import input_paths
+from lightning_par.plan.lookup import find_plan
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.planner.block_trace import shape_of
 from lightning_par.planner.model_shape import read_shape
 from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Planner
@@ -17,6 +25,7 @@ from lightning_par.planner.shapes import Layout, TransformerShape
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.checks import check_module
 
 __all__ = ["PlannedRun", "add_machine_options", "read_run"]
 
@@ -33,6 +42,7 @@ class PlannedRun:
         accumulated: Batches of an optimizer step.
         options: Of its strategy.
         recompute: What its callbacks recompute.
+        accepts: Of a mesh with a ZeRO stage, whether the model can be put on it.
     """
 
     planner: Planner
@@ -42,6 +52,7 @@ class PlannedRun:
     accumulated: int
     options: MeshOptions
     recompute: Any
+    accepts: Callable[[ParallelSizes, int], bool]
 
     def sizes(self) -> ParallelSizes:
         """Return the mesh that the configuration asks for.
@@ -114,33 +125,84 @@ def read_run(
     strategy = run.trainer.strategy
     assert isinstance(strategy, MeshStrategy)
     data = getattr(run.datamodule, "hparams", {})
+    traced = _Traced(run)
     trainer: Any = run.trainer
     callbacks = [c for c in trainer.callbacks if isinstance(c, ActivationCheckpointing)]
-    shape = _shape(run, options.length or data.get("length"))
+    shape = traced.shape(options.length or data.get("length"))
+    batch_size = data.get("batch_size") or traced.batch_size
     return PlannedRun(
         planner=Planner(
             shape=shape, device=device, code=implementation(str(run.trainer.precision), device)
         ),
         nodes=trainer.num_nodes,
         devices=trainer.num_devices,
-        batch_size=int(data.get("batch_size", 1)),
+        batch_size=int(batch_size),
         accumulated=run.trainer.accumulate_grad_batches,
         options=strategy.options,
         recompute=callbacks[0].recomputation.mode if callbacks else "none",
+        accepts=traced.accepts,
     )
 
 
-def _shape(run: ConfiguredRun, length: int | None) -> TransformerShape:
-    """Return the model's shape from the module's configuration, or from that of its model."""
-    config = getattr(run.model, "config", None)
-    if config is None or isinstance(config, str):
-        with record_construction():
-            run.model.configure_model()
-        config = getattr(getattr(run.model, "model", None), "config", None)
-    if config is None:
-        raise ConfigurationError(
-            "LP907",
-            f"{type(run.model).__name__} has neither `config` nor `model.config`: the sizes of its "
-            "blocks are not known. Set one of them to a configuration such as GPTConfig.",
-        )
-    return read_shape(config, length)
+class _Traced:
+    """What is read of a configured model and its data, as far as it is needed."""
+
+    def __init__(self, run: ConfiguredRun) -> None:
+        self._run, self._checked = run, dict[tuple[Any, ...], bool]()
+        self._is_traced = False
+
+    def shape(self, length: int | None) -> TransformerShape:
+        """Return the model's shape: from a configuration, or from a trace of its step."""
+        module = self._run.model
+        config = getattr(module, "config", None)
+        own = type(module).__module__.startswith("lightning_par.")
+        if own and config is not None and not isinstance(config, str):
+            return read_shape(config, length)  # it trains all of its weights: no need to build it
+        with record_construction(), self._run.trainer.precision_plugin.module_init_context():
+            module.configure_model()
+        return shape_of(module, length, plan=self._find_plan, example=lambda: self._example)
+
+    @cached_property
+    def _example(self) -> Any:
+        """A batch of the training data; None: there is none to see."""
+        try:
+            return first_batches(self._run, 1)[0]
+        except Exception:  # of data of the user; the run will meet it again
+            return None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the batch that was traced; 1 where none was."""
+        first = next((t for _, t in input_paths(self._example) if t.ndim), None)
+        return len(first) if self._is_traced and first is not None else 1
+
+    @cached_property
+    def _plan(self) -> ParallelPlan:
+        given = self._strategy.options.plan or find_plan(self._run.model)
+        return given or infer_plan(self._run.model, example=self._example)
+
+    def _find_plan(self) -> ParallelPlan:
+        self._is_traced = True
+        return self._plan
+
+    @property
+    def _strategy(self) -> MeshStrategy:
+        strategy = self._run.trainer.strategy
+        assert isinstance(strategy, MeshStrategy)
+        return strategy
+
+    def accepts(self, sizes: ParallelSizes, zero: int) -> bool:
+        """Tell whether the plan of a traced model fits a mesh."""
+        if not self._is_traced:
+            return True
+        kind = sizes.tensor, sizes.pipeline, sizes.context, sizes.data > 1, zero
+        if kind not in self._checked:
+            options = replace(
+                self._strategy.options, zero_stage=zero, plan=self._plan, stage_blocks=None
+            )
+            try:
+                check_module(self._run.model, options, sizes)
+                self._checked[kind] = True
+            except LightningParError:
+                self._checked[kind] = False
+        return self._checked[kind]

@@ -13,6 +13,7 @@ import yaml
 
 from lightning_par.commands import takes_file
 from lightning_par.commands.planned_run import add_machine_options, read_run
+from lightning_par.errors import ConfigurationError
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.report import as_values, describe, format_rejections, format_table
 from lightning_par.planner.run_settings import apply_layout
@@ -35,14 +36,21 @@ def main(arguments: list[str]) -> int:
     """
     options, more = make_parser().parse_known_args(arguments)
     run = read_run(options, more, as_configured=True)
+    given = yaml.safe_load(Path(options.config).read_text(encoding="utf-8")) or {}
+    if given.get("data", {}) is None:
+        raise ConfigurationError(
+            "LP905",
+            "data: null leaves the samples of a batch to the model, and a layout sets them: move "
+            "the loader into a data module whose constructor takes batch_size.",
+        )
     space = LayoutSpace(
         devices=options.nodes * options.devices,
         node=options.devices,
         samples=options.samples or run.layout().samples,
         offload=options.offload,
+        accepts=run.accepts,
     )
     result = run.planner.search(space, keep=options.keep)
-    given = yaml.safe_load(Path(options.config).read_text(encoding="utf-8")) or {}
     settings = apply_layout(
         given, result.best[0].layout, nodes=options.nodes, devices=options.devices
     )

@@ -4,7 +4,7 @@ Shapes: n tokens of a micro-batch on this rank, D, F, H, T, V, E as in `shapes`;
 degrees of the tensor, context and expert axes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_par.planner.operations import Clock, ranks_inside
@@ -225,6 +225,25 @@ class BlockCost:
         head = Work(clock.product(n, local, m.model_dim) + loss, {}, 16)
         back = clock.product(n, m.model_dim, local) + weight + clock.stream(10 * n * local, 4)
         return table, table_back, head, Work(back, summed, 16), weight
+
+    def chain(self, layers: int) -> tuple[list[float], tuple[float, float]]:
+        """Return the seconds of every block, and those before the first and after the last one."""
+        block, first, last = (
+            sum((one.forward, one.backward))
+            for one in (
+                self.stage(1, first=ends[0], last=ends[1])
+                for ends in ((False, False), (True, False), (False, True))
+            )
+        )
+        return [block] * layers, (first - block, last - block)
+
+    def stages(self, blocks: Sequence[int]) -> list[StageTime]:
+        """Return the times of stages with so many blocks each."""
+        last = len(blocks) - 1
+        kinds = [(count, i == 0, i == last) for i, count in enumerate(blocks)]
+        # Most stages are alike: each kind is computed once.
+        made = {k: self.stage(k[0], first=k[1], last=k[2]) for k in set(kinds)}
+        return [made[kind] for kind in kinds]
 
     def stage(self, blocks: int, *, first: bool, last: bool) -> StageTime:
         """Return the times of a stage with so many blocks, with embedding or head."""

@@ -100,7 +100,7 @@ class LayoutSpace:
     def _degrees(self, shape: TransformerShape) -> Iterator[tuple[int, int, int, int]]:
         """Yield tensor, pipeline, context and data degrees."""
         for tensor in divisors(self.node):
-            if self.devices % tensor or shape.heads % tensor or shape.kv_heads % tensor:
+            if self.devices % tensor or not shape.divides(tensor):
                 continue
             for pipeline in divisors(self.devices // tensor):
                 if pipeline > shape.layers:

@@ -4,11 +4,14 @@ Ranks that differ in another axis than ``pp`` hold as much as each other. Shapes
 micro-batch on a rank, D, F, H, T, V as in `shapes`; t is the tensor degree.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from lightning_par.planner.shapes import Implementation, Layout, Recompute, TransformerShape
+from lightning_par.planner.traced_shape import TracedPart, TracedShape
 
 __all__ = ["MemoryPrediction", "block_activations", "in_flight", "peak_bytes", "predict_memory"]
 
@@ -52,8 +55,22 @@ def block_activations(
     gated MLPs, experts and fused attention.
     """
     recompute = "none" if whole else layout.recompute
+    if isinstance(shape, TracedShape):
+        counts = Counter(map(id, shape.blocks))  # equal ones are one object
+        alone = {id(b): b for b in shape.blocks}
+        kept = (n * _traced([alone[i]], layout, code, recompute) for i, n in counts.items())
+        return sum(kept) / shape.layers
     # Counted for 16 bits. The masks of dropout, a byte each, are widened with the rest.
     return code.activation_bytes / 2 * _activations(shape, layout, code, recompute)
+
+
+def _traced(
+    parts: Sequence[TracedPart], layout: Layout, code: Implementation, recompute: Recompute
+) -> float:
+    """Return the bytes that parts of a traced model keep of a micro-batch."""
+    samples = layout.micro_batch / layout.sizes.context
+    words = sum(part.activations(layout, recompute) for part in parts)
+    return code.activation_bytes * samples * words
 
 
 def _activations(
@@ -130,8 +147,9 @@ def predict_memory(
     host = 0.0
     if layout.offload:
         # The states and a copy of the gradients.
-        most = max(r["weights"] for r in ranks) / made.code.weight_bytes
-        host = most * (made.code.state_bytes + made.code.reduce_bytes) / _shards(layout)
+        most = max(r["gradients"] for r in ranks) / made.code.gradient_bytes
+        host = most * (made.code.state_bytes + made.code.reduce_bytes)
+        host /= 1 if layout.zero_stage >= 2 else _shards(layout)
     return MemoryPrediction(ranks=ranks, host=host)
 
 
@@ -152,14 +170,17 @@ class _RankMemory:
     def __init__(self, shape: TransformerShape, layout: Layout, code: Implementation) -> None:
         self.shape, self.layout, self.code = shape, layout, code
         sizes = layout.sizes
-        self.block_weights = shape.block_weights(sizes.tensor, sizes.expert)
-        self.counts = [0] * sizes.pipeline
-        for blocks, owner in zip(layout.split(shape.layers), layout.owners, strict=True):
-            self.counts[owner] += blocks
+        self.spans = layout.spans(shape.layers)
+        self.counts = [sum(end - start for start, end in spans) for spans in self.spans]
         self.flight = in_flight(
             layout.schedule, sizes.pipeline, layout.microbatches, layout.virtual
         )
         self.kept = block_activations(shape, layout, code)
+        self.first_blocks: list[float] = []  # bytes kept of the first 0, 1, ... traced blocks
+        if isinstance(shape, TracedShape):
+            alone = {id(b): b for b in shape.blocks}  # equal ones are one object
+            each = {i: _traced([b], layout, code, layout.recompute) for i, b in alone.items()}
+            self.first_blocks = list(accumulate((each[id(b)] for b in shape.blocks), initial=0.0))
         self.moment = 0.0
         if layout.recompute != "none":
             self.moment = block_activations(shape, layout, code, whole=True) - self.kept
@@ -167,21 +188,40 @@ class _RankMemory:
     def rank(self, rank: int) -> dict[str, float]:
         """Return the bytes of a pipeline rank."""
         shape, layout, code = self.shape, self.layout, self.code
-        owners, count = layout.owners, self.counts[rank]
-        first, last = owners[0] == rank, owners[-1] == rank
-        ends = (first or last) if shape.tied else first + last
-        held = count * self.block_weights + ends * shape.table_weights / layout.sizes.tensor
+        first, last = layout.owners[0] == rank, layout.owners[-1] == rank
+        held, trained = (self._weights(rank, first, last, trained=t) for t in (False, True))
         loss = logit_bytes(shape, layout, code) if last else 0.0
         return {
-            **_states(layout, code, held),
-            "activations": self.kept * count * self.flight[rank],
+            **_states(layout, code, held, trained),
+            "activations": self._kept(rank, first) * self.flight[rank],
             "moment": max(self.moment, loss),
-            "buffers": _buffers(shape, layout, code, self.block_weights),
+            "buffers": _buffers(shape, layout, code),
         }
+
+    def _weights(self, rank: int, first: bool, last: bool, *, trained: bool) -> float:
+        shape, sizes = self.shape, self.layout.sizes
+        found = shape.end_weights(sizes.tensor, first=first, last=last, trained=trained)
+        for start, end in self.spans[rank]:
+            found += shape.span_weights(start, end, sizes.tensor, sizes.expert, trained=trained)
+        return found
+
+    def _kept(self, rank: int, first: bool) -> float:
+        """Return the bytes that the rank's blocks keep of a micro-batch."""
+        shape, layout, code = self.shape, self.layout, self.code
+        if not isinstance(shape, TracedShape):
+            return self.kept * self.counts[rank]
+        before = _traced([shape.before] if first else [], layout, code, "none")
+        return before + sum(
+            self.first_blocks[e] - self.first_blocks[s] for s, e in self.spans[rank]
+        )
 
 
 def logit_bytes(shape: TransformerShape, layout: Layout, code: Implementation) -> float:
     """Return the bytes of all copies of a micro-batch's logits at the peak of the loss."""
+    if isinstance(shape, TracedShape):
+        samples, after = layout.micro_batch / layout.sizes.context, shape.after
+        kept = _traced([after], layout, code, "none")
+        return kept + code.logit_bytes * samples * after.logits.local(layout)
     n = layout.micro_batch * shape.length / layout.sizes.context
     return code.logit_bytes * n * shape.vocab / layout.sizes.tensor
 
@@ -190,19 +230,17 @@ def _shards(layout: Layout) -> int:
     return layout.sizes.data_shard * layout.sizes.context
 
 
-def _states(layout: Layout, code: Implementation, held: float) -> dict[str, float]:
+def _states(layout: Layout, code: Implementation, held: float, trained: float) -> dict[str, float]:
     shards, stage = _shards(layout), layout.zero_stage
-    states = 0.0 if layout.offload else code.state_bytes * held
+    states = 0.0 if layout.offload else code.state_bytes * trained
     return {
         "weights": code.weight_bytes * held / (shards if stage == 3 else 1),
-        "gradients": code.gradient_bytes * held / (shards if stage >= 2 else 1),
+        "gradients": code.gradient_bytes * trained / (shards if stage >= 2 else 1),
         "states": states / (shards if stage >= 1 else 1),
     }
 
 
-def _buffers(
-    shape: TransformerShape, layout: Layout, code: Implementation, weights: float
-) -> float:
+def _buffers(shape: TransformerShape, layout: Layout, code: Implementation) -> float:
     """Return the bytes of messages on their way, of gathered blocks and of reduced gradients."""
     n = layout.micro_batch * shape.length / layout.sizes.context
     split = layout.sequence_parallel or code.sharded_p2p
@@ -210,7 +248,9 @@ def _buffers(
     messages = 4 * hidden if layout.sizes.pipeline > 1 else 0.0
     if layout.sizes.shares == 1:
         return messages
+    degrees = layout.sizes.tensor, layout.sizes.expert
+    reduced = code.reduce_bytes * shape.block_weights(*degrees, trained=True)
     if layout.zero_stage == 3:
         # The block at work, and the next one, which is gathered beside it.
-        return messages + 2 * code.gather_bytes * weights + code.reduce_bytes * weights
-    return messages + code.reduce_bytes * weights
+        return messages + 2 * code.gather_bytes * shape.block_weights(*degrees) + reduced
+    return messages + reduced

@@ -16,6 +16,7 @@ from lightning_par.planner.memory import MemoryPrediction, peak_bytes, predict_m
 from lightning_par.planner.profiles import DeviceProfile, reached
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
 from lightning_par.planner.step_time import make_clock, StepCost, StepTime
+from lightning_par.planner.traced_cost import cost_of_parts, TracedCost
 
 __all__ = ["Candidate", "Planner", "Rejection", "SearchResult"]
 
@@ -187,14 +188,14 @@ class Planner:
                     break
 
     def _estimate(self, layouts: list[Layout]) -> dict[Layout, float]:
-        blocks: dict[tuple[Any, ...], BlockCost] = {}
+        blocks: dict[tuple[Any, ...], BlockCost | TracedCost] = {}
         found = {}
         for one in layouts:
             key = _block_key(one)
             if key not in blocks:
                 busy = one.sizes.world_size
                 clock = make_clock(self.device, self.reached, self.code, busy)
-                blocks[key] = BlockCost(self.shape, one, self.code, clock)
+                blocks[key] = cost_of_parts(self.shape, one, self.code, clock)
             cost = StepCost(self.shape, one, self.device, self.code, self.reached, blocks[key])
             found[one] = cost.estimate()
         return found
@@ -202,7 +203,7 @@ class Planner:
     def _simulate(self, layout: Layout) -> Candidate:
         """Return the prediction with stages cut by time, unless these need too much memory."""
         advance("layouts")
-        even, cut = self.predict(layout), self._cut(layout)
+        even, cut = self.predict(layout), self.cut(layout)
         if cut.blocks == layout.split(self.shape.layers):
             return even
         found = self.predict(cut)
@@ -210,18 +211,15 @@ class Planner:
             return even
         return found
 
-    def _cut(self, layout: Layout) -> Layout:
+    def cut(self, layout: Layout) -> Layout:
         """Return the layout with the stages whose slowest one is fastest."""
         if layout.stages == 1:
             return layout
         cost = StepCost(self.shape, layout, self.device, self.code, self.reached)
-        block, first, last = (
-            cost.block.stage(1, first=ends[0], last=ends[1])
-            for ends in ((False, False), (True, False), (False, True))
-        )
-        unit = (block.forward + block.backward) / 1000
-        edges = [round((end.forward + end.backward) / unit) - 1000 for end in (first, last)]
-        cut = _partition(self.shape.layers, edges[0], edges[1], layout.stages)
+        blocks, ends = cost.block.chain(self.shape.layers)
+        unit = max(blocks) / 1000
+        first, last = (round(seconds / unit) for seconds in ends)
+        cut = _partition(tuple(round(b / unit) for b in blocks), first, last, layout.stages)
         return replace(layout, blocks=cut)
 
     # Why the others lost --------------------------------------------------------------------------
@@ -275,9 +273,9 @@ class Planner:
 
 
 @lru_cache(maxsize=1 << 10)
-def _partition(layers: int, first: int, last: int, stages: int) -> tuple[int, ...]:
-    """Return the exact partition of equal blocks of cost 1000, with two edges."""
-    return tuple(partition_blocks([1000] * layers, (first, last), stages))
+def _partition(blocks: tuple[int, ...], first: int, last: int, stages: int) -> tuple[int, ...]:
+    """Return the exact partition of blocks by their costs, with two edges."""
+    return tuple(partition_blocks(blocks, (first, last), stages))
 
 
 def _block_key(one: Layout) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ experts, L layers.
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import get_args, Literal
 
 from lightning_par.engine.pipeline.schedules import place_stages
@@ -86,10 +87,43 @@ class TransformerShape:
         """Weights of the embedding, V D; the head has as many."""
         return self.vocab * self.model_dim
 
-    def block_weights(self, tensor: int = 1, expert: int = 1) -> float:
-        """Return the weights of a block that one rank of these axes holds."""
+    def divides(self, tensor: int) -> bool:
+        """Tell whether a tensor-parallel degree is possible."""
+        return self.heads % tensor == 0 and self.kv_heads % tensor == 0
+
+    def block_weights(self, tensor: int = 1, expert: int = 1, *, trained: bool = False) -> float:
+        """Return the weights of a block that one rank of these axes holds.
+
+        Args:
+            tensor: Degree of the tensor axis.
+            expert: Degree of the expert axis.
+            trained: Count those that are trained, which here are all.
+        """
         experts = self.experts / expert + self.shared_experts
         return (self.attention_weights + experts * self.expert_weights) / tensor
+
+    def span_weights(
+        self, start: int, end: int, tensor: int = 1, expert: int = 1, *, trained: bool = False
+    ) -> float:
+        """Return the weights of the blocks `start` to `end` - 1 that one rank holds."""
+        return (end - start) * self.block_weights(tensor, expert, trained=trained)
+
+    def end_weights(self, tensor: int, *, first: bool, last: bool, trained: bool = False) -> float:
+        """Return the weights before and after the blocks that one rank holds.
+
+        Args:
+            tensor: Degree of the tensor axis.
+            first: Whether the rank has what is before the blocks.
+            last: Whether it has what is after them.
+            trained: Count those that are trained.
+        """
+        tables = (first or last) if self.tied else first + last
+        return tables * self.table_weights / tensor
+
+    @property
+    def tensor_sums(self) -> float:
+        """Sums of hidden states over the tensor axis in a block's forward."""
+        return 2.0
 
     @property
     def parameters(self) -> int:
@@ -123,6 +157,17 @@ def _split(layers: int, stages: int) -> tuple[int, ...]:
     order = sorted(range(stages), key=lambda s: (abs(2 * s - stages + 0.5), s))
     longer = set(order[:more])
     return tuple(few + (s in longer) for s in range(stages))
+
+
+@lru_cache(maxsize=1 << 12)
+def _spans(
+    blocks: tuple[int, ...], owners: tuple[int, ...], ranks: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    ends = tuple(accumulate(blocks))
+    for start, end, owner in zip((0, *ends), ends, owners, strict=False):
+        found[owner].append((start, end))
+    return tuple(map(tuple, found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +230,14 @@ class Layout:
     def samples(self) -> int:
         """Samples of a step, of all replicas."""
         return self.sizes.data * self.micro_batch * self.microbatches
+
+    def spans(self, layers: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return, for every pipeline rank, first and one-past-last block of its stages.
+
+        Args:
+            layers: L.
+        """
+        return _spans(self.split(layers), self.owners, self.sizes.pipeline)
 
     def split(self, layers: int) -> tuple[int, ...]:
         """Return the number of blocks of each stage; the outer stages, with table and head, get

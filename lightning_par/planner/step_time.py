@@ -9,6 +9,7 @@ from lightning_par.planner.operations import Clock, Collective, ranks_inside
 from lightning_par.planner.pipeline_time import pipeline_seconds, quick_pipeline
 from lightning_par.planner.profiles import DeviceProfile, reached
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
+from lightning_par.planner.traced_cost import cost_of_parts, TracedCost
 
 _CONTENTION = 0.1
 """Share of hidden traffic by which what hides it becomes slower."""
@@ -57,17 +58,13 @@ class StepCost:
         device: DeviceProfile,
         code: Implementation,
         constants: Constants,
-        block: BlockCost | None = None,
+        block: BlockCost | TracedCost | None = None,
         busy: float = 1.0,
     ) -> None:
         self.shape, self.layout, self.code, self._busy = shape, layout, code, busy
         self.clock = make_clock(device, constants, code, layout.sizes.world_size * busy)
-        self.block = block or BlockCost(shape, layout, code, self.clock)
-        blocks, last = layout.split(shape.layers), layout.stages - 1
-        kinds = [(count, i == 0, i == last) for i, count in enumerate(blocks)]
-        # Most stages are alike: each kind is computed once.
-        made = {k: self.block.stage(k[0], first=k[1], last=k[2]) for k in set(kinds)}
-        self.times = [made[kind] for kind in kinds]
+        self.block = block or cost_of_parts(shape, layout, code, self.clock)
+        self.times = self.block.stages(layout.split(shape.layers))
         self.message = self._message() if layout.sizes.pipeline > 1 else 0.0
 
     def _message(self) -> float:
@@ -79,14 +76,22 @@ class StepCost:
 
     # Replicas -------------------------------------------------------------------------------------
 
-    def held(self) -> float:
-        """Return the weights of the fullest rank's stages, before the replicas divide them."""
-        m, layout, t = self.shape, self.layout, self.layout.sizes.tensor
-        block = m.block_weights(t, layout.sizes.expert)
-        tables = m.table_weights / t * (2 if layout.sizes.pipeline == 1 and not m.tied else 1)
-        blocks = layout.split(m.layers)
-        fullest = max(sum(blocks[r :: layout.sizes.pipeline]) for r in range(layout.sizes.pipeline))
-        return fullest * block + tables
+    def held(self, *, trained: bool = False) -> float:
+        """Return the weights of the fullest rank's stages, before the replicas divide them.
+
+        Args:
+            trained: Count those that are trained: frozen ones have no gradient and no state.
+        """
+        m, layout, sizes = self.shape, self.layout, self.layout.sizes
+        fullest = max(
+            sum(
+                m.span_weights(start, end, sizes.tensor, sizes.expert, trained=trained)
+                for start, end in spans
+            )
+            for spans in layout.spans(m.layers)
+        )
+        alone = sizes.pipeline == 1
+        return fullest + m.end_weights(sizes.tensor, first=True, last=alone, trained=trained)
 
     def over_data(self, kind: Collective, size: float) -> float:
         """Return the time of a collective over the replicas, sharded first, then replicated."""
@@ -101,7 +106,7 @@ class StepCost:
 
     def replicas(self) -> float:
         """Return the time of gradients, and of weights back, outside of the micro-batches."""
-        code, held, stage = self.code, self.held(), self.layout.zero_stage
+        code, held, stage = self.code, self.held(trained=True), self.layout.zero_stage
         if stage == 0:
             return self.over_data("all_reduce", code.reduce_bytes * held)
         reduced = self.over_data("reduce_scatter", code.reduce_bytes * held)
@@ -112,13 +117,15 @@ class StepCost:
     def gathers(self) -> float:
         """Return the time in which ZeRO stage 3 gathers a block twice and sums its gradients."""
         sizes = self.layout.sizes
-        held = self.shape.block_weights(sizes.tensor, sizes.expert)
+        weights = self.shape.block_weights
+        held = weights(sizes.tensor, sizes.expert)
+        trained = weights(sizes.tensor, sizes.expert, trained=True)
         gathered = 2 * self.over_data("all_gather", self.code.gather_bytes * held)
-        return gathered + self.over_data("reduce_scatter", self.code.reduce_bytes * held)
+        return gathered + self.over_data("reduce_scatter", self.code.reduce_bytes * trained)
 
     def optimizer(self) -> float:
         """Return the time of the update of what this rank owns, and of the norm of gradients."""
-        sizes, held = self.layout.sizes, self.held()
+        sizes, held = self.layout.sizes, self.held(trained=True)
         owned = held / (sizes.data_shard * sizes.context if self.layout.zero_stage else 1)
         traffic = self.code.step_traffic * owned + 8 * held
         if self.layout.offload:
@@ -144,9 +151,11 @@ class StepCost:
             reductions, gathers = layout.microbatches, 2 * layout.microbatches
         elif layout.zero_stage == 2:
             reductions = layout.microbatches
-        held = self.held()
-        sent = (reductions * code.reduce_bytes + gathers * code.gather_bytes) * held
-        copied = 2 * code.reduce_bytes * held / shares
+        trained = self.held(trained=True)
+        # Stages below 3 gather what the optimizer has changed; stage 3 gathers all there is.
+        gathered = self.held() if layout.zero_stage == 3 else trained
+        sent = reductions * code.reduce_bytes * trained + gathers * code.gather_bytes * gathered
+        copied = 2 * code.reduce_bytes * trained / shares
         return {
             "pp": 2
             * layout.microbatches
@@ -158,7 +167,7 @@ class StepCost:
             "dp_shard x cp": _sent(shares, sent),
             "cp": (sizes.context - 1) * passes * (3 + again) * keys,
             "ep": _sent(sizes.expert, 2 * of_tokens * m.experts_per_token / sizes.tensor),
-            "tp": _sent(sizes.tensor, 4 * of_tokens),
+            "tp": _sent(sizes.tensor, 2 * m.tensor_sums * of_tokens),
         }
 
     # The step -------------------------------------------------------------------------------------
@@ -208,7 +217,9 @@ class StepCost:
             blocks = max(layout.split(self.shape.layers)) * layout.stages_per_rank
             traffic = m * blocks * self.gathers()
         elif layout.zero_stage == 2 and m > 1:
-            traffic = m * self.over_data("reduce_scatter", self.code.reduce_bytes * self.held())
+            traffic = m * self.over_data(
+                "reduce_scatter", self.code.reduce_bytes * self.held(trained=True)
+            )
         else:
             # Gradients are whole in the last backward only; weights are gathered by the first
             # forward.

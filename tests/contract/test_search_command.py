@@ -1,11 +1,13 @@
 """``lightning-par search`` and ``forecast``: text, JSON, and a file that ``fit`` runs."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.support.cli_scripts import command, run_command
@@ -119,11 +121,56 @@ def test_shapes_are_read_from_every_kind_of_model(
         assert layout["micro_batch"] * layout["microbatches"] * data_size >= samples
 
 
+def fit(rank: int, world: int, config: Path, folder: Path) -> dict[str, Any]:
+    """Run ``fit`` and return the weights of the whole module."""
+    from lightning_par.commands.parallel_cli import make_cli
+
+    with contextlib.chdir(folder):
+        model = make_cli(["fit", f"--config={config}"]).model
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("model", "ranks"), [("LoggedEncoder", 4), ("TorchEncoder", 2)])
+def test_a_model_without_a_configuration_trains_as_found_like_one_process(
+    model: str, ranks: int, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    settings = yaml.safe_load(TINY)
+    trainer = settings["trainer"] | {"precision": "64-true", "max_steps": 3, "callbacks": []}
+    trainer |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    settings["trainer"] = trainer | {"limit_val_batches": 0, "enable_model_summary": False}
+    users = "tests.support.models.user_encoders"
+    settings["model"] = {"class_path": f"{users}.{model}"}
+    settings["data"] = {"class_path": f"{users}.LabeledTokens", "init_args": {"batch_size": 4}}
+    asked, found, whole = (tmp_path / f"{name}.yaml" for name in ("asked", "found", "whole"))
+    asked.write_text(yaml.safe_dump(settings))
+    words = ("--config", asked, "--devices", ranks, "--samples", 8, "--out", found, "--json")
+    status, said, _ = command(monkeypatch, capsys, "search", *words)
+    assert status == 0
+    assert json.loads(said)["considered"] > 10
+    results = run_ranks(fit, ranks, found, tmp_path)
+    chosen = yaml.safe_load(found.read_text())
+    replicas = chosen["trainer"]["strategy"]["init_args"]["data_parallel_size"]
+    batches = chosen["trainer"]["accumulate_grad_batches"]
+    assert chosen["data"]["init_args"]["batch_size"] * replicas * batches == 8
+    settings["trainer"] |= {"strategy": "auto", "accumulate_grad_batches": batches}
+    settings["data"]["init_args"] = {"batch_size": 8 // batches, "alone": replicas > 1}
+    whole.write_text(yaml.safe_dump(settings))
+    wanted = run_ranks(fit, 1, whole, tmp_path)[0]
+    for result in results:
+        torch.testing.assert_close(result, wanted, rtol=0, atol=1e-10)
+
+
 def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ("--config", config, "--device", "h1000")
     status, _, said = command(monkeypatch, capsys, "search", *words)
     assert status == 1
     assert "device 'h1000' has no profile; did you mean 'h100'?" in said
+    own = config.with_name("own.yaml")
+    own.write_text(TINY[: TINY.index("data:")] + "data: null\n")
+    status, _, said = command(monkeypatch, capsys, "search", "--config", own)
+    assert status == 1
+    assert "data: null leaves the samples of a batch to the model" in said
     words = ("--config", config, "--devices", 2, "--trainer.strategy=auto_parallel")
     status, _, said = command(monkeypatch, capsys, "forecast", *words)
     assert status == 1

@@ -39,6 +39,8 @@ ORDER = """
     engine.memory  engine.grad_scaler
     profiling  huggingface  planner
     plan.lookup  plan.inference
+    planner.step_recorder
+    planner.block_trace
     strategies  models
     callbacks  verification  demo
     planner.rehearsal.known_results

@@ -115,9 +115,9 @@ function memory(m, l, code) {
   const most = Math.max(...ranks.map((r) => sum(r)));
   const at = ranks.findIndex((r) => sum(r) === most);
   // The states and a copy of the gradients.
-  const onHost = (code.state_bytes + code.reduce_bytes) / (s.data_shard * s.context);
-  const held = Math.max(...ranks.map((r) => r.weights)) / code.weight_bytes;
-  const host = l.offload ? held * onHost : 0;
+  const held = Math.max(...ranks.map((r) => r.gradients)) / code.gradient_bytes;
+  const shards = l.zero_stage >= 2 ? 1 : s.data_shard * s.context; // stage 2 has divided them
+  const host = l.offload ? (held * (code.state_bytes + code.reduce_bytes)) / shards : 0;
   return { ranks, peak: most, peak_rank: at, host };
 }
 

@@ -1,13 +1,14 @@
 """Examples for a trace: given, kept by the model, or guessed from its first layers."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-__all__ = ["call_model", "guess_examples"]
+__all__ = ["call_model", "guess_examples", "runs_of"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _TOKENS, _SIZES = (16, 4), (224, 32, 64, 384, 256, 28)
@@ -23,6 +24,30 @@ def call_model(model: nn.Module, example: Any) -> Any:
     if isinstance(example, Mapping):
         return model(**example)
     return model(*example) if isinstance(example, tuple) else model(example)
+
+
+def runs_of(model: nn.Module, example: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    """Give ways to run a model, each with what it takes, the likely ones first.
+
+    Args:
+        model: A module, perhaps a LightningModule.
+        example: Of a module with a `training_step`, a batch for it; of any other, see `call_model`.
+            None: guesses, for its forward.
+    """
+    step: Any = getattr(model, "training_step", None)
+    if example is None:
+        yield from ((partial(call_model, model), guess) for guess in guess_examples(model))
+    elif step is not None:
+        yield partial(_step, model, step), example
+    else:
+        yield partial(call_model, model), example
+
+
+def _step(model: nn.Module, step: Callable[..., Any], batch: Any) -> Any:
+    """Run a training step that logs nothing; the state of the model is restored by the trace."""
+    model.__dict__["log"] = model.__dict__["log_dict"] = lambda *args, **options: None
+    result = step(batch, 0)
+    return result.get("loss") if isinstance(result, Mapping) else result
 
 
 def guess_examples(model: nn.Module) -> Iterator[Any]:

@@ -1,14 +1,14 @@
 """`infer_plan`: the plan of a model by its structure, for models that declare none."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_par.plan.inference.batch_layout import read_layout, token_entries
-from lightning_par.plan.inference.examples import call_model, guess_examples
+from lightning_par.plan.inference.examples import runs_of
 from lightning_par.plan.inference.pipeline_cut import Cut, find_cut
 from lightning_par.plan.inference.tensor_groups import (
     find_groups,
@@ -88,17 +88,8 @@ def _tokens(trace: Trace, layout: BatchLayout) -> dict[str, int]:
 def _find_trace(model: nn.Module, example: Any) -> tuple[Trace | None, bool, str]:
     """Return the first trace that succeeds, whether it is one of a step, or why none did."""
     reason = "nothing says what its forward takes; pass example=, or set example_input_array."
-    step: Any = getattr(model, "training_step", None)
-    tries: list[tuple[Callable[[Any], Any], Any]] = []
-    if example is not None and step is not None:
-        tries.append((lambda batch: _step(model, step, batch), example))
-    elif example is not None:
-        tries.append((lambda given: call_model(model, given), example))
-    if example is None:
-        tries += [
-            (lambda given: call_model(model, given), guess) for guess in guess_examples(model)
-        ]
-    for run, given in tries:
+    is_step = example is not None and hasattr(model, "training_step")
+    for run, given in runs_of(model, example):
         try:
             trace = trace_forward(model, run, given)
         except Exception as error:  # whatever a stranger's forward raises
@@ -106,15 +97,8 @@ def _find_trace(model: nn.Module, example: Any) -> tuple[Trace | None, bool, str
             reason = " ".join(reason.split())[:400]
             continue
         if trace.result:
-            return trace, example is not None and step is not None, ""
+            return trace, is_step, ""
     return None, False, reason
-
-
-def _step(model: nn.Module, step: Callable[..., Any], batch: Any) -> Any:
-    """Run a training step that logs nothing; the state of the model is restored by the trace."""
-    model.__dict__["log"] = model.__dict__["log_dict"] = lambda *args, **options: None
-    result = step(batch, 0)
-    return result.get("loss") if isinstance(result, Mapping) else result
 
 
 class _Styles:

@@ -18,8 +18,8 @@ from lightning_par.engine.memory.measured import available_memory
 from lightning_par.errors import ConfigurationError, LightningParError, MeshError
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.planner.block_trace import shape_of
 from lightning_par.planner.layouts import divisors, LayoutSpace, PIPELINED
-from lightning_par.planner.model_shape import find_shape
 from lightning_par.planner.profiles import DeviceProfile, implementation
 from lightning_par.planner.run_settings import strategy_settings
 from lightning_par.planner.search import Candidate, Planner
@@ -30,6 +30,7 @@ from lightning_par.strategies.auto.training_data import look_at_data, TrainingDa
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.block_wrapping import check_recomputation
 from lightning_par.strategies.setup.checks import check_module, check_trainer
+from lightning_par.strategies.setup.inferred_plan import first_samples, infer_for_run
 from lightning_par.strategies.setup.memory_check import MemoryCheck
 from lightning_par.strategies.step.batch_statistics import refuse_parts, training_batchnorms
 from lightning_par.upstream.lightning import synchronizes_batchnorm
@@ -215,8 +216,16 @@ class LayoutChooser:
         code = implementation(str(self.trainer.precision), device)
         if self.device.type == "cpu":  # whose cores also send
             code = replace(code, overlap_data=False, async_p2p=False)
-        shape = find_shape(self.module, self._data.length)
+        shape = shape_of(
+            self.module,
+            self._data.length,
+            plan=lambda: self.options.plan or find_plan(self.module) or self._inferred(),
+            example=lambda: first_samples(self.module),
+        )
         return Planner(shape=shape, device=_in_words(device, code.activation_bytes), code=code)
+
+    def _inferred(self) -> ParallelPlan:
+        return infer_for_run(self.module, ParallelSizes(tensor=2, pipeline=2))
 
     def _ranked(
         self, planner: Planner, refusals: dict[tuple[Any, ...], str]

@@ -1,0 +1,209 @@
+"""Traces a step of a model of the user's own and reads the shape of its parts.
+
+Nothing is computed of a large model: its tensors are on the meta device. Operators are seen with
+the package's FLOP counter, what autograd keeps by its hooks for saved tensors, and what the tensor
+axis divides by following the shards from modules that make them to those that take them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn, Tensor
+
+from lightning_par.errors import ConfigurationError, PlanError
+from lightning_par.plan.inference.examples import runs_of
+from lightning_par.plan.inference.tracing import input_paths, trace_forward
+from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
+from lightning_par.plan.tensor_styles import TENSOR_STYLES
+from lightning_par.planner.model_shape import find_shape
+from lightning_par.planner.shapes import TransformerShape
+from lightning_par.planner.step_recorder import AFTER, BEFORE, RecordedPart, StepRecorder
+from lightning_par.planner.traced_shape import (
+    Amount,
+    Cut,
+    TracedPart,
+    TracedShape,
+)
+from lightning_par.sizes import ParallelSizes
+
+__all__ = ["shape_of", "trace_shape"]
+
+_DEGREES = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 36, 64, 72)
+"""Tensor-parallel degrees that are looked at: the sizes of nodes and their divisors."""
+
+
+def shape_of(
+    module: nn.Module,
+    length: int | None = None,
+    *,
+    plan: Callable[[], ParallelPlan],
+    example: Callable[[], Any],
+) -> TransformerShape:
+    """Return the shape of a model: from its configuration, if that describes it, or from a trace.
+
+    What a configuration does not tell is traced: frozen weights, and models that are none of equal
+    blocks.
+
+    Args:
+        module: Parameters may be on meta.
+        length: T; None: the longest that a configuration allows, or that of the example.
+        plan: Returns the plan; called where a trace is needed.
+        example: Returns what `trace_shape` takes; likewise.
+
+    Raises:
+        ConfigurationError: There is no such configuration, and the step cannot be traced.
+    """
+    unread = ""
+    if all(parameter.requires_grad for parameter in module.parameters()):
+        try:
+            return find_shape(module, length)
+        except ConfigurationError as error:
+            unread = f"{error.message}; and "
+    try:
+        return trace_shape(module, plan(), example(), length)
+    except ConfigurationError as error:
+        raise ConfigurationError("LP907", unread + error.message) from None
+
+
+def trace_shape(
+    model: nn.Module, plan: ParallelPlan, example: Any, length: int | None = None
+) -> TracedShape:
+    """Return the shape of a model from a trace of its step.
+
+    Args:
+        model: A module, perhaps a LightningModule; parameters may be on meta. It is not changed.
+        plan: Its own, or the one inferred from its structure.
+        example: As for `infer_plan`: a few samples of the training data; None: a guess.
+        length: T of a sample; None: as many as enter the first block.
+
+    Raises:
+        ConfigurationError: The step cannot be traced, or routes tokens to experts.
+    """
+    name = type(model).__name__
+    if plan.experts:
+        raise ConfigurationError(
+            "LP907",
+            f"{name} routes tokens to experts, whose work no trace tells: give it a `config` with "
+            "the sizes, such as MixtralConfig",
+        )
+    resolved = resolve_plan(model, plan)
+    recorder, samples, reason = None, 1, "nothing says what its forward takes"
+    for run, given in runs_of(model, example):
+        recorder = StepRecorder(model, resolved)
+        try:
+            trace_forward(model, recorder.recorded(run), given)
+        except Exception as error:  # whatever a stranger's forward raises
+            recorder, reason = None, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            continue
+        samples = _samples(given, plan)
+        break
+    if recorder is None:
+        raise ConfigurationError(
+            "LP907",
+            f"no step of {name} could be traced ({reason}). Give it data with a sample to look "
+            "at, or set example_input_array; or a `config` with the sizes of a transformer, such "
+            "as GPTConfig",
+        )
+    return _shape(model, resolved, recorder, samples, length)
+
+
+def _samples(example: Any, plan: ParallelPlan) -> int:
+    """Return the number of samples of an example."""
+    for path, tensor in input_paths(example):
+        if tensor.ndim and path not in plan.batch.whole:
+            return max(1, tensor.shape[plan.batch.batch_dims.get(path, 0)])
+    return 1
+
+
+def _shape(
+    model: nn.Module,
+    resolved: ResolvedPlan,
+    recorder: "StepRecorder",
+    samples: int,
+    length: int | None,
+) -> TracedShape:
+    weights = _Weights(model, resolved)
+    known: dict[TracedPart, TracedPart] = {}
+
+    def part(place: int) -> TracedPart:
+        made = recorder.parts.setdefault(place, RecordedPart()).freeze(samples, *weights.of(place))
+        return known.setdefault(made, made)  # equal blocks are one object
+
+    # Without blocks, the whole model is one, which nothing can cut.
+    blocks = tuple(map(part, range(max(1, len(resolved.block_names)))))
+    before, after = part(BEFORE), part(AFTER)
+    entered = blocks[0].entered.total
+    tokens, width = recorder.hidden or (1, 1)
+    tokens = length or tokens
+    attentions = [a for b in blocks for a in b.attentions]
+    return TracedShape(
+        layers=len(blocks),
+        model_dim=max(1, round(entered / tokens)) if entered else width,
+        heads=max([1, *(round(a.heads) for a in attentions)]),
+        head_dim=max([1, *(round(a.width) for a in attentions)]),
+        ff_dim=1,
+        length=tokens,
+        vocab=max(1, round((after.logits.total + blocks[-1].logits.total) / tokens)),
+        blocks=blocks,
+        before=before,
+        after=after,
+        shared=weights.shared(trained=False),
+        shared_trained=weights.shared(trained=True),
+        tensor_degrees=_degrees(model, resolved.plan),
+    )
+
+
+def _degrees(model: nn.Module, plan: ParallelPlan) -> tuple[int, ...]:
+    """Return the tensor-parallel degrees that a plan allows."""
+    found = [1]
+    for degree in _DEGREES if plan.tensor else ():
+        try:
+            check_plan(model, plan, ParallelSizes(tensor=degree))
+        except PlanError:
+            continue
+        found.append(degree)
+    return tuple(found)
+
+
+class _Weights:
+    """The parameters of each part, by what divides them."""
+
+    def __init__(self, model: nn.Module, resolved: ResolvedPlan) -> None:
+        self._blocks = resolved.block_names
+        places = {"first": BEFORE, "last": AFTER, "every": BEFORE}
+        self._units = {fqn: places[place] for fqn, place in resolved.units.items()}
+        self._held: dict[int, dict[int, tuple[Tensor, Cut]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            owner, _, own = name.rpartition(".")
+            style = resolved.styles.get(owner)
+            divided = style is not None and TENSOR_STYLES[style].sharded_dim(own) is not None
+            held = self._held.setdefault(self._place(name), {})
+            held.setdefault(id(parameter), (parameter, "tensor" if divided else "whole"))
+
+    def _place(self, name: str) -> int:
+        for number, block in enumerate(self._blocks):
+            if name.startswith(block + "."):
+                return number
+        for unit, place in self._units.items():
+            if name == unit or name.startswith(unit + "."):
+                return place
+        return BEFORE if self._blocks else 0
+
+    def of(self, place: int) -> tuple[Amount, Amount]:
+        """Return the parameters of a part, and those of them that are trained."""
+        held = list(self._held.get(place, {}).values())
+        return _amount(held), _amount([h for h in held if h[0].requires_grad])
+
+    def shared(self, *, trained: bool) -> Amount:
+        """Return what is before the blocks and after them, too."""
+        before, after = (self._held.get(place, {}) for place in (BEFORE, AFTER))
+        both = [held for key, held in before.items() if key in after]
+        return _amount([h for h in both if h[0].requires_grad or not trained])
+
+
+def _amount(held: Sequence[tuple[Tensor, Cut]]) -> Amount:
+    sizes = {"tensor": 0, "whole": 0}
+    for parameter, cut in held:
+        sizes[cut] += parameter.numel()
+    return Amount(tensor=sizes["tensor"], whole=sizes["whole"])

@@ -1,0 +1,354 @@
+"""Records the operators of a step by the part of a model that calls them: see `block_trace`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn, Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_par.plan.inference.tracing import tensors_in
+from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.planner.traced_shape import (
+    Amount,
+    Cut,
+    TracedAttention,
+    TracedPart,
+    TracedProduct,
+)
+from lightning_par.profiling.flops import FlopCounter
+from lightning_par.upstream.dispatch import operator_schema
+from lightning_par.upstream.functions import replaced
+from lightning_par.upstream.tensor import storage_key
+
+__all__ = ["AFTER", "BEFORE", "RecordedPart", "StepRecorder"]
+
+_WHOLE = ("gather_sequence", "experts", "whole_sequence", "whole_inside")
+"""Styles of modules that compute on all tokens."""
+_SHARDS = ("colwise", "colwise_alone", "colwise_transposed", "fused_qkv_transposed", "vocab_head")
+"""Styles of modules whose output is a shard."""
+_SUMS = ("rowwise", "rowwise_transposed", "vocab_embedding")
+"""Styles of modules whose partial outputs are summed."""
+BEFORE, AFTER = -1, -2
+"""Where a step is outside of the blocks, which have numbers."""
+
+
+@dataclass(eq=False)
+class RecordedPart:
+    """What is recorded of a part; see `TracedPart`."""
+
+    products: list[TracedProduct] = field(default_factory=list)
+    attentions: list[TracedAttention] = field(default_factory=list)
+    words: dict[tuple[str, Cut], float] = field(default_factory=dict)
+    summed: float = 0.0
+    gathered: float = 0.0
+    kernels: int = 0
+
+    def add(self, what: str, cut: Cut, words: float) -> None:
+        """Add words to one of the amounts of `TracedPart`."""
+        self.words[what, cut] = self.words.get((what, cut), 0.0) + words
+
+    def freeze(self, samples: int, weights: Amount, trained: Amount) -> TracedPart:
+        """Return the part, for one sample."""
+
+        def amount(what: str) -> Amount:
+            cuts: tuple[Cut, ...] = ("tensor", "tokens", "whole")
+            return Amount(*(self.words.get((what, cut), 0.0) / samples for cut in cuts))
+
+        names = ("traffic", "gradient_traffic", "saved", "kept", "entered", "logits")
+        return TracedPart(
+            products=tuple(_for_one(p, samples) for p in self.products),
+            attentions=tuple(_for_one(a, samples) for a in self.attentions),
+            **{name: amount(name) for name in names},
+            summed=self.summed / samples,
+            gathered=self.gathered / samples,
+            kernels=self.kernels,
+            weights=weights,
+            trained=trained,
+        )
+
+
+def _for_one(made: Any, samples: int) -> Any:
+    """Return a product or attention of a batch as that of one sample."""
+    given = dict(vars(made))
+    name = "rows" if isinstance(made, TracedProduct) else "heads"
+    return type(made)(**{**given, name: given[name] / samples})
+
+
+class StepRecorder(FlopCounter):
+    """Records the operators of a step by the part of the model that calls them."""
+
+    def __init__(self, model: nn.Module, resolved: ResolvedPlan) -> None:
+        super().__init__()
+        self._model, self._resolved = model, resolved
+        self._number = {name: number for number, name in enumerate(resolved.block_names)}
+        self.parts: dict[int, RecordedPart] = {}
+        self.hidden: tuple[int, int] | None = None
+        self._stack: list[str] = []
+        self._place = 0 if not self._number else BEFORE
+        self.attends = False
+        # By the key of a storage; kept alive, as keys are used again.
+        self._alive: dict[int, Any] = {}
+        self._parameters: dict[int, bool] = {}
+        self._cuts: dict[int, Cut] = {}
+        self._needs: dict[int, bool] = {}
+        self._saved: set[int] = set()
+        self._logits: set[int] = set()
+        self._masks: set[int] = set()
+
+    def recorded(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a function that runs a step and records it."""
+
+        def inside(given: Any) -> Any:
+            with ExitStack() as stack:
+                for parameter in self._model.parameters():
+                    self._parameters[self._key(parameter)] = parameter.requires_grad
+                stack.enter_context(self._hooked())
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+                )
+                attend = F.scaled_dot_product_attention
+                stack.enter_context(
+                    replaced(F, "scaled_dot_product_attention", _Attention(self, attend).call)
+                )
+                stack.enter_context(_Attention(self, attend))
+                stack.enter_context(self)
+                return run(given)
+
+        return inside
+
+    # Where the step is ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        handles = []
+        for fqn, module in self._model.named_modules():
+
+            def before(_: nn.Module, args: Any, kwargs: Any, fqn: str = fqn) -> None:
+                self._stack.append(fqn)
+                if fqn in self._number:
+                    self._enter_block(fqn, tensors_in((args, kwargs)))
+
+            def after(_: nn.Module, args: Any, output: Any, fqn: str = fqn) -> None:
+                self._stack.pop()
+                self._leave(fqn, tensors_in(output))
+                if self._resolved.block_names[-1:] == (fqn,):
+                    self._place = AFTER
+
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter_block(self, fqn: str, given: list[Tensor]) -> None:
+        self._place = self._number[fqn]
+        hidden = next((t for t in given if t.is_floating_point()), None)
+        if hidden is None:
+            return
+        self._part.add("entered", self._cut(hidden), hidden.numel())
+        if self.hidden is None and hidden.ndim == 3:
+            self.hidden = hidden.shape[1], hidden.shape[2]
+
+    def _leave(self, fqn: str, outputs: list[Tensor]) -> None:
+        """Follow a module of a style: its output is a shard, or is whole again."""
+        style = self._resolved.styles.get(fqn)
+        words = sum(t.numel() for t in outputs[:1])
+        if style in _SHARDS:
+            cut: Cut = "tensor"
+        elif style in _SUMS or style == "colwise_gather_output":
+            cut = self._region(style in _SUMS)
+            if style in _SUMS:
+                self._part.summed += words
+            else:
+                self._part.gathered += words
+        else:
+            return
+        for tensor in outputs:
+            self._cuts[self._key(tensor)] = cut
+
+    @property
+    def _part(self) -> RecordedPart:
+        return self.parts.setdefault(self._place, RecordedPart())
+
+    def _region(self, leaves: bool = False) -> Cut:
+        """Return what divides a tensor that no shard went into.
+
+        Args:
+            leaves: Whether it leaves a container of shards, and is cut along T again.
+        """
+        region = self._resolved.plan.sequence_region
+        if region == "none" or (region == "blocks" and self._place < 0):
+            return "whole"
+        if leaves:
+            return "tokens"
+        styles = (self._resolved.styles.get(fqn) for fqn in self._stack)
+        return "whole" if any(style in _WHOLE for style in styles) else "tokens"
+
+    # What an operator does ------------------------------------------------------------------------
+
+    def _key(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        self._alive.setdefault(key, storage)
+        return key
+
+    def _cut(self, tensor: Tensor) -> Cut:
+        return self._cuts.get(self._key(tensor)) or self._region()
+
+    def _on_operator(
+        self, func: Any, args: Any, kwargs: Any, result: Any, flops: int | None
+    ) -> None:
+        if self.attends:
+            return
+        given, made = tensors_in((args, kwargs)), tensors_in(result)
+        name = operator_schema(func).name.rpartition("::")[2]
+        new = {self._key(t) for t in made} - {self._key(t) for t in given}
+        if not made or not (new or operator_schema(func).is_mutable):
+            return  # a view
+        activations = [t for t in given if self._key(t) not in self._parameters]
+        sharded = any(self._cuts.get(self._key(t)) == "tensor" for t in activations)
+        cut: Cut = "tensor" if sharded else self._region()
+        needs = torch.is_grad_enabled() and any(self._is_needed(t) for t in given)
+        for key in new:
+            self._cuts[key], self._needs[key] = cut, needs
+        if name == "bernoulli_":  # which a device draws with the product
+            self._masks.add(self._key(made[0]))
+        elif name.startswith(("empty", "new_empty")) or self._key(made[0]) in self._masks:
+            return
+        elif flops is not None:
+            self._multiply(given, made[0], flops, cut)
+        else:
+            self._stream(name, given, made, cut, needs)
+
+    def _is_needed(self, tensor: Tensor) -> bool:
+        key = self._key(tensor)
+        return self._parameters.get(key, self._needs.get(key, False))
+
+    def _multiply(self, given: list[Tensor], out: Tensor, flops: int, cut: Cut) -> None:
+        columns = out.shape[1 if len(given) > 1 and given[1].ndim > 3 else -1]
+        weights = [t for t in given[:3] if self._key(t) in self._parameters]
+        others = [t for t in given[:3] if self._key(t) not in self._parameters]
+        divided: Any = {"tensor": "rows", "tokens": "tokens", "whole": "nothing"}[cut]
+        style = self._resolved.styles.get(self._stack[-1]) if self._stack else None
+        if style in (*_SHARDS, "colwise_gather_output"):
+            divided, cut = "columns", "tensor"
+        elif style in _SUMS:
+            divided = "inner"
+        # Of two activations, the second one needs a gradient as a weight does.
+        second = [*weights, *others[1:]][:1]
+        self._part.products.append(
+            TracedProduct(
+                rows=out.numel() / columns,
+                columns=columns,
+                inner=flops / (2 * out.numel()),
+                divided=divided,
+                needs_input=any(self._is_needed(t) for t in others[:1]),
+                needs_weight=any(self._is_needed(t) for t in second),
+            )
+        )
+        self._part.kernels += 1
+        self._part.add("kept", self._region(True) if style in _SUMS else cut, out.numel())
+
+    def _stream(
+        self, name: str, given: list[Tensor], made: list[Tensor], cut: Cut, needs: bool
+    ) -> None:
+        self._part.kernels += 1
+        if name == "_log_softmax" and (self._place == AFTER or not self._number):
+            self._logits.add(self._key(made[0]))
+            self._part.add("logits", cut, made[0].numel())
+            return
+        if any(self._key(t) in self._logits for t in given):
+            return  # it reads an entry of each row
+        most = max(t.numel() for t in made)
+        words = sum(_words(t) for t in made)
+        # Of a table, the rows that are looked up.
+        words += sum(min(_words(t), most) for t in given)
+        self._part.add("traffic", cut, words)
+        if needs:
+            self._part.add("gradient_traffic", cut, words)
+
+    def attend(
+        self, call: Callable[[], Tensor], q: Tensor, k: Tensor, v: Tensor, *, causal: bool
+    ) -> Tensor:
+        """Record a call of fused attention, whatever it is made of on this device."""
+        needs = torch.is_grad_enabled() and any(self._is_needed(t) for t in (q, k, v))
+        cut = self._cut(q)
+        self.attends = True
+        try:
+            out = call()
+            if q.ndim == 4 and q.transpose(1, 2).is_contiguous():
+                # As fused kernels lay it out: heads are joined again without a copy.
+                out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        finally:
+            self.attends = False
+        self._cuts[self._key(out)], self._needs[self._key(out)] = cut, needs
+        for tensor in (q, k, v, out) if needs else ():
+            self._keep(tensor)
+        heads = q.shape[:-2].numel()
+        self._part.attentions.append(
+            TracedAttention(
+                heads=heads,
+                queries=q.shape[-2],
+                keys=k.shape[-2],
+                width=q.shape[-1],
+                causal=causal,
+                cut=cut,
+                needs=needs,
+            )
+        )
+        self._part.kernels += 1
+        # Queries, keys and values are products, or made of them.
+        self._part.add("kept", cut, out.numel())
+        return out
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        """Count what autograd keeps, each storage once."""
+        if not self.attends:
+            self._keep(tensor)
+        return tensor
+
+    def _keep(self, tensor: Tensor) -> None:
+        key = self._key(tensor)
+        if key not in self._saved and key not in self._parameters and key not in self._logits:
+            self._saved.add(key)
+            width = 0.5 if key in self._masks else 1.0
+            self._part.add("saved", self._cut(tensor), width * _words(tensor))
+
+
+class _Attention(TorchFunctionMode):
+    """Gives calls of `F.scaled_dot_product_attention` to a recorder, however they are imported."""
+
+    def __init__(self, recorder: StepRecorder, original: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._recorder, self._original = recorder, original
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is self._original and not self._recorder.attends:
+            return self.call(*args, **options)
+        return func(*args, **options)
+
+    def call(self, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Tensor:
+        """Stand for the function itself, which torch's own layers look up in its module."""
+        causal = bool(options.get("is_causal", more[2] if len(more) > 2 else False))
+
+        def run() -> Tensor:
+            return self._original(query, key, value, *more, **options)
+
+        return self._recorder.attend(run, query, key, value, causal=causal)
+
+
+def _words(tensor: Tensor) -> float:
+    """Return the size of a tensor in numbers of activations, of whose width a flag is a half."""
+    count = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
+    if tensor.is_floating_point():
+        return float(count)
+    return count / 2 if tensor.dtype == torch.bool else count * tensor.element_size() / 4
