@@ -1,5 +1,6 @@
 """Islands inside Lightning: when an island meets the others, and which weights the Trainer sees."""
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,8 @@ from lightning_par.upstream.lightning import callbacks_of
 __all__ = ["IslandRounds"]
 
 _log = logging.getLogger(__name__)
+_LONGEST_PLACE = 1 << 16
+"""Bytes of the longest place in the data, which the server keeps for every island."""
 
 
 class IslandRounds(Callback):
@@ -57,8 +60,9 @@ class IslandRounds(Callback):
         self._outer, self._processes, self._saving, self._model = outer, processes, saving, model
         self.client: IslandClient | None = None
         self.exchanges: list[Exchange] = []
-        self._is_warned = False
-        self._samples = self._steps = self._missed = 0
+        self._is_warned = self._is_placeless = False
+        self._samples = self._steps = 0
+        self._missed: dict[str, int] = {}
         self._own: list[tuple[Tensor, Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callback:
@@ -108,9 +112,13 @@ class IslandRounds(Callback):
         mine = sends[self._processes.rank]
         self.client = IslandClient(self._outer, place, pieces, mine, frozenset(trained))
         self.exchanges = self.client.exchanges
-        self.client.step = self._steps = trainer.global_step
+        self.client.step, epoch = trainer.global_step, trainer.current_epoch
         self.client.join()
-        self._samples, self._missed = 0, self.client.step - trainer.global_step
+        self._samples, self._missed = 0, {"step": self.client.step - trainer.global_step}
+        if self.client.place is not None:
+            _resume(trainer, self.client.place)
+        self._missed["epoch"] = trainer.current_epoch - epoch
+        self._steps = trainer.global_step
         _log.info("island %d begins at step %d", place.island, self.client.step)
 
     def _gather(self, held: list[Any]) -> list[list[Any]]:
@@ -142,12 +150,34 @@ class IslandRounds(Callback):
         self._catch_up(trainer)
         exchanges, rounds = client.exchanges_next, client.rounds
         self._model().sharding.release()
-        client.after_step(self._count_samples() if exchanges else 0)
+        if exchanges:
+            client.after_step(self._count_samples(), self._place(trainer))
+        else:
+            client.after_step(0)
         # At its own last step Lightning ends a run by itself, and does not validate once more.
         if client.rounds > rounds and trainer.global_step < trainer.max_steps:
             is_over = client.step >= trainer.max_steps
             # Decided together: a rank that came back after a lost answer may know of a later step.
             trainer.should_stop |= self._processes.decide(is_over, unanimous=False)
+
+    def _place(self, trainer: pl.Trainer) -> dict[str, Any] | None:
+        """Return where the loop and its loaders stand, as a checkpoint would hold it, if that can
+        be sent.
+        """
+        place: dict[str, Any] = trainer.fit_loop.state_dict()
+        try:
+            text = json.dumps(place)
+        except (TypeError, ValueError):
+            text = ""
+        if 0 < len(text) <= _LONGEST_PLACE and json.loads(text) == place:
+            return place
+        if not self._is_placeless:
+            self._is_placeless = True
+            rank_zero_warn(
+                "the state of the training data's loader is no JSON, or has more than "
+                f"{_LONGEST_PLACE:,} bytes: if this island comes back, its data begin anew."
+            )
+        return None
 
     def _count_samples(self) -> int:
         """Return the samples of this island since the last call.
@@ -159,10 +189,10 @@ class IslandRounds(Callback):
 
     def _catch_up(self, trainer: pl.Trainer) -> None:
         """Give the schedules the steps that were made before this island came."""
-        missed, self._missed = self._missed, 0
-        for config in trainer.lr_scheduler_configs if missed > 0 else ():
-            if config.interval == "step" and not config.reduce_on_plateau:
-                for _ in range(missed // config.frequency):
+        missed, self._missed = self._missed, {}
+        for config in trainer.lr_scheduler_configs if missed else ():
+            if not config.reduce_on_plateau:
+                for _ in range(missed[config.interval] // config.frequency):
                     config.scheduler.step()  # type: ignore[call-arg]
 
     @override
@@ -216,6 +246,22 @@ class IslandRounds(Callback):
             self.client.finish(self._count_samples())
             self.client.leave()
             self.client = None
+
+
+def _resume(trainer: pl.Trainer, place: dict[str, Any]) -> None:
+    """Let a fit that has just begun go on where another one stood, as if from its checkpoint.
+
+    Args:
+        trainer: In `on_train_start`, when its loop has made iterators of its loaders already.
+        place: ``fit_loop.state_dict()`` of the other one, at an `on_train_batch_end`.
+    """
+    own: Any = trainer  # Lightning does not declare the attribute on its class
+    loop, reload = trainer.fit_loop, own.reload_dataloaders_every_n_epochs
+    loop.load_state_dict(place)
+    own.reload_dataloaders_every_n_epochs = -1  # now, however many epochs were made
+    loop.setup_data()
+    own.reload_dataloaders_every_n_epochs = reload
+    loop.reset()
 
 
 def _check_dtypes(pieces: list[Piece], trained: set[str]) -> None:

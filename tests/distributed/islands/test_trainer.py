@@ -1,6 +1,7 @@
 """Islands under the Trainer: equal to one process where they have to be, on any mesh."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_par.models.data.resumable_loader import ReplicaSampler, ResumableLoader
 from tests.support.exhaustive import some
 from tests.support.islands import KEY, serving
 from tests.support.models.toy_gpt import ToyModule
-from tests.support.parity import train
+from tests.support.parity import quiet_trainer, train
 from tests.support.ranks.api import run_ranks
 
 SYNCHRONOUS = {"every": 1, "optimizer": "sgd", "lr": 1.0, "quantize": "none"}
@@ -172,3 +175,74 @@ def test_validation_and_checkpoints_see_the_shared_weights(tmp_path: Path) -> No
         assert server.meeting.weights is not None
         assert [f.version for f in server.meeting.weights.fragments] == [3]
     assert not (tmp_path / "1.ckpt").exists()
+
+
+class Samples(Callback):
+    """Notes what every batch has, and fails after so many; 0: never."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.seen: list[list[int]] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
+        self.seen.append(batch[:, 0].tolist())
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        if len(self.seen) == self.most:
+            raise KeyError("killed")
+
+
+class Numbers(BoringModel):
+    """Ten samples that are their numbers, in batches of two, shuffled; a rate for every epoch."""
+
+    def train_dataloader(self) -> Any:
+        samples: Any = torch.arange(10.0).repeat(32, 1).T
+        return ResumableLoader(samples, batch_size=2, sampler=ReplicaSampler(samples, seed=4))
+
+    val_dataloader: Any = None
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def returning_island(rank: int, world: int, outer: dict[str, Any], ends: list[int]) -> Any:
+    from lightning_par import Hybrid3DStrategy
+
+    found = []
+    for most in ends:
+        samples = Samples(most)
+        strategy = Hybrid3DStrategy(outer=outer)
+        trainer = quiet_trainer(
+            devices=1, strategy=strategy, max_epochs=3, callbacks=[samples], limit_val_batches=0
+        )
+        with suppress(KeyError):
+            trainer.fit(Numbers())
+        found.append((samples.seen, samples.rates, trainer.global_step))
+    return found
+
+
+def test_an_island_that_comes_back_goes_on_in_its_data(tmp_path: Path) -> None:
+    """Killed within an epoch, and at the end of one; between them the server ends, too."""
+    (tmp_path / "key").write_bytes(KEY)
+    outer = {"every": 2, "island": 0, "islands": 1, "key_file": str(tmp_path / "key")}
+    order, rates = [], []
+    for epoch in range(3):
+        sampler = ReplicaSampler(range(10), seed=4)  # type: ignore[arg-type]
+        sampler.set_epoch(epoch)
+        numbers = list(sampler)
+        order += [numbers[at : at + 2] for at in range(0, 10, 2)]
+        rates += [0.01 * 0.1**epoch] * 4 + [0.01 * 0.1 ** (epoch + 1)]  # after the last batch
+    found = []
+    # Killed after 7 and 11 batches: what was learned from the last one is lost, and is due again.
+    for ends in ([7], [5, 0, 4]):
+        with serving(tmp_path / "state") as server:
+            told = {**outer, "server": f"127.0.0.1:{server.port}", "timeout": 60}
+            (more,) = run_ranks(returning_island, 1, told, ends, timeout=60)
+            found += more
+    for (seen, had, steps), (low, high) in zip(
+        found, [(0, 7), (6, 11), (10, 15), (0, 4)], strict=True
+    ):
+        assert seen == order[low:high]
+        assert had == pytest.approx(rates[low:high])
+        assert steps == high

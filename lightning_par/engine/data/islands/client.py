@@ -118,6 +118,8 @@ class IslandClient:
 
     Attributes:
         step: Optimizer steps since the run began, of the island that made most, as last heard.
+        place: What `after_step` was told of this island's place in its data when it last sent a
+            movement that counts, by whatever process; None: nothing.
         waited: Seconds that training waited for them.
         exchanges: What became of each so far.
     """
@@ -145,6 +147,7 @@ class IslandClient:
         self._next = self._stride
         self._clock, self._spent, self._paced_at = time.monotonic(), 0.0, 0
         self.step = 0
+        self.place: Any = None
         self.waited = 0.0
         self.exchanges: list[Exchange] = []
         self._bytes = [0, 0]
@@ -202,13 +205,14 @@ class IslandClient:
         self._versions = [(header["era"], version) for version in header["versions"]]
         # The fragment whose turn it is; so that islands in lock step send the same one.
         self._first = header["versions"].index(min(header["versions"]))
-        self.step = header["step"]
+        self.step, self.place = header["step"], header["place"]
 
-    def after_step(self, samples: int) -> None:
+    def after_step(self, samples: int, place: Any = None) -> None:
         """Exchange what is due after an optimizer step; every rank of the island calls this.
 
         Args:
             samples: Samples of the island in this step and those before it that were not counted.
+            place: Where its data stand, of JSON types; that of its first rank is kept.
 
         Raises:
             IslandError: The server is away for too long.
@@ -223,7 +227,7 @@ class IslandClient:
         if flight is not None and (is_due or self._own_steps >= flight.step + self._outer.overlap):
             self._finish()
         if is_due:
-            self._start((self._first + self._exchange) % self._outer.fragments)
+            self._start((self._first + self._exchange) % self._outer.fragments, place)
             self._exchange += 1
             if not self._outer.overlap:
                 self._finish()
@@ -274,7 +278,7 @@ class IslandClient:
         self._pool.shutdown()
 
     @torch.no_grad()
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, place: Any = None) -> None:
         parts, there = [], []
         for held in self._fragments[number]:
             now = held.now()
@@ -300,6 +304,7 @@ class IslandClient:
             "base": self._versions[number],
             "samples": self._samples - self._samples_before[number],
             "step": self.step,
+            "place": place,
             "pace": round(1e6 * self._spent / max(1, self._own_steps - self._paced_at)),
         }
         self._spent, self._paced_at = 0.0, self._own_steps

@@ -68,6 +68,7 @@ class _Movement:
     samples: float
     step: int
     pace: int
+    place: Any
     boxes: list[tuple[Region, Tensor]]
 
 
@@ -213,6 +214,7 @@ class Meeting:
         elif kind == "bye":
             with self._lock:
                 self._finished.add(member.hello.island)
+                self._forget_place(member.hello.island)
                 member.ask().set_result(({"op": "bye"}, b""))
         else:
             raise MessageError(f"sent {kind!r}, which makes no sense now.")
@@ -268,6 +270,7 @@ class Meeting:
             "counted": counted,
             "shares": shares,
             "step": held.step,
+            "place": held.place(hello.island),
         }
         wanted = list(hello.regions)
         if hello.pending is not None:
@@ -302,9 +305,16 @@ class Meeting:
                 samples=samples,
                 step=step,
                 pace=pace,
+                place=header.get("place"),
                 boxes=list(zip(sent, values, strict=True)),
             )
             self._decide(at)
+
+    def _forget_place(self, island: int) -> None:
+        """Let an island that has finished begin its data anew if it comes for another run."""
+        for at, fragment in enumerate(self._weights.fragments if self._weights is not None else ()):
+            if fragment.places.pop(str(island), None) is not None:
+                self._save(at)
 
     def leave(self, member: Member) -> None:
         """Forget a rank whose connection has ended; what it sent still counts."""
@@ -371,6 +381,10 @@ class Meeting:
         )
         weights.step = max([weights.step, *(m.step for r in movements.values() for m in r)])
         fragment.counted |= {str(i): ranks[0].ticket for i, ranks in movements.items()}
+        for i in there:
+            first = done.movements[i][0]
+            if first.place is not None:
+                fragment.places[str(i)] = first.step, first.place
         self._paces |= {i: max(m.pace for m in ranks) for i, ranks in movements.items()}
         fragment.shares |= {str(i): self._share(i) for i in there}
         self._save(at)

@@ -4,6 +4,7 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,29 @@ _PATIENCE = 10.0
 """Seconds within which they have to."""
 _LOOK = 0.5
 """Seconds between two looks whether a rank that waits is still there."""
+_LINES, _LONGEST_LINE = 100, 500
+"""Refusals that are logged in a minute, and characters of each: the disk is not a stranger's."""
+
+
+class _RefusalLog:
+    """Logs who was refused and why, and how many more were refused than there are lines for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began, self._count = time.monotonic(), 0
+
+    def add(self, who: str, error: Exception) -> None:
+        with self._lock:
+            if time.monotonic() - self._began > 60:
+                self.end_minute()
+            self._count += 1
+            if self._count <= _LINES:
+                _log.warning("%s", f"{who}: {error}"[:_LONGEST_LINE])
+
+    def end_minute(self) -> None:
+        if self._count > _LINES:
+            _log.warning("%d more were refused, of which no line tells", self._count - _LINES)
+        self._began, self._count = time.monotonic(), 0
 
 
 class IslandServer:
@@ -57,6 +81,7 @@ class IslandServer:
         self._strangers = threading.BoundedSemaphore(_STRANGERS)
         self._open: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
+        self._refusals = _RefusalLog()
         self._listener = socket.create_server((host, port))
         self._listener.settimeout(_LOOK)  # so that it sees that it is closing
         self.port: int = self._listener.getsockname()[1]
@@ -73,6 +98,7 @@ class IslandServer:
                 connection.shutdown(socket.SHUT_RDWR)  # ends what its thread waits for
         for thread in list(self._threads):
             thread.join()
+        self._refusals.end_minute()
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -102,7 +128,7 @@ class IslandServer:
         except (MessageError, RefusalError) as error:
             who = peer if member is None else str(member)
             if not self._closing.is_set():
-                _log.warning("%s: %s", who, error)
+                self._refusals.add(who, error)
         except OSError as error:
             _log.info("%s: %s", peer if member is None else member, error)
         finally:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +30,14 @@ class Fragment:
         version: How often it was merged.
         counted: Island -> ticket of the last movement of it that was merged.
         shares: Island -> its steps in a second then, as a part of those of the fastest.
+        places: Island -> the step at which that movement left, and its place in the data then.
     """
 
     names: list[str]
     version: int = 0
     counted: dict[str, str] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
+    places: dict[str, tuple[int, Any]] = field(default_factory=dict)
 
 
 class Movement(NamedTuple):
@@ -119,6 +121,13 @@ class SharedWeights:
         """Return the bytes of a box of the weights that the islands hold."""
         return encode(self.shown[box.name], "none").pack(box)
 
+    def place(self, island: int) -> Any:
+        """Return where the data of an island stood at its last movement that was merged; None: it
+        has sent none, or has finished its run.
+        """
+        held = [f.places[str(island)] for f in self.fragments if str(island) in f.places]
+        return max(held, key=lambda place: place[0])[1] if held else None
+
     def save(self, folder: Path, number: int) -> None:
         """Save one fragment; the file is complete, or it is the one before.
 
@@ -174,7 +183,7 @@ def load_weights(folder: Path) -> SharedWeights | None:
     if len({each["era"] for each in about}) != 1:
         return None
     fragments = [
-        Fragment(each["names"], each["version"], each["counted"], each.get("shares", {}))
+        Fragment(**{f.name: each[f.name] for f in fields(Fragment) if f.name in each})
         for each in about
     ]
     exact = {k.partition("/")[2]: t for k, t in tensors.items() if k.startswith("exact/")}
