@@ -19,7 +19,8 @@ ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 # What runs on the simulated device.
 SIMULATED = tests/cuda_simulation tests/gpu $(addprefix tests/distributed/,test_parity.py \
 	test_mixed_precision.py test_activation_checkpointing.py test_compile.py \
-	test_module_after_run.py context/test_parity.py context/test_models.py \
+	test_module_after_run.py test_auto_parallel.py test_verify.py test_ranks.py \
+	offload/test_memory.py context/test_parity.py context/test_models.py \
 	profiling/test_expected_comm_volume.py faults/test_nonfinite.py data/test_no_labels.py \
 	data/test_masked_mean.py offload/test_parity.py offload/test_axes.py \
 	pipeline/test_parity_schedules.py data/test_compression.py test_manual_optimization.py)

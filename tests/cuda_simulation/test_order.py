@@ -177,6 +177,16 @@ def test_planted_defects_are_caught() -> None:
     check(next(found))
 
 
+def differ(rank: int, world: int) -> None:
+    x, y = torch.ones(3, device="cuda"), torch.ones(4, device="cuda")
+    UNDER_WAY.append(two_collectives(rank, x, y, dist.new_group([0, 1])))
+
+
+def test_what_ranks_ask_for_is_checked_in_every_test() -> None:
+    with pytest.raises(OrderError, match=r"collective 0 of group .* differs"):
+        run_ranks(differ, 2, fresh=True)
+
+
 def test_one_group_for_both_directions_would_hang() -> None:
     """Note [Two groups] in p2p.py."""
     records = run_ranks(run_in_one_group, 2)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.support.ranks.api import RankError, ranks, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def get_pid(rank, world):
@@ -266,7 +267,7 @@ def test_every_process_dies_when_the_test_process_is_killed(how, tmp_path):
         [sys.executable, "-c", textwrap.dedent(code)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": PATH, "TMPDIR": str(tmp_path)},
         text=True,
     )
     with process:

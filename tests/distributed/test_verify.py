@@ -19,6 +19,7 @@ from lightning_par.verification.verify import compare_traces
 from tests.support.faults.broken_models import MAKE, SIZES, STEPS, TP
 from tests.support.models.huggingface import HFModule, PaddedText
 from tests.support.models.toy_gpt import loader, ToyModule
+from tests.support.parity import ACCELERATOR
 from tests.support.progress import Terminal
 from tests.support.ranks.api import run_ranks
 
@@ -164,17 +165,17 @@ def test_module_in_hand_is_verified_and_left_alone() -> None:
     assert not any(value.is_shared() for value in module.state_dict().values())
 
 
-YAML = """
+YAML = f"""
 trainer:
-  accelerator: cpu
+  accelerator: {ACCELERATOR}
   devices: 4
   logger: false
   strategy:
     class_path: lightning_par.Hybrid3DStrategy
-    init_args: {tensor_parallel_size: 4, pipeline_parallel_size: 1}
+    init_args: {{tensor_parallel_size: 4, pipeline_parallel_size: 1}}
 model:
   class_path: tests.support.models.huggingface.HFModule
-  init_args: {family: llama, on_meta: true}
+  init_args: {{family: llama, on_meta: true}}
 data:
   class_path: tests.support.models.huggingface.PaddedTextData
 """

@@ -3,6 +3,7 @@
 from tests.support.cuda_simulation import is_wanted
 
 if is_wanted():
-    from tests.support.cuda_simulation.runtime import activate
+    from tests.support.cuda_simulation.runtime import activate, activate_in_children
 
     activate()
+    activate_in_children()

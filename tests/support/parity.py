@@ -20,6 +20,7 @@ from tests.support.ranks.api import run_ranks
 
 Result = dict[str, Any]
 
+ACCELERATOR = "cuda" if is_wanted() else "cpu"
 TOLERANCE = 1e-10  # float64: sums in another order differ by about 1e-15 a step
 
 
@@ -62,7 +63,7 @@ def quiet_trainer(*, proves: bool = False, **options: Any) -> pl.Trainer:
     if isinstance(strategy, MeshStrategy) and strategy.options.verify == "auto" and not proves:
         strategy.options = replace(strategy.options, verify=False)
     quiet = {
-        "accelerator": "cuda" if is_wanted() else "cpu",
+        "accelerator": ACCELERATOR,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

@@ -78,19 +78,23 @@ class Requests:
 
 @contextlib.contextmanager
 def record_requests():
-    """Gives the `Requests` of this rank, which are filled at the end of the context."""
+    """Gives the `Requests` of this rank, which are filled at the end of the context.
+
+    Inside another such context, this one alone gets them.
+    """
     native, requests = device(), Requests()
     native.record(True)
     try:
         with contextlib.ExitStack() as stack:
-            for name in ("send", "isend", "recv"):
+            for name in ("isend", "recv"):  # send calls isend
                 noted = _noted(getattr(dist, name), native)
                 for module in (dist, dist.distributed_c10d):  # P2POp knows them from the latter
                     stack.enter_context(patch.object(module, name, noted))
             yield requests
-        requests.asked = [_Request(*entry) for entry in native.recorded()]
-        groups = [dist.group.WORLD, *dist.distributed_c10d._world.pg_map]
+        groups = dist.distributed_c10d._world.pg_map
         named = {group.group_name: dist.get_process_group_ranks(group) for group in groups}
+        asked = [_Request(*entry) for entry in native.recorded()]
+        requests.asked = [r for r in asked if r.group in named]  # others are destroyed
         requests.members = {r.group: named[r.group] for r in requests.asked}
     finally:
         native.record(False)
@@ -98,14 +102,19 @@ def record_requests():
 
 def _noted(function, native):
     """Gives the function, which notes messages between hosts: a receive of one blocks its host."""
+    if hasattr(function, "notes"):
+        return function
 
     def call(tensor, peer=None, group=None, *args, **options):
         if tensor.device.type == "cpu":
             used = group or dist.group.WORLD
             name = "host recv" if function.__name__ == "recv" else "host send"
-            native.note(used.group_name, name, dist.get_group_rank(used, peer))
+            place = options.get("group_dst", options.get("group_src"))
+            place = dist.get_group_rank(used, peer) if place is None else place
+            native.note(used.group_name, name, place)
         return function(tensor, peer, group, *args, **options)
 
+    call.notes = True
     return call
 
 

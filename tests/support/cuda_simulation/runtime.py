@@ -4,11 +4,12 @@ import ctypes
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 from tests.support.cuda_simulation.build import build, NAME
 
-__all__ = ["activate", "device"]
+__all__ = ["activate", "activate_in_children", "device"]
 
 _GIB = 2**30
 _loaded = {}
@@ -45,6 +46,14 @@ def activate():
 
     attention.register()
     native.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def activate_in_children():
+    """Gives every Python that this process starts the simulated device: `site` is on its path."""
+    here = Path(__file__).resolve()
+    needed = [str(here.parent / "site"), str(here.parents[3])]
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*needed, *filter(None, path)]))
 
 
 def _add_functions(torch, native):

@@ -35,6 +35,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cuda_simulation import is_wanted
 from tests.support.ranks.environment import fixed_environment, world_environment
 
 __all__ = ["RankError", "close_ranks", "ranks", "run_ranks"]
@@ -86,6 +87,7 @@ class _Reply:
     time: float = float("inf")
     value: bytes = b""
     reusable: bool = False
+    requests: bytes = b""
 
     @property
     def blame(self):
@@ -291,7 +293,17 @@ def _run(fn, world, args, kwargs, *, timeout, fresh, env):
         pytest.skip(cause.message)
     if cause.kind != "ok":
         raise RankError(_report(fn, replies, logs, rank, timeout), rank, cause.kind)
+    if is_wanted():
+        _check_order([pickle.loads(reply.requests) for reply in replies])
     return [pickle.loads(reply.value) for reply in replies]
+
+
+def _check_order(records):
+    """Raises where what the ranks asked of NCCL would hang, whoever makes the communicators."""
+    from tests.support.cuda_simulation.order import check_order
+
+    for shared in (False, True):
+        check_order(records, shared=shared)
 
 
 def _collect(members, timeout):
@@ -332,7 +344,7 @@ def _receive(connection):
     except (EOFError, OSError):
         return _Reply(kind="died", time=time.monotonic())
     if kind == "ok":
-        return _Reply(kind="ok", value=rest[0], reusable=rest[1])
+        return _Reply(kind="ok", value=rest[0], reusable=rest[1], requests=rest[2])
     message, text, when = rest
     return _Reply(kind=kind, message=message, traceback=text, time=when, reusable=kind == "skip")
 

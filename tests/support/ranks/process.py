@@ -209,15 +209,16 @@ def serve_rank(rank, connection, log):
 
 
 def run_job(rank, job):
-    """Runs one job; gives ("ok", value, reusable) or (kind, message, traceback, time)."""
+    """Runs one job; gives ("ok", value, reusable, requests) or (kind, message, traceback, time)."""
     import torch.distributed as dist
 
     try:
         prepare(rank, job)
         function = load_function(job["module"], job["file"], job["qualname"])
         args, kwargs = pickle.loads(job["arguments"])
-        value = dump(function(rank, job["world"], *args, **kwargs))
-        return "ok", value, dist.is_initialized()
+        with requests() as asked:
+            value = dump(function(rank, job["world"], *args, **kwargs))
+        return "ok", value, dist.is_initialized(), pickle.dumps(asked)
     except BaseException as error:
         when = time.monotonic()
         kind = "skip" if type(error).__name__ == "Skipped" else "error"
@@ -225,6 +226,15 @@ def run_job(rank, job):
         frames = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))
         return kind, f"{name}{error}", text, when
+
+
+def requests():
+    """A context that gives what this rank asks NCCL for; None without the simulated device."""
+    if not is_wanted():
+        return contextlib.nullcontext()
+    from tests.support.cuda_simulation.order import record_requests
+
+    return record_requests()
 
 
 def dump(value):
