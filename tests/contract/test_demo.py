@@ -14,21 +14,17 @@ pytestmark = pytest.mark.contract
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    ("devices", "mesh"), [(2, "pp 2"), pytest.param(4, "pp 2 x tp 2", marks=pytest.mark.exhaustive)]
-)
-def test_demo_trains_draws_and_writes(devices: int, mesh: str, tmp_path: Path) -> None:
+def test_demo_trains_draws_and_writes(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    options = ["--steps", "10", "--devices", str(devices), "--out", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_par.demo", *options],
+        [sys.executable, "-m", "lightning_par.demo", "--steps", "10", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=170,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert f"Trained on {devices} processes ({mesh}) for 10 steps" in done.stderr
+    assert "Trained on 4 processes (pp 2 x tp 2) for 10 steps" in done.stderr
     assert "    | def main(argv):" in done.stderr
     assert (tmp_path / "pipeline.png").stat().st_size > 10_000
     path = tmp_path / "gpt-step=10.ckpt"
