@@ -32,3 +32,11 @@ def _no_process_group_outlives_its_test():
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
         os.environ.pop("MASTER_PORT", None)  # Lightning's choice, where the old store listens
+
+
+@pytest.fixture(autouse=True)
+def _no_seed_outlives_its_test():
+    """Lightning's seed is in variables, and shuffles the samples of a later test."""
+    yield
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)
