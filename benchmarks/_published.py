@@ -6,7 +6,7 @@ micro-batch, is assumed where its rows are read, and said there.
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,15 @@ from lightning_par.planner.shapes import Implementation, Layout, TransformerShap
 from lightning_par.planner.step_time import StepCost
 from lightning_par.sizes import ParallelSizes
 
-__all__ = ["Measured", "MeasuredStage", "a100_stages", "h100_tables", "read", "vtrain"]
+__all__ = [
+    "Measured",
+    "MeasuredStage",
+    "a100_stages",
+    "h100_tables",
+    "read",
+    "vtrain",
+    "zero_bubble_shape",
+]
 
 FOLDER = Path(__file__).with_name("published")
 A100, H100 = load_profile("a100-80"), load_profile("h100")
@@ -169,6 +177,18 @@ class MeasuredStage:
         return parts[self.part]
 
 
+def zero_bubble_shape(row: Mapping[str, str]) -> TransformerShape:
+    """Return the model of a row of the zero-bubble paper's tables; the vocabulary is assumed."""
+    return TransformerShape(
+        layers=int(row["layers"]),
+        model_dim=int(row["hidden"]),
+        heads=int(row["heads"]),
+        length=int(row["seq"]),
+        vocab=50_304,
+        dropout=True,
+    )
+
+
 def a100_stages() -> list[MeasuredStage]:
     """Four models of the zero-bubble paper's table 9: fp16, scores written, nothing recomputed.
 
@@ -184,14 +204,7 @@ def a100_stages() -> list[MeasuredStage]:
             microbatches=int(row["microbatches"]),
             blocks=(some - 1, *[some] * (p - 2), some - 1),
         )
-        shape = TransformerShape(
-            layers=layers,
-            model_dim=int(row["hidden"]),
-            heads=int(row["heads"]),
-            length=int(row["seq"]),
-            vocab=50_304,
-            dropout=True,
-        )
+        shape = zero_bubble_shape(row)
         found += [
             MeasuredStage(shape=shape, layout=layout, part=part, seconds=float(row[part]) / 1e3)
             for part in ("TF", "TB", "TW")

@@ -15,7 +15,16 @@ from functools import cache
 from statistics import mean, median
 
 from _fit import fit, leave_out
-from _published import A100, H100, h100_tables, Measured, MEGATRON_2021, read, vtrain
+from _published import (
+    A100,
+    H100,
+    h100_tables,
+    Measured,
+    MEGATRON_2021,
+    read,
+    vtrain,
+    zero_bubble_shape,
+)
 
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.memory import predict_memory
@@ -136,14 +145,7 @@ def _memory() -> None:
     errors: dict[str, list[float]] = defaultdict(list)
     for row in read("zero_bubble_tables_3_4_5_9"):
         p, layers = int(row["stages"]), int(row["layers"])
-        shape = TransformerShape(
-            layers=layers,
-            model_dim=int(row["hidden"]),
-            heads=int(row["heads"]),
-            length=int(row["seq"]),
-            vocab=50_304,
-            dropout=True,
-        )
+        shape = zero_bubble_shape(row)
         for column, schedule in names.items():
             virtual = (layers + 2) // p
             edges = (0, *[1] * (p * virtual - 2), 0)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_par.plan.inference.tracing import tensors_in
+from lightning_par.plan.inference.tracing import called_around, tensors_in
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.planner.traced_shape import (
     Amount,
@@ -124,27 +124,19 @@ class StepRecorder(FlopCounter):
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        handles = []
-        for fqn, module in self._model.named_modules():
+        def before(fqn: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+            self._stack.append(fqn)
+            if fqn in self._number:
+                self._enter_block(fqn, tensors_in((args, kwargs)))
 
-            def before(_: nn.Module, args: Any, kwargs: Any, fqn: str = fqn) -> None:
-                self._stack.append(fqn)
-                if fqn in self._number:
-                    self._enter_block(fqn, tensors_in((args, kwargs)))
+        def after(fqn: str, _: nn.Module, args: Any, output: Any) -> None:
+            self._stack.pop()
+            self._leave(fqn, tensors_in(output))
+            if self._resolved.block_names[-1:] == (fqn,):
+                self._place = AFTER
 
-            def after(_: nn.Module, args: Any, output: Any, fqn: str = fqn) -> None:
-                self._stack.pop()
-                self._leave(fqn, tensors_in(output))
-                if self._resolved.block_names[-1:] == (fqn,):
-                    self._place = AFTER
-
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
-        try:
+        with called_around(self._model, before, after):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter_block(self, fqn: str, given: list[Tensor]) -> None:
         self._place = self._number[fqn]

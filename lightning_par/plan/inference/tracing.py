@@ -9,6 +9,7 @@ device, nothing is computed.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,16 @@ from lightning_par.engine.rng import fork_all_rng
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import count_of_changes, storage_key
 
-__all__ = ["Call", "Operation", "Trace", "Value", "input_paths", "tensors_in", "trace_forward"]
+__all__ = [
+    "Call",
+    "Operation",
+    "Trace",
+    "Value",
+    "called_around",
+    "input_paths",
+    "tensors_in",
+    "trace_forward",
+]
 
 _RUN, _MOST_RUN = 5e6, 5e7  # parameters of a model that is run at once, or if it needs values
 _LEAKS = ("__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist")
@@ -122,6 +132,25 @@ class Trace:
     def calls_of(self, fqn: str) -> list[Call]:
         """Return the calls of a module."""
         return [call for call in self.calls if call.fqn == fqn]
+
+
+@contextmanager
+def called_around(
+    model: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> Iterator[None]:
+    """Call functions around the forward of every module inside.
+
+    Args:
+        model: A module.
+        before: Takes the FQN, the module, its positional and its keyword arguments.
+        after: Takes the FQN, the module, its positional arguments and its output.
+    """
+    with ExitStack() as hooks:
+        for fqn, module in model.named_modules():
+            first = module.register_forward_pre_hook(partial(before, fqn), with_kwargs=True)
+            hooks.callback(first.remove)
+            hooks.callback(module.register_forward_hook(partial(after, fqn)).remove)
+        yield
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -270,36 +299,29 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
         """Record the calls of all modules inside."""
-        handles = []
-        for fqn, module in model.named_modules():
 
-            def before(m: nn.Module, args: Any, kwargs: Any, fqn: str = fqn) -> None:
-                number = len(self.trace.calls)
-                inputs = self.values(tensors_in((args, kwargs)))
-                self.trace.calls.append(
-                    Call(
-                        number=number,
-                        fqn=fqn,
-                        module=m,
-                        outer=tuple(self._active),
-                        args=args,
-                        kwargs=kwargs,
-                        inputs=inputs,
-                    )
+        def before(fqn: str, m: nn.Module, args: Any, kwargs: Any) -> None:
+            number = len(self.trace.calls)
+            inputs = self.values(tensors_in((args, kwargs)))
+            self.trace.calls.append(
+                Call(
+                    number=number,
+                    fqn=fqn,
+                    module=m,
+                    outer=tuple(self._active),
+                    args=args,
+                    kwargs=kwargs,
+                    inputs=inputs,
                 )
-                self._active.append(number)
+            )
+            self._active.append(number)
 
-            def after(m: nn.Module, args: Any, output: Any) -> None:
-                call = self.trace.calls[self._active.pop()]
-                call.outputs, call.done = self.values(tensors_in(output)), True
+        def after(fqn: str, m: nn.Module, args: Any, output: Any) -> None:
+            call = self.trace.calls[self._active.pop()]
+            call.outputs, call.done = self.values(tensors_in(output)), True
 
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
-        try:
+        with called_around(model, before, after):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def name(self, tensor: Tensor, *, kind: Any, name: str = "", maker: int | None = None) -> Value:
         """Give a tensor its value."""
