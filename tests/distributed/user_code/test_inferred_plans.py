@@ -54,7 +54,7 @@ def stages_of_windows() -> Any:
     return Planless(structures.StagesOfWindows()), images()
 
 
-@CASES.add(equal="tp2")
+@CASES.add(equal="tp2", large="pp2 tp2pp2")
 def mixer() -> Any:
     return Planless(structures.Mixer()), images()
 
@@ -64,7 +64,7 @@ def batch_norm() -> Any:
     return Planless(structures.Convolutions()), images()
 
 
-@CASES.add(refused={"pp2": r"the output of net\.layers\.\d is used"})
+@CASES.add(large="tp2", refused={"pp2": r"the output of net\.layers\.\d is used"})
 def skips_over_blocks() -> Any:
     return Planless(structures.Skips()), token_pairs()
 
@@ -79,43 +79,24 @@ def penalty_on_weights() -> Any:
     return Module(structures.LanguageModel()), token_pairs()
 
 
-@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
-def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
-    """Check one cell of the table."""
-    CASES.check(case, layout, refusal)
-
-
-MORE = Cases()
-
-
-@MORE.add(equal="pp2 tp2pp2")
-def mixer_in_stages() -> Any:
-    return Planless(structures.Mixer()), images()
-
-
-@MORE.add(equal="tp2 pp2")
+@CASES.add(large="pp2")
 def convolutions_with_group_norm() -> Any:
     return Planless(structures.Convolutions(lambda size: nn.GroupNorm(2, size))), images()
 
 
-@MORE.add(equal="tp2 pp2", large="tp2pp2")
+@CASES.add(large="tp2 pp2 tp2pp2")
 def interleaved_heads() -> Any:
     return Planless(structures.LanguageModel(structures.fused_by_head)), padded_pairs()
 
 
-@MORE.add(equal="tp2")
-def skips_under_tensor_parallelism() -> Any:
-    return Planless(structures.Skips()), token_pairs()
-
-
-@MORE.add(equal="tp2 pp2")
+@CASES.add(large="tp2 pp2")
 def everything_in_one_sequential() -> Any:
     layers = [nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)) for _ in range(4)]
     net = nn.Sequential(nn.Embedding(64, 32), *layers, nn.LayerNorm(32), nn.Linear(32, 64))
     return Planless(net), token_pairs()
 
 
-@MORE.add(equal="tp2", refused={"pp2": "has no list of blocks"})
+@CASES.add(large="tp2 pp2", refused={"pp2": "has no list of blocks"})
 def recurrent() -> Any:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -130,8 +111,7 @@ def recurrent() -> Any:
     return Planless(Net()), token_pairs()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("case", "layout", "refusal"), MORE.cells())
-def test_more_structures(case: str, layout: str, refusal: str | None) -> None:
-    """Check one cell of the longer table."""
-    MORE.check(case, layout, refusal)
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)
