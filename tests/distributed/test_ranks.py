@@ -135,6 +135,17 @@ def test_all_reduce_sums_over_the_world(rank, world, size):
     assert x.tolist() == [world * (world - 1) / 2] * size
 
 
+def test_ranks_that_do_not_connect_are_started_again_once() -> None:
+    """Both times they have no interface; the test's own function is never called."""
+    with (
+        pytest.warns(UserWarning, match="2 ranks did not connect, and are started again"),
+        pytest.raises(RankError, match="no_such_interface") as caught,
+    ):
+        run_ranks(fail, 2, 0, fresh=True, env={"GLOO_SOCKET_IFNAME": "no_such_interface"})
+    assert caught.value.kind == "unconnected"
+    assert "was here" not in str(caught.value)
+
+
 @ranks(2)
 def test_a_message_arrives_at_the_next_rank(rank, world):
     x = torch.arange(5.0)

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
@@ -58,7 +59,7 @@ class RankError(AssertionError):
     Args:
         text: The whole report.
         rank: The rank that most likely is the cause.
-        kind: "error", "died" or "hang".
+        kind: "error", "died", "hang", or "unconnected" if no test had begun.
     """
 
     def __init__(self, text, rank, kind):
@@ -79,7 +80,7 @@ class _RankSet:
 
 @dataclass(frozen=True, kw_only=True)
 class _Reply:
-    """What became of one rank: kind is "ok", "skip", "error", "died" or "hang"."""
+    """What became of one rank: kind is "ok", "skip", "error", "died", "hang" or "unconnected"."""
 
     kind: str
     message: str = ""
@@ -93,8 +94,8 @@ class _Reply:
     def blame(self):
         """Sorts the likely cause first: own errors, deaths, errors caused by others, hangs."""
         collateral = self.kind == "error" and _COLLATERAL.search(self.message) is not None
-        order = {"error": 2 if collateral else 0, "died": 1, "hang": 3, "skip": 4, "ok": 5}
-        return order[self.kind], self.time
+        kinds = ["unconnected", "error", "died", "collateral", "hang", "skip", "ok"]
+        return kinds.index("collateral" if collateral else self.kind), self.time
 
 
 class _Zygote:
@@ -120,7 +121,21 @@ class _Zygote:
         self._control = Connection(ours.detach())
 
     def run(self, job, world, *, timeout, fresh):
-        """Runs `job` on `world` ranks; gives a reply and a log per rank; keeps a sound set."""
+        """Runs `job` on `world` ranks; gives a reply and a log per rank; keeps a sound set.
+
+        Once in many thousand times gloo closes a connection while it makes the default group,
+        before anything of a test has run; then new ranks are started, once.
+        """
+        replies, logs = self._run(job, world, timeout, fresh)
+        if any(reply.kind == "unconnected" for reply in replies):
+            told = next(reply.message for reply in replies if reply.kind == "unconnected")
+            warnings.warn(
+                f"{world} ranks did not connect, and are started again: {told}", stacklevel=1
+            )
+            replies, logs = self._run(job, world, timeout, fresh)
+        return replies, logs
+
+    def _run(self, job, world, timeout, fresh):
         if not fresh and world in self._sets:
             members = self._sets.pop(world)
             self._signal(members, signal.SIGCONT)

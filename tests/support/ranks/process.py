@@ -212,8 +212,10 @@ def run_job(rank, job):
     """Runs one job; gives ("ok", value, reusable, requests) or (kind, message, traceback, time)."""
     import torch.distributed as dist
 
+    connected = False
     try:
         prepare(rank, job)
+        connected = True
         function = load_function(job["module"], job["file"], job["qualname"])
         args, kwargs = pickle.loads(job["arguments"])
         with requests() as asked:
@@ -221,7 +223,8 @@ def run_job(rank, job):
         return "ok", value, dist.is_initialized(), pickle.dumps(asked)
     except BaseException as error:
         when = time.monotonic()
-        kind = "skip" if type(error).__name__ == "Skipped" else "error"
+        kind = "error" if connected else "unconnected"
+        kind = "skip" if type(error).__name__ == "Skipped" else kind
         name = "" if kind == "skip" else f"{type(error).__name__}: "
         frames = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))
