@@ -86,6 +86,7 @@ class RankStatusFile:
         self._memory = mmap(self._file.fileno(), len(ranks) * _SLOT_SIZE)
         start = self._slot * _SLOT_SIZE
         self._record = memoryview(self._memory)[start : start + RECORD_SIZE]
+        self._dead: set[int] = set()  # slots; whoever asks a lock as well may make them seem alive
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, start)
         activity.share(self._record)
         self.say(RankStatus.RUNNING)
@@ -119,7 +120,9 @@ class RankStatusFile:
         start = slot * _SLOT_SIZE
         seen = bytes(self._memory[start : start + _SLOT_SIZE])
         pid, status, when, fault = _STATUS.unpack_from(seen, RECORD_SIZE)
-        is_alive = slot == self._slot or self._is_locked(start)
+        is_alive = slot not in self._dead and (slot == self._slot or self._is_locked(start))
+        if status != RankStatus.ABSENT and not is_alive:
+            self._dead.add(slot)
         return RankState(
             rank=self._ranks[slot],
             pid=pid,

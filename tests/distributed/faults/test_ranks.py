@@ -3,8 +3,10 @@
 import math
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -87,6 +89,36 @@ def test_rank_that_never_returns_ends_and_shows_where_it_waited(tmp_path: Path) 
         *range(4)
     ]
     assert run.blames("in _wait_for_ever") == [1]
+
+
+TAKES_THE_FIRST_LOCK = """
+import fcntl, sys
+file = open(sys.argv[1], "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
+print("has it", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_dead_rank_stays_dead_while_another_one_asks_for_its_lock() -> None:
+    path = RankStatusFile.create(2)
+    try:
+        board = RankStatusFile(path, [4, 5], 5, Activity())
+        assert not board.look()[0].is_dead  # nobody has come to the first place yet
+        came = RankStatusFile(path, [4, 5], 4, Activity())
+        path.open("rb").close()  # gives back every lock that this process has on the file
+        for is_dead in (False, True):  # the first process is the rank, the second one asks
+            command = [sys.executable, "-c", TAKES_THE_FIRST_LOCK, str(path)]
+            with subprocess.Popen(command, stdin=PIPE, stdout=PIPE) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"has it\n"
+                assert board.look()[0].is_dead is is_dead
+                process.kill()
+            assert board.look()[0].is_dead
+        board.close()
+        came.close()
+    finally:
+        path.unlink()
 
 
 def test_board_tells_what_a_rank_does_and_how_it_ended(tmp_path: Path) -> None:
