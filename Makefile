@@ -65,11 +65,14 @@ demo: $(STAMP) ## Train a small GPT on four ranks (tensor 2 x pipeline 2) and sh
 test: $(STAMP) ## Run the tests (PYTEST_ARGS="tests/unit -k plan" for a part)
 	@status=0; \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not alone and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
-	$(BIN)/python -m pytest -m alone $(or $(PYTEST_ARGS),$(ALONE)) || [ $$? -eq 5 ] || status=1; \
+	$(BIN)/python -m pytest -m "alone and not exhaustive" $(or $(PYTEST_ARGS),$(ALONE)) || [ $$? -eq 5 ] || status=1; \
 	exit $$status
 
 test-all: test ## Run the tests, and then every cell of the large matrices (long)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "exhaustive and not alone" $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
+	$(BIN)/python -m pytest -m "exhaustive and alone" $(or $(PYTEST_ARGS),$(ALONE)) || [ $$? -eq 5 ] || status=1; \
+	exit $$status
 
 test-cuda-sim: $(STAMP) ## Run tests on a simulated CUDA device (needs g++; compiles it the first time)
 	CUDA_SIMULATION=1 $(BIN)/python -m pytest -rs -n 2 --dist worksteal -m "not alone and not exhaustive" $(or $(PYTEST_ARGS),$(SIMULATED))

@@ -26,7 +26,8 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 def test_compiled_blocks_equal_one_process(layout: str) -> None:
     world, replicas, options = LAYOUTS[layout]
     options = {**options, "compile_blocks": {"backend": "aot_eager"}}
-    assert_parity("hybrid3d", options, world, replicas, batch_size=4, module={"blocks": 4})
+    blocks = 2 * options["pipeline_parallel_size"]
+    assert_parity("hybrid3d", options, world, replicas, batch_size=4, module={"blocks": blocks})
 
 
 class CompiledModel(ToyModule):
