@@ -96,8 +96,15 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("options", [OFFLOAD, DELAYED], ids=["synchronous", "delayed"])
-@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        pytest.param(OFFLOAD, "bf16-true", id="synchronous-bf16-true"),
+        pytest.param(DELAYED, "32-true", id="delayed-32-true"),
+        pytest.param(OFFLOAD, "32-true", id="synchronous-32-true", marks=pytest.mark.exhaustive),
+        pytest.param(DELAYED, "bf16-true", id="delayed-bf16-true", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     options: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
