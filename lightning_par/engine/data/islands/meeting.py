@@ -208,7 +208,7 @@ class Meeting:
         """
         kind = header.get("op")
         if kind == "seed" and self._weights is None and self._founder == member.hello.island:
-            self._take_seed(member, payload)
+            self._take_seed(member, header, payload)
         elif kind == "move" and self._weights is not None:
             self._take_movement(member, header, payload)
         elif kind == "bye":
@@ -219,7 +219,11 @@ class Meeting:
         else:
             raise MessageError(f"sent {kind!r}, which makes no sense now.")
 
-    def _take_seed(self, member: Member, payload: memoryview) -> None:
+    def _take_seed(self, member: Member, header: Mapping[str, Any], payload: memoryview) -> None:
+        try:
+            step = number(header["step"])
+        except (KeyError, ValueError) as error:
+            raise MessageError(f"sent an impossible model: {error!r}.") from error
         sent = [region for region in member.hello.regions if region.sends]
         values = read_regions(payload, sent, "none", alone=True)
         with self._lock:
@@ -228,10 +232,10 @@ class Meeting:
             ranks = [m for (island, _), m in self._members.items() if island == self._founder]
             if len(ranks) < member.hello.world or not all(m in self._seeds for m in ranks):
                 return
-            self._begin([pair for m in ranks for pair in self._seeds[m]])
+            self._begin([pair for m in ranks for pair in self._seeds[m]], step)
 
     @torch.no_grad()
-    def _begin(self, boxes: list[tuple[Region, Tensor]]) -> None:
+    def _begin(self, boxes: list[tuple[Region, Tensor]], step: int) -> None:
         tensors: dict[str, Tensor] = {}
         given = dict.fromkeys((region.name for region, _ in boxes), 0)
         for region, values in boxes:
@@ -244,6 +248,7 @@ class Meeting:
         trained = [name for name in tensors if any(r.trains and r.name == name for r, _ in boxes)]
         assert self._outer is not None
         self._weights = SharedWeights(self._outer, tensors, trained, secrets.token_hex(8))
+        self._weights.step = step
         self._rounds = [_Round() for _ in self._weights.fragments]
         self._seeds.clear()
         for at in range(len(self._rounds)):
