@@ -1,7 +1,10 @@
-"""Islands that average against the averager of torch.distributed, written by hand."""
+"""Islands that average: against the averager of torch.distributed, and where a round has parts."""
 
+import time
 from datetime import timedelta
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -62,3 +65,27 @@ def test_averaging_equals_the_periodic_averager_of_torch() -> None:
             torch.testing.assert_close(island.weights(), weights, rtol=0, atol=1e-12)
             island.close()
     assert not torch.equal(wanted[0]["a"], wanted[1]["a"])  # the last step was not averaged
+
+
+@pytest.mark.parametrize("optimizer", ["average", "sgd"])
+def test_a_round_in_two_parts_makes_one_step(optimizer: Any) -> None:
+    """Both from the same weights; the parameter server makes a step of every movement."""
+    outer = Outer(every=1, optimizer=optimizer, quantize="none", grace=0, timeout=60)
+    moved = [{n: movement(rank, 0, w) for n, w in start().items()} for rank in range(2)]
+    part = 0.5 if optimizer == "average" else 1.0
+    with serving() as server:
+        islands = [Island(server.port, i, outer, start()) for i in range(2)]
+        for island in islands:
+            island.join()
+        for island in islands:
+            island.step(moved[island.number].__getitem__)
+            assert island.ranks[0].exchanges[-1].islands == [island.number]
+        wanted = {n: w - part * (moved[0][n] + moved[1][n]) for n, w in start().items()}
+        torch.testing.assert_close(islands[1].weights(), wanted, rtol=0, atol=1e-12)
+        islands[0].close(finished=False)
+        while len(server.meeting._members) == 2:  # until the server has seen that it is gone
+            time.sleep(0.01)
+        islands[1].step(moved[0].__getitem__)
+        wanted = {n: w - moved[0][n] for n, w in wanted.items()}
+        torch.testing.assert_close(islands[1].weights(), wanted, rtol=0, atol=1e-12)
+        islands[1].close()
