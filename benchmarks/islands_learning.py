@@ -132,7 +132,7 @@ def learn(run: dict[str, Any]) -> float:
             other.take(learner)
     if run["every"]:
         fields = {name: run[name] for name in Outer.__dataclass_fields__ if name in run}
-        outer = Outer(**{**fields, "min_islands": count})
+        outer = Outer(**{"min_islands": count, **fields})
         train_islands(learners, outer, islice(batches, steps - first))
     with torch.no_grad():
         return statistics.fmean(float(learner.loss(batch)) for batch in data.val_dataloader())

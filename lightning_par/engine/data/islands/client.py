@@ -118,6 +118,7 @@ class IslandClient:
 
     Attributes:
         step: Optimizer steps since the run began, of the island that made most, as last heard.
+            Before `join` those of this island, from which a new run counts on.
         place: What `after_step` was told of this island's place in its data when it last sent a
             movement that counts, by whatever process; None: nothing.
         waited: Seconds that training waited for them.
@@ -426,7 +427,7 @@ class IslandClient:
         if answer["op"] == "seed":
             seeds = [h for h in self._held if h.region.sends]
             packed = (encode(h.base, "none").pack(h.region.alone) for h in seeds)
-            channel.send({"op": "seed"}, b"".join(packed))
+            channel.send({"op": "seed", "step": self.step}, b"".join(packed))
             answer, payload = channel.receive(self._limit())
         if answer["op"] == "refused":
             raise IslandError(

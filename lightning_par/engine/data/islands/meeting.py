@@ -4,6 +4,10 @@ A round of a fragment opens with the first island whose ranks have all sent thei
 when every live island has sent one, or when `min_islands` have and `grace` seconds are over. Who
 was late is not waited for until it is heard of again; what comes late counts in the next round.
 
+Note [Parts of a round]: where a mean is taken, an island that is connected but not in a round
+counts as one that has not moved yet. Else a round that falls into two would make two whole steps,
+both from the same weights. The parameter server (``"sgd"``) applies what comes as it is.
+
 Note [Tickets]: a movement has a ticket, the same on all ranks of its island. Where a connection
 breaks while an answer is due, the rank comes back with its ticket: if that movement was merged it
 gets the weights, else it sends the movement again. So none is counted twice, and none is lost.
@@ -208,7 +212,7 @@ class Meeting:
         """
         kind = header.get("op")
         if kind == "seed" and self._weights is None and self._founder == member.hello.island:
-            self._take_seed(member, payload)
+            self._take_seed(member, header, payload)
         elif kind == "move" and self._weights is not None:
             self._take_movement(member, header, payload)
         elif kind == "bye":
@@ -219,7 +223,11 @@ class Meeting:
         else:
             raise MessageError(f"sent {kind!r}, which makes no sense now.")
 
-    def _take_seed(self, member: Member, payload: memoryview) -> None:
+    def _take_seed(self, member: Member, header: Mapping[str, Any], payload: memoryview) -> None:
+        try:
+            step = number(header["step"])
+        except (KeyError, ValueError) as error:
+            raise MessageError(f"sent an impossible model: {error!r}.") from error
         sent = [region for region in member.hello.regions if region.sends]
         values = read_regions(payload, sent, "none", alone=True)
         with self._lock:
@@ -228,10 +236,10 @@ class Meeting:
             ranks = [m for (island, _), m in self._members.items() if island == self._founder]
             if len(ranks) < member.hello.world or not all(m in self._seeds for m in ranks):
                 return
-            self._begin([pair for m in ranks for pair in self._seeds[m]])
+            self._begin([pair for m in ranks for pair in self._seeds[m]], step)
 
     @torch.no_grad()
-    def _begin(self, boxes: list[tuple[Region, Tensor]]) -> None:
+    def _begin(self, boxes: list[tuple[Region, Tensor]], step: int) -> None:
         tensors: dict[str, Tensor] = {}
         given = dict.fromkeys((region.name for region, _ in boxes), 0)
         for region, values in boxes:
@@ -244,6 +252,7 @@ class Meeting:
         trained = [name for name in tensors if any(r.trains and r.name == name for r, _ in boxes)]
         assert self._outer is not None
         self._weights = SharedWeights(self._outer, tensors, trained, secrets.token_hex(8))
+        self._weights.step = step
         self._rounds = [_Round() for _ in self._weights.fragments]
         self._seeds.clear()
         for at in range(len(self._rounds)):
@@ -370,7 +379,7 @@ class Meeting:
         self._rounds[at].movements = {i: m for i, m in done.movements.items() if i not in there}
         movements = {i: list(done.movements[i].values()) for i in there}
         samples = {i: min(m.samples for m in ranks) for i, ranks in movements.items()}
-        total = sum(samples.values()) or 1
+        total = (sum(samples.values()) or 1) / self._part(there)
         fragment, before = weights.fragments[at], (weights.era, weights.fragments[at].version)
         updates, seen = weights.merge(
             at,
@@ -400,6 +409,13 @@ class Meeting:
             }
             if movement.answer.set_running_or_notify_cancel():
                 movement.answer.set_result(({**header, **own}, b"".join(parts)))
+
+    def _part(self, there: list[int]) -> float:
+        """Return how much of a step a round of these islands makes; see Note [Parts of a round]."""
+        assert self._outer is not None
+        if self._outer.optimizer == "sgd":
+            return 1.0
+        return len(there) / len({island for island, _ in self._members} - self._finished | {*there})
 
     def _share(self, island: int) -> float:
         """Return the steps of an island in a second, as a part of those of the fastest one."""

@@ -28,7 +28,8 @@ class Outer:
         fragments: Parts of the model, each exchanged at its own step of the `every`.
         overlap: Optimizer steps that go on while a fragment is on its way.
         optimizer: What the server does with the mean movement: ``"nesterov"`` and ``"sgd"`` are
-            `torch.optim.SGD` with `lr` and `momentum`; ``"average"`` takes the mean as it is.
+            `torch.optim.SGD` with `lr` and `momentum`; ``"average"`` takes the mean as it is. Where
+            islands are missing in a round, ``"sgd"`` alone makes a whole step.
         lr: Rate of the outer optimizer; None: 0.7 for ``"nesterov"``, else 1.
         momentum: Of the outer optimizer; None: 0.9 for ``"nesterov"``, else 0.
         quantize: Form of movements and updates on the wire: ``"none"`` (float32, or float64 of

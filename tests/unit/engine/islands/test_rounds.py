@@ -267,6 +267,7 @@ def test_island_that_is_lost_is_not_waited_for_and_comes_back() -> None:
     outer = lock_step(every=1, optimizer="average", quantize="none", min_islands=1)
     with serving() as server:
         islands = [Island(server.port, i, outer, start()) for i in range(2)]
+        islands[0].ranks[0].step = 7  # of a checkpoint from which its fit goes on
         for island in islands:
             island.join()
         train(islands, range(2))
@@ -275,7 +276,7 @@ def test_island_that_is_lost_is_not_waited_for_and_comes_back() -> None:
         assert islands[0].ranks[0].exchanges[-1].islands == [0]
         again = Island(server.port, 1, outer, start(seed=9), incarnation="second")
         again.join()
-        assert again.ranks[0].step == 5
+        assert again.ranks[0].step == 7 + 5
         assert all(torch.equal(again.weights()[n], islands[0].weights()[n]) for n in SHAPES)
         train([islands[0], again], range(5, 7))
         assert islands[0].ranks[0].exchanges[-1].islands == [0, 1]
@@ -376,6 +377,17 @@ def test_message_that_cannot_be_is_refused(
         island.close(finished=False)
         assert all(torch.equal(held.exact[n], before[n]) for n in SHAPES)
     assert re.search(f"island 0 rank 0: .*{text}", caplog.text)
+
+
+def test_model_of_an_impossible_step_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as server, caplog.at_level(logging.WARNING):
+        island = Island(server.port, 0, Outer(timeout=0.1), start())
+        island.ranks[0].step = -1
+        with pytest.raises(IslandError, match="has not reached its server"):
+            island.join()
+        assert server.meeting.weights is None
+        island.close(finished=False)
+    assert "impossible model: ValueError('-1 is no whole number from 0" in caplog.text
 
 
 def test_encrypted_connections(tmp_path: Path) -> None:
