@@ -121,11 +121,12 @@ def bare_step(rank: int, world: int) -> Any:
 
 
 def test_zero_3_launches_little_more_than_fsdp2() -> None:
-    """1,318 and 1,276; Lightning's loop and the weights of losses are in the first."""
+    """526 and 483; Lightning's loop and the weights of losses are in the first."""
     ours = run_ranks(steady_step, 2, *LAYOUTS["zero3"][1:], ToyModule, timeout=120)
     for found, bare in zip(ours, run_ranks(bare_step, 2), strict=True):
-        sys.stdout.write(f"zero3: {found.launches} launches, FSDP2: {bare.launches}\n")
-        assert found.launches <= 1.15 * bare.launches
+        counts = found.launches.total(), bare.launches.total()
+        sys.stdout.write("zero3: {} launches, FSDP2: {}\n".format(*counts))
+        assert counts[0] <= 1.15 * counts[1]
 
 
 def test_a_step_that_reads_its_loss_or_copies_waits_once_more() -> None:

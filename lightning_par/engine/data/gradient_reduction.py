@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_par.dtensor import local_part
 from lightning_par.engine.annotations import Float
-from lightning_par.upstream.aten import foreach_norm
+from lightning_par.upstream.aten import foreach_mul_, foreach_norm
 
 __all__ = [
     "ReplicatedGradients",
@@ -227,10 +227,13 @@ def clip_by_norm(parameters: Sequence[Tensor], norm: Float[Tensor, ""], max_norm
         max_norm: Upper bound of that norm.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in local_gradients(parameters):
+        alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), grads in alike.items():
         # A number of the CPU is an argument of the kernel; to move it would be a copy to wait for.
-        near = factor if factor.device.type == "cpu" else factor.to(grad.device)
-        grad.mul_(near.to(grad.dtype))
+        near = factor if factor.device.type == "cpu" else factor.to(device)
+        foreach_mul_(grads, near.to(dtype))
 
 
 @torch.no_grad()
