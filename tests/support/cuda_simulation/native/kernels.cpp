@@ -267,6 +267,13 @@ static void foreach_copy(at::TensorList self, at::TensorList sources, bool non_b
   }
 }
 
+// CUDA has one kernel for bfloat16; for others torch goes expert by expert, with sizes on the host.
+static void grouped_mm(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& first = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
+  if (first.scalar_type() == at::kBFloat16) return run_on_host(op, stack);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CompositeExplicitAutograd), stack);
+}
+
 static at::Scalar read_scalar(const at::Tensor& self) {
   const auto device = self.device().index();
   use(self, false, launch(current_stream(device)), "item");
@@ -356,6 +363,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("_foreach_copy_", simulation::foreach_copy);
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&simulation::grouped_mm>());
   // Torch's own way for other devices is a kernel for each tensor of a list; CUDA has one for all.
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
     if (name.name.starts_with("aten::_foreach_") && name.name != "aten::_foreach_copy_")
