@@ -25,7 +25,8 @@ SIMULATED = tests/cuda_simulation tests/gpu $(addprefix tests/distributed/,test_
 	offload/test_memory.py context/test_parity.py context/test_models.py \
 	profiling/test_expected_comm_volume.py faults/test_nonfinite.py data/test_no_labels.py \
 	data/test_masked_mean.py offload/test_parity.py offload/test_axes.py \
-	pipeline/test_parity_schedules.py data/test_compression.py test_manual_optimization.py)
+	pipeline/test_parity_schedules.py data/test_compression.py test_manual_optimization.py \
+	test_weight_averaging.py) tests/unit/planner/rehearsal/test_rehearse.py
 # The part of it that continuous integration runs.
 SIMULATED_SHORT = tests/cuda_simulation tests/gpu/test_single_device.py tests/gpu/test_offload.py \
 	$(addprefix tests/distributed/,test_mixed_precision.py faults/test_nonfinite.py)

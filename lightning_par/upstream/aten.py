@@ -6,7 +6,9 @@
 `flash_cpu_backward`, ...    their backwards, from the logsumexp of any block of the keys
 `foreach_norm`               norm of each of many tensors in a few kernels;
                              `torch.nn.utils.get_total_norm` gives that of all together only
-`foreach_copy_`              copy many tensors in a few kernels
+`foreach_copy_`,             copy many tensors, or multiply them by a number, in a few kernels;
+`foreach_mul_`               `torch.nn.utils.clip_grads_with_norm_` takes no DTensors of two meshes,
+                             and copies a norm that is on the CPU to the device
 `fused_adam_`,               one kernel for the whole update; `torch.optim.Adam(fused=True)` calls
 `fused_adamw_`               it on whole parameters that own a gradient, not on slices of a buffer
 `unscale_and_check_`         multiply gradients and set a flag if one is not finite, in one kernel;
@@ -27,6 +29,7 @@ with names_of("torch"):
     efficient_cuda_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     foreach_norm = torch._foreach_norm
     foreach_copy_ = torch._foreach_copy_
+    foreach_mul_ = torch._foreach_mul_
     fused_adam_ = torch._fused_adam_
     fused_adamw_ = torch._fused_adamw_
     unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
@@ -39,6 +42,7 @@ __all__ = [
     "flash_cuda",
     "flash_cuda_backward",
     "foreach_copy_",
+    "foreach_mul_",
     "foreach_norm",
     "fused_adam_",
     "fused_adamw_",

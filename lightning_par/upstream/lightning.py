@@ -13,7 +13,6 @@
                               messages and its clean-up
 `plain_after_closure`         what every precision plugin does between closure and step, for one
                               that adds to it
-`reduce_tensor`               all-reduce with the names and the barrier of Lightning's strategies
 ============================  ===============================================================
 """
 
@@ -27,10 +26,7 @@ from torch.optim import Optimizer
 from lightning_par.upstream.presence import names_of
 
 with names_of("lightning"):
-    from lightning.fabric.utilities.distributed import (
-        _init_dist_connection,
-        _sync_ddp_if_available,
-    )
+    from lightning.fabric.utilities.distributed import _init_dist_connection
     from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -56,7 +52,6 @@ __all__ = [
     "is_logging_step",
     "launch_scripts",
     "plain_after_closure",
-    "reduce_tensor",
     "set_launcher",
     "synchronizes_batchnorm",
     "trainer_of",
@@ -67,7 +62,6 @@ SubprocessScriptLauncher = _SubprocessScriptLauncher
 TunerExit = _TunerExitException
 compute_dtype = _plugin_to_compute_dtype
 init_process_group = _init_dist_connection
-reduce_tensor = _sync_ddp_if_available
 
 
 def after_closure(plugin: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:

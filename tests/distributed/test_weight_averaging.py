@@ -217,7 +217,7 @@ def assert_equal(results: list[Run], wanted: Run) -> None:
 
 def averages_in(path: Path) -> Run:
     """What Lightning keeps of averages in a checkpoint."""
-    found = torch.load(path, weights_only=False)
+    found = torch.load(path, weights_only=False, map_location="cpu")
     keys = ("state_dict", "current_model_state", "averaging_state")
     own = {key: dict(found[key]) for key in keys if key in found}
     for state in found["callbacks"].values():

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_par.dtensor import local_part
 from lightning_par.engine.annotations import Float
-from lightning_par.upstream.aten import foreach_norm
+from lightning_par.upstream.aten import foreach_mul_, foreach_norm
 
 __all__ = [
     "ReplicatedGradients",
@@ -21,6 +21,7 @@ __all__ = [
     "fill_buckets",
     "is_counted_here",
     "local_gradients",
+    "scale_together",
     "sum_together",
     "total_norm",
 ]
@@ -226,11 +227,23 @@ def clip_by_norm(parameters: Sequence[Tensor], norm: Float[Tensor, ""], max_norm
         norm: Norm of the gradient of the whole model, from `total_norm`; may be on the CPU.
         max_norm: Upper bound of that norm.
     """
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in local_gradients(parameters):
-        # A number of the CPU is an argument of the kernel; to move it would be a copy to wait for.
-        near = factor if factor.device.type == "cpu" else factor.to(grad.device)
-        grad.mul_(near.to(grad.dtype))
+    scale_together(local_gradients(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+@torch.no_grad()
+def scale_together(tensors: Iterable[Tensor], factor: Float[Tensor, ""]) -> None:
+    """Multiply tensors in place by a number, in one kernel for each device and dtype.
+
+    Args:
+        tensors: Plain tensors.
+        factor: The number. On the CPU it is an argument of the kernel: nothing waits for a copy.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, dtype), group in alike.items():
+        near = factor if factor.device.type == "cpu" else factor.to(device)
+        foreach_mul_(group, near.to(dtype))
 
 
 @torch.no_grad()

@@ -108,13 +108,14 @@ def _find_routes(counts: Tensor, group: dist.ProcessGroup) -> _Routes:
     here = len(counts) // ranks
     equal = [here] * ranks
     arriving = _ops.wait_tensor(_all_to_all(counts, equal, equal, group))
-    experts = torch.arange(here, device=counts.device).repeat(ranks)
-    order = experts.repeat_interleave(arriving).argsort(stable=True)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
     by_rank = torch.stack([counts.view(ranks, here), arriving.view(ranks, here)]).sum(-1)
     # One copy to the host, which waits for the device: all-to-all needs its sizes there.
     sent, received = by_rank.tolist()
+    experts = torch.arange(here, device=counts.device).repeat(ranks)
+    rows = experts.repeat_interleave(arriving, output_size=sum(received))
+    order = rows.argsort(stable=True)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
     return _Routes(
         sent=sent,
         received=received,

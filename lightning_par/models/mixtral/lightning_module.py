@@ -45,8 +45,9 @@ class MixtralModule(GPTModule):
         """Return the total loss; log it and the router losses."""
         logits, losses = self.model(batch["input_ids"], batch["labels"] != _IGNORE_INDEX)
         config = self.config
-        weights = losses.new_tensor([config.auxiliary_weight, config.z_weight])
-        loss: Tensor = self._token_loss(logits, batch["labels"]) + (losses * weights).sum()
+        # By numbers: a tensor of them would be a copy to the device, which the host waits for.
+        router_loss = losses[0] * config.auxiliary_weight + losses[1] * config.z_weight
+        loss: Tensor = self._token_loss(logits, batch["labels"]) + router_loss
         self.log("train_loss", loss, prog_bar=True)
         self.log("train_balance_loss", losses[0])
         self.log("train_z_loss", losses[1])

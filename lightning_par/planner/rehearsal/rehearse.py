@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -267,7 +268,10 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
     began, live = time.process_time(), WeightlessTensors()
     observer = StepObserver(live)
     with lone_world(rank, world_size), live:
-        trainer, module, data = make(observer, LoneEnvironment(rank, num_nodes, devices))
+        with warnings.catch_warnings():
+            # On the CPU on purpose, whatever the machine has.
+            warnings.filterwarnings("ignore", "GPU available but not used")
+            trainer, module, data = make(observer, LoneEnvironment(rank, num_nodes, devices))
         strategy = trainer.strategy
         if not isinstance(strategy, MeshStrategy):
             name = type(strategy).__name__

@@ -53,7 +53,7 @@ from lightning_par.strategies.processes.watchdog import (
     open_status_file,
     RankWatch,
 )
-from lightning_par.upstream.lightning import init_process_group, reduce_tensor, trainer_of
+from lightning_par.upstream.lightning import init_process_group, trainer_of
 
 __all__ = ["MeshProcesses"]
 
@@ -463,12 +463,18 @@ class MeshProcesses:
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over `group`; ranks of one replica hold the same values."""
-        if not isinstance(tensor, Tensor) or self._mesh is None:
+        if not isinstance(tensor, Tensor) or self._mesh is None or not dist.is_initialized():
             return tensor
         group = self._mesh.data_group if group is None else group
-        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+        if isinstance(reduce_op, str):
+            named = "AVG" if reduce_op == "mean" else reduce_op.upper()
+            reduce_op = getattr(dist.ReduceOp, named)
+        averages = reduce_op == dist.ReduceOp.AVG
+        if averages and not tensor.is_floating_point():
             tensor = tensor.double()  # Lightning averages its counts of samples; 3.5 is not 3
-        return reduce_tensor(tensor, group, reduce_op=reduce_op)
+        # gloo has no averages
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if averages else reduce_op, group=group)
+        return tensor.div_(group.size()) if averages else tensor
 
     def decide(self, decision: bool, *, unanimous: bool) -> bool:
         """Return whether all ranks of the world agree or, unless `unanimous`, at least one does.

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.dtensor import local_part
 from lightning_par.engine.batch import BatchDims, signature, split_batch, split_rows
 from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.engine.data.gradient_reduction import scale_together
 from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
@@ -441,13 +443,12 @@ def put_gradients(
     """Add the computed gradients times `factor`; without a gradient before, they move without a
     copy.
     """
-    scales = factor.device.type != "cpu" or float(factor) != 1  # asking another device would wait
+    if factor.device.type != "cpu" or float(factor) != 1:  # asking another device would wait
+        scale_together((local_part(grad) for grad in computed if grad is not None), factor)
     for index, parameter in enumerate(parameters):
         grad, computed[index] = computed[index], None
         if grad is None:
             continue
-        if scales:
-            grad.mul_(factor.to(grad.dtype))
         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 

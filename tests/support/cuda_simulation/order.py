@@ -9,6 +9,7 @@ or wait for each other in a circle.
 """
 
 import contextlib
+import inspect
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -105,14 +106,17 @@ def _noted(function, native):
     if hasattr(function, "notes"):
         return function
 
-    def call(tensor, peer=None, group=None, *args, **options):
-        if tensor.device.type == "cpu":
-            used = group or dist.group.WORLD
-            name = "host recv" if function.__name__ == "recv" else "host send"
-            place = options.get("group_dst", options.get("group_src"))
-            place = dist.get_group_rank(used, peer) if place is None else place
-            native.note(used.group_name, name, place)
-        return function(tensor, peer, group, *args, **options)
+    parameters = inspect.signature(function)
+
+    def call(*args, **options):
+        given = parameters.bind(*args, **options).arguments
+        if given["tensor"].device.type == "cpu":
+            used = given.get("group") or dist.group.WORLD
+            end = "src" if function.__name__ == "recv" else "dst"
+            place = given.get(f"group_{end}")
+            place = dist.get_group_rank(used, given[end]) if place is None else place
+            native.note(used.group_name, "host recv" if end == "src" else "host send", place)
+        return function(*args, **options)
 
     call.notes = True
     return call

@@ -170,8 +170,15 @@ def _add_streams(torch):
 
 
 def _add_storages(torch, native):
-    """Storages of a device change their size where FSDP frees and gathers parameters."""
-    plain = torch.UntypedStorage.resize_
+    """Storages of a device change their size where FSDP frees and gathers parameters, and are made
+    where a file is loaded onto the device that it was saved from.
+    """
+    plain, make = torch.UntypedStorage.resize_, torch.UntypedStorage.__new__
+
+    def new(cls, *size, device=None, **options):
+        if device is None or torch.device(device).type != "cuda":
+            return make(cls, *size, **options, **({} if device is None else {"device": device}))
+        return torch.empty(*size, dtype=torch.uint8, device=device).untyped_storage()
 
     def resize_(self, size):
         if self.device.type != "cuda":
@@ -183,6 +190,7 @@ def _add_storages(torch, native):
         seen = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
         return seen.clone().untyped_storage()
 
+    torch.UntypedStorage.__new__ = new
     torch.UntypedStorage.resize_ = resize_
     torch.UntypedStorage.clone = clone
 

@@ -22,17 +22,16 @@ class Traffic:
     Args:
         waits: (cause, operator, line that led there) -> how often the host waited.
         copied: "to the host" or "from the host" -> bytes that were copied without a wait.
-        launches: Kernels, copies and messages that were begun.
+        launches: Name -> kernels, copies and messages that were begun.
     """
 
     waits: Counter
     copied: Counter
-    launches: int = 0
+    launches: Counter
 
     def __str__(self):
-        lines = [
-            f"{self.waits.total()} waits, {self.launches} launches, copied {dict(self.copied)}"
-        ]
+        counts = f"{self.waits.total()} waits, {self.launches.total()} launches"
+        lines = [f"{counts}, copied {dict(self.copied)}"]
         lines += [f"  {n} x {' | '.join(key)}" for key, n in self.waits.most_common()]
         return "\n".join(lines)
 
@@ -40,23 +39,21 @@ class Traffic:
 @contextlib.contextmanager
 def record_traffic():
     """Gives a `Traffic` that is filled until the end of the context; of all threads."""
-    native, traffic = device(), Traffic(Counter(), Counter())
+    native, traffic = device(), Traffic(Counter(), Counter(), Counter())
 
-    def listen(is_wait, cause, name, size):
-        if is_wait and threading.current_thread().name.startswith(_BESIDE):
-            return
-        if is_wait:
-            traffic.waits[cause, name, _line()] += 1
-        else:
+    def listen(kind, cause, name, size):
+        if kind == "launch":
+            traffic.launches[name] += 1
+        elif kind == "copy":
             traffic.copied[cause] += size
+        elif not threading.current_thread().name.startswith(_BESIDE):
+            traffic.waits[cause, name, _line()] += 1
 
-    begin = native.launches()
     native.listen(listen)
     try:
         yield traffic
     finally:
         native.listen(None)
-        traffic.launches = native.launches() - begin
 
 
 def _line():

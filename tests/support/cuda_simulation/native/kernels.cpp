@@ -6,6 +6,7 @@
 #include <ATen/NativeFunctions.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <set>
 
 namespace simulation {
@@ -250,6 +251,29 @@ static at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blo
   return self;
 }
 
+// One kernel, unless a list has tensors of the host.
+static void foreach_copy(at::TensorList self, at::TensorList sources, bool non_blocking) {
+  const auto is_here = [](const at::Tensor& tensor) { return on_device(tensor); };
+  if (!std::ranges::all_of(self, is_here) || !std::ranges::all_of(sources, is_here)) {
+    for (size_t i = 0; i < self.size(); ++i) self[i].copy_(sources[i], non_blocking);
+    return;
+  }
+  tell(Kind::launch, "", "aten::_foreach_copy_", 0);
+  const auto moment = launch(current_stream(self[0].device().index()));
+  for (size_t i = 0; i < self.size(); ++i) {
+    use(sources[i], false, moment, "_foreach_copy_");
+    use(self[i], true, moment, "_foreach_copy_");
+    on_host(self[i]).copy_(on_host(sources[i]));
+  }
+}
+
+// CUDA has one kernel for bfloat16; for others torch goes expert by expert, with sizes on the host.
+static void grouped_mm(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& first = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
+  if (first.scalar_type() == at::kBFloat16) return run_on_host(op, stack);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CompositeExplicitAutograd), stack);
+}
+
 static at::Scalar read_scalar(const at::Tensor& self) {
   const auto device = self.device().index();
   use(self, false, launch(current_stream(device)), "item");
@@ -338,6 +362,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("_foreach_copy_", simulation::foreach_copy);
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&simulation::grouped_mm>());
+  // Torch's own way for other devices is a kernel for each tensor of a list; CUDA has one for all.
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
+    if (name.name.starts_with("aten::_foreach_") && name.name != "aten::_foreach_copy_")
+      m.impl(c10::toString(name).c_str(),
+             torch::CppFunction::makeFromBoxedFunction<&simulation::run_on_host>());
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {

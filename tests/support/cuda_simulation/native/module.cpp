@@ -16,16 +16,14 @@ static std::atomic<int64_t> launches{0}, waits{0};
 static py::object* listener = nullptr;
 
 void tell(Kind kind, const std::string& cause, const std::string& name, int64_t bytes) {
-  if (kind == Kind::launch) {
-    ++launches;
-    return;
-  }
+  if (kind == Kind::launch) ++launches;
   if (kind == Kind::wait) ++waits;
   if (listener == nullptr) return;
   py::gil_scoped_acquire gil;
   if (listener == nullptr) return;
   try {
-    (*listener)(kind == Kind::wait, cause, name, bytes);
+    constexpr const char* names[] = {"launch", "wait", "copy"};
+    (*listener)(names[static_cast<int>(kind)], cause, name, bytes);
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("the listener of the simulated device");
   }

@@ -119,6 +119,7 @@ def test_nothing_is_left_behind(sizes):
 
 def make_encoder(observer, environment):
     trainer = quiet_trainer(
+        accelerator="cpu",
         devices=4,
         max_steps=1,
         strategy=Hybrid3DStrategy(tensor_parallel_size=2, pipeline_parallel_size=2),
