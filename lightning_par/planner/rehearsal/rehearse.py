@@ -5,6 +5,7 @@ Large tensors have no memory (`weightless.py`), and the other ranks are not ther
 (`absent_ranks.py`).
 """
 
+import gc
 import multiprocessing
 import resource
 import sys
@@ -308,6 +309,7 @@ def rehearse_apart(make: MakeRun, *, num_nodes: int, devices: int, rank: int) ->
     ours, theirs = context.Pipe(duplex=False)
 
     def run() -> None:
+        gc.freeze()  # what was imported before stays; looking for it in rubbish takes seconds
         try:
             found: Any = rehearse(make, num_nodes=num_nodes, devices=devices, rank=rank)
         except Exception as error:
