@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from lightning_par.commands import takes_file
+from lightning_par.commands.layout_picture import draw_candidate
 from lightning_par.commands.planned_run import add_machine_options, read_run
 from lightning_par.commands.trial import Trial, try_layouts
 from lightning_par.errors import ConfigurationError, MeshError
@@ -64,6 +65,8 @@ def main(arguments: list[str]) -> int:
     text = yaml.safe_dump(settings, sort_keys=False)
     if options.out:
         Path(options.out).write_text(text, encoding="utf-8")
+    if options.picture:
+        draw_candidate(run.planner, chosen, options.picture)
     if options.json:
         json.dump(_values(result, trials), sys.stdout, indent=1)
         print()

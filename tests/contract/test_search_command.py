@@ -82,10 +82,13 @@ def test_fit_runs_the_layout_that_search_wrote(
 def test_forecast_takes_the_layout_of_the_configuration(
     config: Path, monkeypatch: Any, capsys: Any
 ) -> None:
+    picture = config.with_name("layout.svg")
     words = ("--devices", 4, "--nodes", 2, "--json", "--trainer.strategy=pipeline_1f1b")
+    words = (*words, "--picture", picture)
     status, said, _ = command(monkeypatch, capsys, "forecast", "--config", config, *words)
     found = json.loads(said)
     assert status == 0
+    assert ">stage 7<" in picture.read_text()
     assert found["layout"]["sizes"]["pipeline"] == 8
     assert found["layout"]["recompute"] == "full"
     # 4 micro-batches for each of 8 ranks are more than the 8 samples of a batch.
@@ -178,6 +181,7 @@ def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None
     assert "data: null leaves the samples of a batch to the model" in said
     for words, why in (
         (("--try", 3, "--nodes", 2), "--try 3 trains on this machine, and --nodes 2 are more"),
+        (("--picture", "found.jpg"), "path='found.jpg': the suffix must be one of"),
         (("--try", -1), "--try -1 --try-seconds 600: use 0 or more layouts"),
     ):
         status, _, said = command(monkeypatch, capsys, "search", "--config", config, *words)
