@@ -21,6 +21,7 @@ __all__ = [
     "MeasuredStage",
     "a100_stages",
     "h100_tables",
+    "llama_shape",
     "read",
     "vtrain",
     "zero_bubble_shape",
@@ -222,7 +223,7 @@ _LLAMA = {
 """Layers, model dim, heads, key/value heads, feed-forward dim: 2307.09288 and 2407.21783."""
 
 
-def _llama(name: str, length: int, vocab: int = 128_256) -> TransformerShape:
+def llama_shape(name: str, length: int, vocab: int = 128_256) -> TransformerShape:
     layers, dim, heads, kv_heads, ff_dim = _LLAMA[name]
     return TransformerShape(
         layers=layers,
@@ -266,7 +267,7 @@ def _torchtitan() -> Iterator[Measured]:
         yield Measured(
             table=f"torchtitan {row['table']}",
             problem=f"{row['model']} {technique}",
-            shape=_llama(row["model"], length),
+            shape=llama_shape(row["model"], length),
             layout=layout,
             device=H100_500W,
             code=code,
@@ -295,7 +296,7 @@ def _asynchronous_tensor() -> Iterator[Measured]:
             yield Measured(
                 table="torchtitan async",
                 problem=f"{row['model']} {row['precision']} {kind}",
-                shape=_llama(row["model"], 8192),
+                shape=llama_shape(row["model"], 8192),
                 layout=layout,
                 device=H100_500W,
                 code=code,
@@ -319,7 +320,7 @@ def _nemo() -> Iterator[Measured]:
         name, length = row["model"], int(row["seq"])
         if name.startswith("LLAMA"):
             vocab = 32_000 if name.startswith("LLAMA2") else 128_256
-            shape = _llama(name.partition("-")[2], length, vocab)
+            shape = llama_shape(name.partition("-")[2], length, vocab)
         else:
             layers, dim, heads, kv_heads, ff_dim, vocab = _NEMO[name]
             shape = TransformerShape(
@@ -358,7 +359,7 @@ def _nemo_long() -> Iterator[Measured]:
     for row in read("nemo_long_sequence_cp"):
         length, context = int(row["seq_k"]) * 1024, int(row["cp"])
         data = int(row["dp"])
-        shape = _llama("7B", length, 32_000)
+        shape = llama_shape("7B", length, 32_000)
         layout = Layout(
             sizes=ParallelSizes(
                 pipeline=int(row["pp"]), data_shard=data, tensor=int(row["tp"]), context=context

@@ -11,21 +11,28 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from statistics import mean, median
+from typing import Literal
 
 from _fit import fit, leave_out
 from _published import (
     A100,
     H100,
     h100_tables,
+    llama_shape,
     Measured,
     MEGATRON_2021,
+    MEGATRON_2023,
     read,
+    TORCHTITAN,
     vtrain,
     zero_bubble_shape,
 )
 
+from lightning_par.errors import MeshError
+from lightning_par.planner.constants import Constants
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.memory import predict_memory
 from lightning_par.planner.search import Planner
@@ -44,6 +51,8 @@ def main() -> None:
         "regret": _regret,
         "memory": _memory,
         "tables": _tables,
+        "others": _others,
+        "claims": _claims,
         "search": _search,
     }
     parser = argparse.ArgumentParser(description=__doc__)
@@ -248,6 +257,154 @@ def _measured(name: str, shape: TransformerShape, layout: Layout, seconds: float
         code=MEGATRON_2021,
         seconds=seconds,
     )
+
+
+def _others() -> None:
+    """Tables that no constant rests on, by constants of vTrain's runs.
+
+    zero-bubble: times of single stages of these runs are in every fit for A100s; steps are not.
+    """
+    constants = fit(vtrain(), "a100")
+    print("| table | rows | mean error | bias | largest | row by row |")
+    print("|---|---|---|---|---|---|")
+    for name, rows in (
+        ("Korthikanti, full recomputation", _korthikanti("full")),
+        ("Korthikanti, selective and sequences", _korthikanti("selective")),
+        ("torchtitan, 64 A100s", _torchtitan_a100()),
+        *((f"zero-bubble, {name}", _zero_bubble(name)) for name in _ZERO_BUBBLE),
+    ):
+        errors = [row.predict(constants) / row.seconds - 1 for row in rows]
+        sizes = [abs(error) for error in errors]
+        shown = ", ".join(f"{r.problem} {e:+.0%}" for r, e in zip(rows, errors, strict=True))
+        print(
+            f"| {name} | {len(rows)} | {mean(sizes):.1%} | {mean(errors):+.1%} | {max(sizes):.1%} "
+            f"| {shown} |"
+        )
+
+
+_ZERO_BUBBLE = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "zb-h2"}
+
+
+def _korthikanti(recompute: Literal["full", "selective"]) -> list[Measured]:
+    """Table 5; the selective rows also divide activations along the sequence."""
+    found, column = [], {"full": "full_recompute_s", "selective": "selective_sp_s"}[recompute]
+    for row in read("korthikanti_table5_iteration_time"):
+        tensor, pipeline, micro = int(row["tp"]), int(row["pp"]), int(row["micro_batch"])
+        virtual = int(row["vpp_chunks"])
+        layout = Layout(
+            sizes=ParallelSizes(tensor=tensor, pipeline=pipeline),
+            micro_batch=micro,
+            microbatches=int(row["global_batch"]) // micro,
+            zero_stage=0,
+            schedule="interleaved" if virtual > 1 else "1f1b",
+            virtual=virtual,
+            recompute=recompute,
+            sequence_parallel=recompute == "selective",
+        )
+        shape = _gpt(int(row["layers"]), int(row["hidden"]), int(row["heads"]))
+        found.append(_measured(row["model"], shape, layout, float(row[column])))
+    return found
+
+
+def _torchtitan_a100() -> list[Measured]:
+    """Without the rows that recompute every second block, which a layout cannot say."""
+    found = []
+    for row in read("torchtitan_a100_2024"):
+        if row["ac"] == "selective layer":
+            continue
+        family, name = row["model"].split("-")
+        length, batch = int(row["seq"]), int(row["local_batch"])
+        layout = Layout(
+            sizes=ParallelSizes(data_shard=64),
+            micro_batch=batch,
+            microbatches=1,
+            zero_stage=3,
+            recompute={"none": "none", "full": "full", "selective op": "selective"}[row["ac"]],
+        )
+        shape = llama_shape(name, length, 32_000 if family == "llama2" else 128_256)
+        seconds = batch * length / float(row["wps_per_gpu"])
+        measured = _measured(f"{row['model']} {row['ac']}", shape, layout, seconds)
+        found.append(replace(measured, code=TORCHTITAN))
+    return found
+
+
+def _zero_bubble(column: str) -> list[Measured]:
+    found, schedule = [], _ZERO_BUBBLE[column]
+    for row in read("zero_bubble_tables_3_4_5_9"):
+        p, layers, pieces = int(row["stages"]), int(row["layers"]), int(row["microbatches"])
+        some = (layers + 2) // p
+        interleaved = schedule == "interleaved"
+        layout = Layout(
+            sizes=ParallelSizes(pipeline=p),
+            micro_batch=int(row["micro_batch"]),
+            microbatches=pieces,
+            schedule=schedule,
+            virtual=some if interleaved else 1,
+            blocks=(0, *[1] * (p * some - 2), 0)
+            if interleaved
+            else (some - 1, *[some] * (p - 2), some - 1),
+        )
+        seconds = layout.samples / (float(row[f"thr_{column}"]) * p)
+        measured = _measured(f"{row['model']} {pieces}", zero_bubble_shape(row), layout, seconds)
+        found.append(replace(measured, code=MEGATRON_2023))
+    return found
+
+
+_KINDS: dict[str, tuple[tuple[str, int], ...]] = {
+    "3D": (),
+    "pipeline x data": (("tensor", 1),),
+    "tensor x data": (("pipeline", 1),),
+    "data alone": (("tensor", 1), ("pipeline", 1)),
+}
+"""Which sizes a kind of layout fixes; replicas may shard optimizer states, or everything."""
+
+
+def _claims() -> None:
+    """The best layout of each kind that fits: A100s with 80 GB, constants of vTrain's runs."""
+    constants = fit(vtrain(), "a100")
+    print("| model | devices | samples | ZeRO stages | kind | step, s | 3D is faster by | layout |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, shape, devices, samples in (
+        ("175B", _gpt(96, 12_288, 96), 512, 1536),
+        ("1T", _gpt(128, 25_600, 160), 3072, 3072),
+    ):
+        for zero in ((0, 1), (0, 1, 2, 3)):
+            found = {kind: _best(shape, devices, samples, zero, kind, constants) for kind in _KINDS}
+            for kind, one in found.items():
+                three = found["3D"]
+                gain = f"{one[0] / three[0] - 1:+.0%}" if one and three else ""
+                cells = f"{one[0]:.3g} | {gain} | {one[1]}" if one else "none fits | |"
+                stages = f"{zero[0]} to {zero[-1]}"
+                print(f"| {name} | {devices} | {samples} | {stages} | {kind} | {cells} |")
+    print("\n| model | samples | kind | samples/s a device on 64 and 1,024 | efficiency |")
+    print("|---|---|---|---|---|")
+    shape = _gpt(48, 8192, 64)  # 39B
+    for text, few, many in (("4 for each device", 256, 4096), ("1,536", 1536, 1536)):
+        for kind in _KINDS:
+            ends = ((64, few), (1024, many))
+            pair = [(d, n, _best(shape, d, n, (0, 1, 2, 3), kind, constants)) for d, n in ends]
+            rates = [n / best[0] / d for d, n, best in pair if best]
+            cells = "none fits on one of them | |"
+            if len(rates) == 2:
+                cells = f"{rates[0]:.3g}, {rates[1]:.3g} | {rates[1] / rates[0]:.0%} |"
+            print(f"| 39B | {text} | {kind} | {cells}")
+
+
+def _best(
+    shape: TransformerShape,
+    devices: int,
+    samples: int,
+    zero: tuple[int, ...],
+    kind: str,
+    constants: Constants,
+) -> tuple[float, Layout] | None:
+    planner = Planner(shape=shape, device=A100, code=MEGATRON_2023, constants=constants)
+    space = LayoutSpace(devices=devices, samples=samples, zero_stages=zero, fixed=_KINDS[kind])
+    try:
+        best = planner.search(space, beam=64).best[0]
+    except MeshError:
+        return None
+    return best.time.seconds, best.layout
 
 
 def _search() -> None:

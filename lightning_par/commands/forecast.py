@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 
+from lightning_par.commands.layout_picture import draw_candidate
 from lightning_par.commands.planned_run import add_machine_options, read_run
 from lightning_par.planner.report import as_values, describe, format_table
 
@@ -30,6 +31,8 @@ def main(arguments: list[str]) -> int:
     run = read_run(options, more)
     found = run.planner.predict(run.layout())
     fits = found.memory.peak <= run.planner.limit
+    if options.picture:
+        draw_candidate(run.planner, found, options.picture)
     if options.json:
         json.dump({**as_values(found), "fits": fits}, sys.stdout, indent=1)
         print()

@@ -22,6 +22,7 @@ from lightning_par.planner.model_shape import read_shape
 from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Layout, TransformerShape
+from lightning_par.profiling.picture_file import check_picture_path
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.options import MeshOptions
@@ -94,6 +95,11 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, help="default: 1")
     parser.add_argument("--devices", type=int, default=8, help="of each node (default: 8)")
     parser.add_argument("--length", type=int, help="tokens of a sequence; default: as configured")
+    takes_file(
+        parser.add_argument(
+            "--picture", help="draw the pipeline, time and memory to this .png, .svg or .pdf"
+        )
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -112,6 +118,8 @@ def read_run(
         ConfigurationError: The model is no transformer of equal blocks, or the strategy is not one
             of this package, or there is no such profile.
     """
+    if options.picture:
+        check_picture_path(options.picture)  # before what takes long
     device = load_profile(options.device, options.profile)
     # The devices of another machine need not exist here: a Trainer on the CPU takes any number.
     machine = {"accelerator": "cpu"}

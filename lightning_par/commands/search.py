@@ -6,14 +6,18 @@ not looked at, but for the samples of a step.
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from lightning_par.commands import takes_file
+from lightning_par.commands.layout_picture import draw_candidate
 from lightning_par.commands.planned_run import add_machine_options, read_run
-from lightning_par.errors import ConfigurationError
+from lightning_par.commands.trial import Trial, try_layouts
+from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.report import as_values, describe, format_rejections, format_table
 from lightning_par.planner.run_settings import apply_layout
@@ -35,6 +39,7 @@ def main(arguments: list[str]) -> int:
         LightningParError: Nothing fits, or the configuration or the profile is invalid.
     """
     options, more = make_parser().parse_known_args(arguments)
+    _check_tries(options)
     run = read_run(options, more, as_configured=True)
     given = yaml.safe_load(Path(options.config).read_text(encoding="utf-8")) or {}
     if given.get("data", {}) is None:
@@ -50,18 +55,25 @@ def main(arguments: list[str]) -> int:
         offload=options.offload,
         accepts=run.accepts,
     )
-    result = run.planner.search(space, keep=options.keep)
-    settings = apply_layout(
-        given, result.best[0].layout, nodes=options.nodes, devices=options.devices
-    )
+    result = run.planner.search(space, keep=max(options.keep, options.tries))
+    chosen, trials = result.best[0], list[Trial]()
+    if options.tries:
+        trials = _try(options, more, given, result)
+        fastest = min(trials, key=_seconds)
+        chosen = result.best[trials.index(fastest)]
+    settings = apply_layout(given, chosen.layout, nodes=options.nodes, devices=options.devices)
     text = yaml.safe_dump(settings, sort_keys=False)
     if options.out:
         Path(options.out).write_text(text, encoding="utf-8")
+    if options.picture:
+        draw_candidate(run.planner, chosen, options.picture)
     if options.json:
-        json.dump(_values(result), sys.stdout, indent=1)
+        json.dump(_values(result, trials), sys.stdout, indent=1)
         print()
         return 0
     print(_report(run.planner, space, result))
+    if trials:
+        print(_tried(result, trials))
     print(f"\nwritten: {options.out}" if options.out else f"\nthe run:\n{text}")
     return 0
 
@@ -82,7 +94,59 @@ def _report(planner: Planner, space: LayoutSpace, result: SearchResult) -> str:
     )
 
 
-def _values(result: SearchResult) -> dict[str, object]:
+def _check_tries(options: argparse.Namespace) -> None:
+    if options.tries < 0 or options.seconds <= 0:
+        raise ConfigurationError(
+            "LP902",
+            f"--try {options.tries} --try-seconds {options.seconds:g}: use 0 or more layouts, and "
+            "more than 0 seconds for each.",
+        )
+    if options.tries and options.nodes > 1:
+        raise ConfigurationError(
+            "LP905",
+            f"--try {options.tries} trains on this machine, and --nodes {options.nodes} are more: "
+            "leave --try out, and run the first layouts with fit --trainer.max_steps=8 there.",
+        )
+
+
+def _try(
+    options: argparse.Namespace, more: list[str], given: dict[str, Any], result: SearchResult
+) -> list[Trial]:
+    """Try the first layouts.
+
+    Raises:
+        MeshError: All of them failed.
+    """
+    trials = try_layouts(
+        given,
+        [one.layout for one in result.best[: options.tries]],
+        devices=options.devices,
+        arguments=more,
+        timeout=options.seconds,
+    )
+    if all(trial.seconds is None for trial in trials):
+        problems = "\n".join(f"- {trial.layout}: {trial.problem}" for trial in trials)
+        raise MeshError("LP105", f"--try {options.tries}: no layout trains here.\n{problems}")
+    return trials
+
+
+def _seconds(trial: Trial) -> float:
+    return math.inf if trial.seconds is None else trial.seconds
+
+
+def _tried(result: SearchResult, trials: list[Trial]) -> str:
+    """Return a line for every layout that was tried, the fastest first."""
+    lines = ["\ntried on this machine, median step, s:"]
+    for trial, one in sorted(zip(trials, result.best, strict=False), key=lambda t: _seconds(t[0])):
+        if trial.seconds is None:
+            lines.append(f"  failed  {trial.layout}: {trial.problem}")
+        else:
+            guess = f"predicted {one.time.seconds:.4g}"
+            lines.append(f"  {trial.seconds:.4g}  {guess}  {trial.layout}")
+    return "\n".join(lines)
+
+
+def _values(result: SearchResult, trials: list[Trial]) -> dict[str, object]:
     return {
         "considered": result.considered,
         "fitting": result.fitting,
@@ -90,6 +154,10 @@ def _values(result: SearchResult) -> dict[str, object]:
         "rejections": [
             {"change": one.change, "layout": str(one.layout), "reason": one.reason}
             for one in result.rejections
+        ],
+        "tried": [
+            {"layout": str(one.layout), "seconds": one.seconds, "problem": one.problem}
+            for one in trials
         ],
     }
 
@@ -107,5 +175,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--offload", action="store_true", help="keep the optimizer on the host")
     parser.add_argument("--keep", type=int, default=5, help="layouts to print (default: 5)")
+    parser.add_argument(
+        "--try",
+        dest="tries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="train for 8 steps with each of the first N layouts on this machine, and take the "
+        "fastest (default: 0)",
+    )
+    parser.add_argument(
+        "--try-seconds",
+        dest="seconds",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="after which a layout is given up (default: 600)",
+    )
     takes_file(parser.add_argument("--out", help="write the YAML to this file"))
     return parser

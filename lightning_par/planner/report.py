@@ -61,11 +61,7 @@ def describe(one: Candidate) -> str:
     if layout.sizes.pipeline > 1:
         if len(set(layout.split(sum(layout.blocks)))) > 1:
             lines.append(f"blocks of each stage: {' '.join(map(str, layout.blocks))}")
-        virtual = f" --virtual {layout.virtual}" if layout.schedule == "interleaved" else ""
-        lines.append(
-            f"draw it: lightning-par schedule --schedule {layout.schedule}{virtual} --stages "
-            f"{layout.sizes.pipeline} --microbatches {layout.microbatches} --out pipeline.svg"
-        )
+        lines.append("draw it, with these times: --picture pipeline.svg")
     return "\n".join(lines)
 
 

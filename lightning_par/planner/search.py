@@ -7,6 +7,9 @@ from itertools import groupby
 from typing import Any
 
 from lightning_par.checkpoint.progress import advance, counted
+from lightning_par.engine.pipeline.actions import TimedAction
+from lightning_par.engine.pipeline.schedules import build_schedule
+from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.errors import MeshError
 from lightning_par.plan.block_partition import partition_blocks
 from lightning_par.planner.block_cost import BlockCost
@@ -114,6 +117,22 @@ class Planner:
             mfu=flops / (time.seconds * layout.sizes.world_size * self.device.flops),
             traffic=cost.traffic(),
         )
+
+    def timeline(self, layout: Layout) -> tuple[tuple[TimedAction, ...], ...]:
+        """Return the predicted actions of every rank of a pipeline, with their times in seconds."""
+        virtual = layout.virtual if layout.schedule == "interleaved" else None
+        schedule = build_schedule(
+            layout.schedule, layout.sizes.pipeline, layout.microbatches, virtual
+        )
+        cost = StepCost(self.shape, layout, self.device, self.code, self.reached)
+        times = cost.stage_times()
+        return simulate(
+            schedule,
+            forward=[stage.forward for stage in times],
+            backward=[stage.backward for stage in times],
+            backward_weight=[stage.weight for stage in times],
+            p2p=cost.message if self.code.async_p2p else 0.0,
+        ).events
 
     @property
     def limit(self) -> float:

@@ -14,7 +14,7 @@ from lightning_par.profiling.picture_file import check_picture_path, picture_fil
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_timeline"]
+__all__ = ["draw_timeline", "plot_timeline", "timeline_height"]
 
 _BOX_HEIGHT = 0.78
 _INCHES_PER_ROW = 0.5
@@ -69,18 +69,44 @@ def draw_timeline(
     """
     path = check_picture_path(path)
     _check(events_per_rank, labels)
+    with picture_file(path, (width, timeline_height(len(events_per_rank))), font=9) as figure:
+        axes = figure.add_subplot()
+        plot_timeline(axes, events_per_rank, title=title, unit=unit, width=width, labels=labels)
+    return path
+
+
+def timeline_height(ranks: int) -> float:
+    """Return the height in inches of a timeline of that many ranks."""
+    return 1.35 + _INCHES_PER_ROW * ranks
+
+
+def plot_timeline(
+    axes: "Axes",
+    events_per_rank: Sequence[Sequence[TimedAction]],
+    *,
+    title: str,
+    unit: Literal["ms", "slots"],
+    width: float,
+    labels: Sequence[str] | None = None,
+) -> None:
+    """Draw what `draw_timeline` draws as a part of a larger picture.
+
+    Args:
+        axes: Where to draw.
+        events_per_rank: As for `draw_timeline`, at least one event; the others likewise.
+        title: First words of the title.
+        unit: Of the times.
+        width: Of the picture in inches.
+        labels: A name per rank.
+    """
     origin = min(event.start for row in events_per_rank for event in row)
     span = max(event.end for row in events_per_rank for event in row) - origin
     scale = 1e3 if unit == "ms" else 1.0
-    size = width, 1.35 + _INCHES_PER_ROW * len(events_per_rank)
-    with picture_file(path, size, font=9) as figure:
-        axes = figure.add_subplot()
-        # 72 points to the inch; about 0.92 of the width is left to the axes.
-        _draw_boxes(axes, events_per_rank, origin, scale, width * 72 * 0.92 / (span * scale or 1))
-        _draw_frame(axes, labels or _stage_labels(events_per_rank), span * scale, unit)
-        bubble = f"{bubble_fraction(events_per_rank):.1%}".replace("%", " %")
-        axes.set_title(f"{title}, bubble {bubble}", loc="left", fontsize=11, color=TEXT_COLOR)
-    return path
+    # 72 points to the inch; about 0.92 of the width is left to the axes.
+    _draw_boxes(axes, events_per_rank, origin, scale, width * 72 * 0.92 / (span * scale or 1))
+    _draw_frame(axes, labels or _stage_labels(events_per_rank), span * scale, unit)
+    bubble = f"{bubble_fraction(events_per_rank):.1%}".replace("%", " %")
+    axes.set_title(f"{title}, bubble {bubble}", loc="left", fontsize=11, color=TEXT_COLOR)
 
 
 def _check(events_per_rank: Sequence[Sequence[TimedAction]], labels: Sequence[str] | None) -> None:

@@ -2,7 +2,11 @@
 
 import contextlib
 import json
+import os
 import re
+import select
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_par.commands.trial import run_process
 from tests.support.cli_scripts import command, run_command
 from tests.support.ranks.api import run_ranks
 
@@ -77,10 +82,13 @@ def test_fit_runs_the_layout_that_search_wrote(
 def test_forecast_takes_the_layout_of_the_configuration(
     config: Path, monkeypatch: Any, capsys: Any
 ) -> None:
+    picture = config.with_name("layout.svg")
     words = ("--devices", 4, "--nodes", 2, "--json", "--trainer.strategy=pipeline_1f1b")
+    words = (*words, "--picture", picture)
     status, said, _ = command(monkeypatch, capsys, "forecast", "--config", config, *words)
     found = json.loads(said)
     assert status == 0
+    assert ">stage 7<" in picture.read_text()
     assert found["layout"]["sizes"]["pipeline"] == 8
     assert found["layout"]["recompute"] == "full"
     # 4 micro-batches for each of 8 ranks are more than the 8 samples of a batch.
@@ -171,7 +179,72 @@ def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None
     status, _, said = command(monkeypatch, capsys, "search", "--config", own)
     assert status == 1
     assert "data: null leaves the samples of a batch to the model" in said
+    for words, why in (
+        (("--try", 3, "--nodes", 2), "--try 3 trains on this machine, and --nodes 2 are more"),
+        (("--picture", "found.jpg"), "path='found.jpg': the suffix must be one of"),
+        (("--try", -1), "--try -1 --try-seconds 600: use 0 or more layouts"),
+    ):
+        status, _, said = command(monkeypatch, capsys, "search", "--config", config, *words)
+        assert status == 1
+        assert why in said
     words = ("--config", config, "--devices", 2, "--trainer.strategy=auto_parallel")
     status, _, said = command(monkeypatch, capsys, "forecast", *words)
     assert status == 1
     assert "auto_parallel chooses the sizes from the model" in said
+
+
+@pytest.mark.distributed
+def test_the_fastest_of_the_first_layouts_is_found_by_training(
+    config: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    here, temporary, out = (tmp_path / name for name in ("here", "temporary", "found.yaml"))
+    here.mkdir()
+    temporary.mkdir()
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.chdir(here)
+    saving = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}
+    saving["init_args"] = {"dirpath": str(here / "saved"), "every_n_train_steps": 1}
+    settings = yaml.safe_load(TINY)
+    settings["trainer"]["callbacks"].append(saving)
+    settings["model"]["class_path"] = "tests.support.models.refusing.RefusesZero1"
+    config.write_text(yaml.safe_dump(settings))
+    words = ("search", "--config", config, "--device", "cpu", "--devices", 2, "--samples", 8)
+    status, said, _ = command(
+        monkeypatch, capsys, *words, "--try", 2, "--keep", 1, "--out", out, "--json"
+    )
+    assert status == 0
+    refused, trained = json.loads(said)["tried"]
+    assert "zero 1" in refused["layout"]
+    assert refused["seconds"] is None
+    assert "not with ZeRO stage 1" in refused["problem"]
+    assert trained["problem"] == ""
+    assert 1e-4 < trained["seconds"] < 60
+    chosen = yaml.safe_load(out.read_text())["trainer"]
+    assert f"zero {chosen['strategy']['init_args']['zero_stage']}" in trained["layout"]
+    assert chosen["max_steps"] == 2  # the run is the user's
+    assert [c["class_path"] for c in chosen["callbacks"]] == [saving["class_path"]]
+    status, _, said = command(monkeypatch, capsys, *words, "--try", 1, "--try-seconds", 0.01)
+    assert status == 1
+    assert "--try 1: no layout trains here." in said
+    assert re.search(r"- .*zero 1.*: it had not ended after 0\.01 s", said)
+    assert not [*here.iterdir(), *temporary.iterdir()]
+
+
+def test_what_a_trial_started_ends_with_it(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    inner = f"import signal; held = open({str(fifo)!r}, 'w'); print(1, flush=True); signal.pause()"
+    outer = (
+        "import subprocess, sys; "
+        f"inner = subprocess.Popen([sys.executable, '-c', {inner!r}], stdout=subprocess.PIPE); "
+        "inner.stdout.read(1); sys.exit(3)"
+    )
+    end = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run_process([sys.executable, "-c", outer], tmp_path / "log", 60.0) == 3
+        assert select.select([end], [], [], 30.0)[0]  # nobody holds the other end any more
+        assert os.read(end, 1) == b""
+    finally:
+        os.close(end)

@@ -5,6 +5,7 @@ Large tensors have no memory (`weightless.py`), and the other ranks are not ther
 (`absent_ranks.py`).
 """
 
+import gc
 import multiprocessing
 import resource
 import sys
@@ -52,6 +53,7 @@ from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.upstream.functions import replaced
 
 __all__ = [
+    "VALUE_CALLBACKS",
     "Collective",
     "Rehearsal",
     "StepObserver",
@@ -60,7 +62,7 @@ __all__ = [
     "rehearse_apart",
 ]
 
-_DROPPED = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
+VALUE_CALLBACKS = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
 """Callbacks that read values, or write them."""
 _INSIDE = ("pp", "cp", "tp", "ep")
 """Axes whose collectives move activations; those of the others move gradients and parameters."""
@@ -312,6 +314,7 @@ def rehearse_apart(make: MakeRun, *, num_nodes: int, devices: int, rank: int) ->
     ours, theirs = context.Pipe(duplex=False)
 
     def run() -> None:
+        gc.freeze()  # what was imported before stays; looking for it in rubbish takes seconds
         try:
             found: Any = rehearse(make, num_nodes=num_nodes, devices=devices, rank=rank)
         except Exception as error:
@@ -347,7 +350,7 @@ def _prepared(
     trainer: pl.Trainer, strategy: MeshStrategy, live: WeightlessTensors
 ) -> Iterator[None]:
     """Leave out of a run what reads or writes values; build its model as the run would."""
-    kept = [c for c in trainer.callbacks if not isinstance(c, _DROPPED)]  # type: ignore[attr-defined]
+    kept = [c for c in trainer.callbacks if not isinstance(c, VALUE_CALLBACKS)]  # type: ignore[attr-defined]
     trainer.callbacks, trainer.loggers = kept, []  # type: ignore[attr-defined]
     strategy.options = replace(strategy.options, verify=False, gather_after_run=False)
     build = strategy.model_sharded_context

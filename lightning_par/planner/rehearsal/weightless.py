@@ -8,14 +8,16 @@ in that lets a healthy run go on: scalars are 1, flags of trouble ("any") are of
 (top-k, argmax) are even: entry i is i modulo the number of choices.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
 from lightning_par.checkpoint.progress import advance
@@ -23,6 +25,7 @@ from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.planner.rehearsal.known_results import KnownResults
 from lightning_par.profiling.collective_hooks import report_functional
 from lightning_par.upstream.dispatch import FakeTensorMode, item_operator, operator_schema
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import tree_map
 
 __all__ = ["WeightlessTensors"]
@@ -53,6 +56,15 @@ class WeightlessTensors(LiveBytes):
         self._known = KnownResults(self._fakes, self._fake)
         self._pauses = self._asides = 0
 
+    @override
+    def __enter__(self) -> Self:
+        # Selective checkpointing passes every question for a device on, which takes long.
+        for mode in {type(each) for each in create_selective_checkpoint_contexts([])}:
+            self._open.enter_context(
+                replaced(mode, "__torch_dispatch__", _with_devices(mode.__torch_dispatch__))
+            )
+        return super().__enter__()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, new tensors have memory; operations on fake ones stay without."""
@@ -72,10 +84,10 @@ class WeightlessTensors(LiveBytes):
             self._asides -= 1
 
     def _answer(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _device and isinstance(args[0], self._fake):  # by far the most frequent call
+            return args[0].fake_device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the operations on its parts come here one by one
-        if func is _device:  # by far the most frequent call
-            return args[0].fake_device if isinstance(args[0], self._fake) else func(*args)
         advance("operations")
         kwargs = kwargs or {}
         tensors: list[Tensor] = []
@@ -164,6 +176,16 @@ class WeightlessTensors(LiveBytes):
     def _scalar(self, func: Any, like: Tensor) -> Tensor:
         name = operator_schema(func).name.rpartition("::")[2]
         return torch.full((), 0 if name in _NO_TROUBLE else 1, dtype=like.dtype)
+
+
+def _with_devices(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method of a mode that answers for the devices of tensors itself."""
+    inner = inspect.unwrap(dispatch)  # without what keeps torch's compiler away
+
+    def answer(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].device if func is _device else inner(mode, func, types, args, kwargs)
+
+    return answer
 
 
 # Of a method that a class is made with torch keeps its compiler away, which takes longer than the

@@ -1,11 +1,14 @@
 """Large tensors have no memory, small ones have values, and choices are even."""
 
 import multiprocessing
+import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_par.engine.collectives import all_gather, all_reduce
 from lightning_par.engine.memory.live import ACTIVATIONS, PARAMETERS
@@ -51,6 +54,27 @@ def test_choices_are_even_so_that_routed_tokens_have_a_number():
         assert bool((chosen[:, 0] != chosen[:, 1]).all())
         assert scores[chosen[:, 0] == 2].shape == (1000, 8)
         assert F.one_hot(scores.argmax(-1), 8).sum(0).tolist() == [500] * 8
+
+
+def test_no_time_is_spent_on_devices_of_tensors_in_checkpointed_blocks():
+    contexts = partial(create_selective_checkpoint_contexts, [])
+    block = nn.Sequential(*(nn.Linear(100, 100) for _ in range(8)))
+    modes = [type(each) for each in contexts()]
+    before, called = [mode.__torch_dispatch__ for mode in modes], []
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
+            called.append(frame.f_code.co_name)
+
+    with WeightlessTensors(), torch.autocast("cpu", torch.bfloat16):
+        for profile in (None, count):  # the first time torch computes shapes
+            sys.setprofile(profile)
+            x = torch.zeros(100, 100, requires_grad=True)
+            checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
+            sys.setprofile(None)
+            assert x.grad.device == torch.device("cpu")
+    assert called.count("_fn") < 4 * len(block)  # each asks for six devices
+    assert [mode.__torch_dispatch__ for mode in modes] == before
 
 
 def test_new_tensors_of_a_pause_have_memory():
