@@ -35,8 +35,11 @@ def _no_process_group_outlives_its_test():
 
 
 @pytest.fixture(autouse=True)
-def _no_seed_outlives_its_test():
-    """Lightning's seed is in variables, and shuffles the samples of a later test."""
+def _no_seed_nor_rank_outlives_its_test():
+    """Seeds in variables shuffle the samples of a later test; ranks but 0 warn of nothing."""
     yield
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
+    ranks = sys.modules.get("lightning_utilities.core.rank_zero")
+    if ranks is not None and getattr(ranks.rank_zero_only, "rank", 0):
+        ranks.rank_zero_only.rank = 0

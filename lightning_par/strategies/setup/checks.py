@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +38,7 @@ __all__ = [
     "check_whole",
 ]
 
+_WHOLE = {"replicated", "replicated_inside"}
 _PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
 
@@ -146,7 +148,7 @@ def check_module(
     if plan is None and (sizes.tensor > 1 or sizes.pipeline > 1):
         if not infers:
             return resolve_plan(module, ParallelPlan())
-        plan = infer_for_run(module, sizes)
+        plan = _infer(module, sizes)
     if options.stage_blocks is not None and sizes.pipeline == 1:
         raise ConfigurationError(
             "LP107",
@@ -188,6 +190,19 @@ def check_module(
     _check_compression(module, options, sizes)
     _check_entries(module, sizes)
     return resolved
+
+
+def _infer(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
+    """Infer the plan; warn where ranks would all compute the same."""
+    plan = infer_for_run(module, sizes)
+    if sizes.tensor > 1 and plan.tensor and set(plan.tensor.values()) <= _WHOLE:
+        rank_zero_warn(
+            f"tensor_parallel_size={sizes.tensor} divides nothing of {type(module).__name__}: no "
+            "layers were found that its ranks could share, so each of them computes all of it. Use "
+            "tensor_parallel_size=1, which makes them replicas, or return a parallel_plan() with "
+            "tensor styles."
+        )
+    return plan
 
 
 def _check_offload(options: MeshOptions, sizes: ParallelSizes) -> None:

@@ -7,7 +7,6 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,7 +20,6 @@ __all__ = ["first_samples", "infer_for_run", "train_loader"]
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 2
-_WHOLE = {"replicated", "replicated_inside"}
 _known: "WeakKeyDictionary[nn.Module, dict[Any, ParallelPlan]]" = WeakKeyDictionary()
 
 
@@ -49,13 +47,6 @@ def infer_for_run(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
             type(module).__name__,
             plans[key].as_code(),
         )
-        if sizes.tensor > 1 and set(plans[key].tensor.values()) <= _WHOLE:
-            rank_zero_warn(
-                f"tensor_parallel_size={sizes.tensor} divides nothing of {type(module).__name__}: "
-                "no layers were found that its ranks could share, so each of them computes all of "
-                "it. Use tensor_parallel_size=1, which makes them replicas, or return a "
-                "parallel_plan() with tensor styles."
-            )
     return plans[key]
 
 

@@ -1,4 +1,4 @@
-"""What a run is told about the plan that was inferred for it."""
+"""What a run is told at its start about a plan that fits."""
 
 import warnings
 
@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.setup.inferred_plan import infer_for_run
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.checks import check_module
 from tests.support.models.plain_language_model import token_pairs
 from tests.support.models.structures import Convolutions, images, LanguageModel, Planless
 
@@ -23,10 +24,11 @@ def test_tensor_ranks_that_all_compute_the_same_are_told_to_the_user() -> None:
         return made
 
     convolutions = module(Convolutions(lambda size: nn.GroupNorm(2, size)), images())
+    options, two = MeshOptions(), ParallelSizes(tensor=2)
     with pytest.warns(UserWarning, match="tensor_parallel_size=2 divides nothing of Planless"):
-        plan = infer_for_run(convolutions, ParallelSizes(tensor=2))
-    assert set(plan.tensor.values()) == {"replicated"}
+        resolved = check_module(convolutions, options, two)
+    assert set(resolved.styles.values()) == {"replicated"}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*divides nothing")
-        infer_for_run(module(LanguageModel(), token_pairs()), ParallelSizes(tensor=2))
-        infer_for_run(convolutions, ParallelSizes(pipeline=2))
+        check_module(module(LanguageModel(), token_pairs()), options, two)
+        check_module(convolutions, options, ParallelSizes(pipeline=2))
