@@ -104,7 +104,7 @@ class _Recorder(Callback):
         seen = set()
         for seed in (1, 2):
             torch.manual_seed(seed)
-            seen.add(float(loss_of(module.training_step(self._first_batch, 0))))
+            seen.add(float(loss_of(module.training_step(self._first_batch, 0)).detach()))
         return len(seen) > 1
 
     def on_before_optimizer_step(

@@ -52,7 +52,10 @@ def assert_rehearsed(config: Path, **changed: int) -> None:
     degrees = degrees_of(written)
     last = [f"{AXES[a]} {degrees[a] - 1}" for a in ("pipeline", "data", "tensor") if degrees[a] > 1]
     assert f"({', '.join(last)}" in found.place
-    assert set(found.memory) >= {ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS}
+    # With ZeRO 3 and one stage the peak is at the loss, before the first gradient.
+    sharded = written["trainer"]["strategy"]["init_args"].get("zero_stage") == 3
+    gradients = set() if sharded and degrees["pipeline"] == 1 else {GRADIENTS}
+    assert set(found.memory) >= {ACTIVATIONS, OPTIMIZER, PARAMETERS} | gradients
     sent = {entry.axis.partition(" ")[0] for entry in found.volume}
     assert sent >= {AXES[axis] for axis, degree in degrees.items() if degree > 1}
     assert found.host_bytes < 4 * 2**30

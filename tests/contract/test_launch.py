@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -138,11 +139,13 @@ def check(folder: Path, ended: list[tuple[int, str]], sizes: str, world: int) ->
     assert [r["rank"] for r in found] == list(range(world))
     assert {(r["world"], r["sizes"]) for r in found} == {(world, sizes)}
     assert len({(r["loss"], r["val_loss"]) for r in found}) == 1
+    for _, text in ended:
+        assert not re.findall(r".*lightning_par/\S+\.py:\d+: .*", text), "warnings at lines of ours"
     return dict(found[0])
 
 
-# Below, two nodes start two devices each, as one node starts them.
-HELD = ("plain script", "two nodes")
+# Below, two nodes start two devices each, as one node starts them; hosts/ has torchrun.
+HELD = ("plain script", "two nodes", "torchrun")
 
 
 @pytest.mark.parametrize("way", some(WAYS, HELD))

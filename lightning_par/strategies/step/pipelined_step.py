@@ -216,7 +216,7 @@ class PipelinedSteps:
             )
         found = None
         if run.results and not is_refused():
-            losses = [(float(loss_of(run.results[i])),) for i in sorted(run.results)]
+            losses = [(float(loss_of(run.results[i]).detach()),) for i in sorted(run.results)]
             found = losses, [numbers_of(made) for made in calls]
         losses, logs = self.from_last_stage(found) or ([], [])
         return Seen(losses=losses, logs=logs)

@@ -393,7 +393,7 @@ class StepRunner:
         if not self.manual.is_used:
             # With a graph, as the step may ask for gradients of its input.
             output = self._sharding.call(step)
-            return (float("nan") if output is None else float(loss_of(output)),)
+            return (float("nan") if output is None else float(loss_of(output).detach()),)
         # Each batch from the same weights, which a step may change by hand.
         with untouched(self.module), self.manual.looked_at() as losses:
             self._sharding.call_with_backwards(step)
