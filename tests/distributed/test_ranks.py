@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.exhaustive import some
 from tests.support.ranks.api import RankError, ranks, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,7 +265,7 @@ def test_a_trainer_uses_the_ranks_and_the_process_group_that_are_there():
     assert run_ranks(fit, 2) == expected
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", some([signal.SIGKILL, signal.SIGINT], [signal.SIGINT]))
 def test_every_process_dies_when_the_test_process_is_killed(how, tmp_path):
     code = """
         import signal  # a background job of a shell ignores SIGINT

@@ -16,8 +16,8 @@ RANDOM = {"dropout": 0.3}
     ("layout", "workers"),
     [
         ("dp2 zero 1", 2),
-        ("tp2", 1),
-        ("pp2", 0),
+        pytest.param("tp2", 1, marks=pytest.mark.exhaustive),
+        pytest.param("pp2", 0, marks=pytest.mark.exhaustive),
         ("zbv", 0),
         ("tp2 dp2", 0),
         ("one", 1),
