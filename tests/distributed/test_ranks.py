@@ -39,9 +39,15 @@ def fail(rank, world, guilty):
 
 def wait_for(rank, world, guilty, act):
     """The guilty rank acts instead of joining the collective."""
+    sys.stdout.write("before the wait\n")
     if rank == guilty:
         act()
     dist.barrier()
+
+
+def fit_and_wait_for(rank, world, guilty, act):
+    fit(rank, world)
+    wait_for(rank, world, guilty, act)
 
 
 def sleep_long(rank=0, world=1):
@@ -212,12 +218,16 @@ def test_a_hang_is_cut_at_the_timeout_and_shows_where_each_rank_is():
 
 
 @pytest.mark.parametrize(
-    ("act", "message"), [(abort, "died by SIGABRT"), (leave, "exited with status 3")]
+    ("act", "message", "stack"),
+    [(abort, "died by SIGABRT", "in abort"), (leave, "exited with status 3", "")],
 )
-def test_a_dead_rank_is_reported_with_how_it_died(act, message):
-    with pytest.raises(RankError, match=f"rank 1 of 2 failed in wait_for: {message}") as failure:
-        run_ranks(wait_for, 2, 1, act)
+def test_a_dead_rank_is_reported_with_how_it_died_and_where(act, message, stack):
+    """After a Trainer too, which at its end takes away the handlers that print stacks."""
+    says = f"rank 1 of 2 failed in fit_and_wait_for: {message}"
+    with pytest.raises(RankError, match=says) as failure:
+        run_ranks(fit_and_wait_for, 2, 1, act)
     assert failure.value.kind == "died"
+    assert stack in str(failure.value)
     assert run_ranks(add_up, 2) == [1.0, 1.0]
 
 

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import operator
 import os
 import pickle
 import re
@@ -341,15 +342,17 @@ def _collect(members, timeout):
 
 def _show_stacks(silent):
     """Asks silent ranks to print their stacks; waits until each has, or is too stuck to do so."""
-    lengths = [_size(log) for _, log in silent]
+    before = lengths = [_size(log) for _, log in silent]
     deadline = time.monotonic() + _STACK_TIME
     while time.monotonic() < deadline:
-        for (pid, _), length in zip(silent, lengths, strict=True):
-            if not length:  # or the rank began its job late, which empties the log
+        for (pid, _), length, old in zip(silent, lengths, before, strict=True):
+            if length <= old:
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(0.1)
-        before, lengths = lengths, [_size(log) for _, log in silent]
-        if all(new and new == old for new, old in zip(lengths, before, strict=True)):
+        last, lengths = lengths, [_size(log) for _, log in silent]
+        # A rank may begin its job only now, which empties its log.
+        before = [min(pair) for pair in zip(before, lengths, strict=True)]
+        if lengths == last and all(map(operator.gt, lengths, before)):
             return
 
 

@@ -63,6 +63,7 @@ def main(descriptor):
     reuse_meshes()
     reuse_groups()
     share_gloo_device()
+    keep_printing_stacks()
     gc.collect()
     gc.freeze()
     children = set()
@@ -144,6 +145,32 @@ def reuse_groups():
         module.new_group = new_group
 
 
+def print_stacks():
+    """Makes this process print its stacks when it crashes and when it gets SIGUSR1."""
+    faulthandler.disable()  # else it takes its handlers for installed, whoever replaced them
+    faulthandler.enable()
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1)
+
+
+def keep_printing_stacks():
+    """Makes ranks print their stacks after a Trainer too.
+
+    At its end a Trainer puts back the handler that Python knows of for every signal, and Python
+    knows of none of those that print stacks.
+    """
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+    teardown = _SignalConnector.teardown
+
+    @functools.wraps(teardown)
+    def teardown_and_print_stacks(connector):
+        teardown(connector)
+        print_stacks()
+
+    _SignalConnector.teardown = teardown_and_print_stacks
+
+
 def fork_rank(control, rank, log):
     """Forks one rank, which talks over the descriptor that arrives next on `control`."""
     descriptor = recv_handle(control)
@@ -194,16 +221,13 @@ def serve_rank(rank, connection, log):
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout.reconfigure(line_buffering=True)
-    faulthandler.enable()
     while True:
         try:
             job = connection.recv()
         except EOFError:
             return
         os.ftruncate(descriptor, 0)
-        # Anew for each job: a Trainer puts back the handlers that Python knows of, at its end.
-        faulthandler.unregister(signal.SIGUSR1)
-        faulthandler.register(signal.SIGUSR1)
+        print_stacks()
         connection.send(run_job(rank, job))
         gc.collect()
 
