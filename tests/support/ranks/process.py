@@ -148,9 +148,9 @@ def reuse_groups():
 def print_stacks():
     """Makes this process print its stacks when it crashes and when it gets SIGUSR1."""
     faulthandler.disable()  # else it takes its handlers for installed, whoever replaced them
-    faulthandler.enable()
+    faulthandler.enable(file=2)  # a test may have replaced sys.stderr
     faulthandler.unregister(signal.SIGUSR1)
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, file=2)
 
 
 def keep_printing_stacks():
