@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_par.engine.annotations import Float
 from lightning_par.engine.tensor_tree import children, rebuild, tensors_of
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan.parallel_plan import BatchLayout
@@ -448,7 +447,7 @@ def _with_entry(batch: Any, path: list[str], value: Any) -> Any:
     return rebuild(batch, [(k, _with_entry(v, rest, value) if k == key else v) for k, v in held])
 
 
-def count_valid(batch: Any, layout: BatchLayout) -> Float[Tensor, ""]:
+def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
     """Return how many entries the loss of `batch` averages over, as a float64 scalar on the batch's
     device.
 
