@@ -10,7 +10,7 @@ import sys
 from typing import NoReturn
 
 import lightning as L
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_par
@@ -75,6 +75,30 @@ class ParallelCLI(LightningCLI):
             parser: Parser of one subcommand.
         """
         parser.set_defaults(_DEFAULTS)
+        self._parsers = [*getattr(self, "_parsers", []), parser]
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the arguments; a class that they name starts from its own defaults.
+
+        jsonargparse keeps the values of the default class for arguments of the same name, hence
+        the arguments are parsed once more with the class that they name as the default.
+
+        Args:
+            parser: Parser of the command line.
+            args: Arguments without the program's name; None: those of this process.
+        """
+        words = sys.argv[1:] if args is None else args
+        if isinstance(words, list):
+            # That one prints and ends the process.
+            words = [word for word in words if not str(word).startswith("--print_config")]
+            config = parser.parse_args(words)
+            found = config.get(str(config.get("subcommand")), config)
+            for key, default in _DEFAULTS.items():
+                named = found.get(f"{key}.class_path")
+                if named is not None and named != default["class_path"]:
+                    for each in self._parsers:
+                        each.set_defaults({key: {"class_path": named}})
+        super().parse_arguments(parser, args)
 
     def before_fit(self) -> None:
         """Check that one of several islands knows that it is one.

@@ -139,6 +139,8 @@ def check(folder: Path, ended: list[tuple[int, str]], sizes: str, world: int) ->
     assert [r["rank"] for r in found] == list(range(world))
     assert {(r["world"], r["sizes"]) for r in found} == {(world, sizes)}
     assert len({(r["loss"], r["val_loss"]) for r in found}) == 1
+    said = "".join(text for _, text in ended)
+    assert said.count(f"The first step on {sizes} equals that of one process.") == 1
     for _, text in ended:
         ours = re.escape(str(ROOT / "lightning_par"))
         assert not re.findall(rf"{ours}/\S+\.py:\d+: .*", text), "warnings at lines of ours"
@@ -174,6 +176,7 @@ def test_script_that_raises_on_one_rank_ends_everywhere(failing: int, tmp_path: 
     ((code, text),) = run(tmp_path, plainly(tmp_path, failing=failing))
     assert code != 0
     assert f"KeyError: 'no key on {failing}'" in text
+    assert "waited here" not in text, "stacks of a rank that is not the cause"
 
 
 @pytest.mark.parametrize(

@@ -122,19 +122,43 @@ def test_every_config_says_its_command_and_ranks_and_parses(
     assert not stop.value.code, capsys.readouterr().err
 
 
-def test_a_module_in_the_current_folder_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_classes_in_the_current_folder_are_found_and_start_from_their_own_defaults(
+    in_a_file: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
+    """Their arguments have names that those of the default model and data have too."""
     (tmp_path / "lying_here.py").write_text(
-        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
-        "class Own(BoringModel):\n    pass\n"
+        "from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel\n"
+        "class Own(BoringModel):\n"
+        "    def __init__(self, lr: float = 0.5, max_steps: str = 'all', width: int = 3):\n"
+        "        super().__init__()\n"
+        "class Data(BoringDataModule):\n"
+        "    def __init__(self, length: int = 5, batch_size: int = 6):\n"
+        "        super().__init__()\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    words = ["lightning-par", "fit", "--model=lying_here.Own", "--print_config"]
-    monkeypatch.setattr(sys, "argv", words)
+    words = ["--model=lying_here.Own", "--data=lying_here.Data", "--data.length=7"]
+    if in_a_file:
+        (tmp_path / "a.yaml").write_text(
+            "model: {class_path: lying_here.Own}\n"
+            "data: {class_path: lying_here.Data, init_args: {length: 7}}\n"
+        )
+        words = ["--config=a.yaml"]
+    monkeypatch.setattr(sys, "argv", ["lightning-par", "fit", *words, "--print_config"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
-    assert "class_path: lying_here.Own" in capsys.readouterr().out
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["model"] == {
+        "class_path": "lying_here.Own",
+        "init_args": {"lr": 0.5, "max_steps": "all", "width": 3},
+    }
+    assert config["data"] == {
+        "class_path": "lying_here.Data",
+        "init_args": {"length": 7, "batch_size": 6},
+    }
     sys.modules.pop("lying_here")

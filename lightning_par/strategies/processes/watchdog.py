@@ -203,8 +203,11 @@ class RankWatch:
 
     def _end(self, states: Sequence[RankState]) -> None:
         """End this process, whose main thread waits for ranks that are gone."""
-        _logger.critical("%s\nThis rank waited here:", self._describe(states))
-        faulthandler.dump_traceback(all_threads=True)
+        if any(state.status is RankStatus.FAILED for state in states):  # its traceback says more
+            _logger.critical("%s", self._describe(states))
+        else:
+            _logger.critical("%s\nThis rank waited here:", self._describe(states))
+            faulthandler.dump_traceback(all_threads=True)
         time.sleep(_KILL - _GRACE)
         self._kill_unresponsive()
         os._exit(1)

@@ -235,6 +235,7 @@ class FirstStepProof:
             raise VerificationError("LP801", verdict)
         elif not self.outcome:
             self.outcome = "equal"
+            rank_zero_info(f"The first step on {model.mesh.sizes} equals that of one process.")
 
     def _compare(self, model: "ParallelModel") -> Any:
         """Return what differs, or why that is not known; None: nothing."""

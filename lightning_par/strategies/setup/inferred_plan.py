@@ -1,11 +1,11 @@
 """The plan of a module that declares none, inferred from a first batch of its data."""
 
-import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,7 +18,6 @@ from lightning_par.upstream.lightning import trainer_of
 
 __all__ = ["first_samples", "infer_for_run", "train_loader"]
 
-_log = logging.getLogger(__name__)
 _SAMPLES = 2
 _known: "WeakKeyDictionary[nn.Module, dict[Any, ParallelPlan]]" = WeakKeyDictionary()
 
@@ -40,12 +39,11 @@ def infer_for_run(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
             tensor_parallel_size=sizes.tensor,
             pipeline_parallel_size=sizes.pipeline,
         )
-        _log.info(
-            "%s declares no parallel_plan(); inferred from its structure:\n%s\n"
+        rank_zero_info(
+            f"{type(module).__name__} declares no parallel_plan(); inferred from its structure:\n"
+            f"{plans[key].as_code()}\n"
             "Return it from a parallel_plan() to change it or to skip this; "
-            "`lightning-par verify` proves it.",
-            type(module).__name__,
-            plans[key].as_code(),
+            "`lightning-par verify` proves it."
         )
     return plans[key]
 
