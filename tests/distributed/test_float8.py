@@ -1,6 +1,7 @@
-"""Products in 8 bits: on the mesh the linear maps are converted, sharded, and as close as rounding.
+"""Products in 8 bits: linear maps are converted and sharded, and results are as close as rounding.
 
-On the CPU numbers are rounded to 8 bits and multiplied in more (``emulate``).
+The proof of the first step allows for it. On the CPU numbers are rounded to 8 bits and multiplied
+in more (``emulate``).
 """
 
 from typing import Any
@@ -47,6 +48,7 @@ def train(recipe: str, options: dict[str, Any], devices: int) -> tuple[list[floa
     module = Tokens(overrides={"vocab_size": 64, "model_dim": 128, "num_layers": 2, "ff_dim": 192})
     torch.manual_seed(3)
     trainer = quiet_trainer(
+        proves=True,
         devices=devices,
         strategy=Hybrid3DStrategy(**options),
         plugins=[plugin],
