@@ -18,7 +18,8 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # Where the few tests are that run alone; nothing else has to be collected for them.
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
-# What runs on the simulated device.
+# What runs on the simulated device. Not profiling/test_rehearsal.py: its runs are on the CPU, as
+# rehearsals are, and their messages between hosts, which nothing blocks on, are not followed there.
 SIMULATED = tests/cuda_simulation tests/gpu $(addprefix tests/distributed/,test_parity.py \
 	test_mixed_precision.py test_activation_checkpointing.py test_compile.py \
 	test_module_after_run.py test_auto_parallel.py test_verify.py test_ranks.py \

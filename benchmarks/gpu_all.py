@@ -27,6 +27,7 @@ LINES = 40
 OPTIONAL = {
     "deepspeed": "its offloading beside ours",
     "flash_attn": "its kernel in the ring",
+    "flash_attn_interface": "FlashAttention 3 in the ring",
     "liger_kernel": "fused cross-entropy, norms and activations",
     "torchao": "float8 and MXFP8",
     "transformer_engine": "its float8",

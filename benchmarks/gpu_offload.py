@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _gpt import BenchModule, CONFIG, loader
 from _paired import add_arguments, Arguments, compare, fit, read_arguments, Turn
+from _trace import trace_device
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
-from torch.profiler import profile, ProfilerActivity, supported_activities
 
 from lightning_par import Hybrid3DStrategy, LightningParError, ZeROOffloadStrategy
 from lightning_par.models.gpt.config import GPTConfig
@@ -100,30 +100,8 @@ def peak(run: Callable[[Turn], None]) -> float:
 
 def copies_beside_kernels(run: Callable[[Turn], None]) -> str:
     """Return how much of the copies between host and device ran while a kernel did."""
-    if ProfilerActivity.CUDA not in supported_activities():
-        return "not seen: this torch records no CUDA device"
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        run(_Alone())
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in seen.events() or ():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
-            span = event.time_range.start, event.time_range.end
-            spans["Memcpy" in event.name and "DtoD" not in event.name].append(span)
-    copied = sum(end - start for start, end in spans[True])
-    if not copied:
-        return "no copies between host and device"
-    return f"{_shared(spans[True], spans[False]) / copied:.0%} of {copied / 1e3:.1f} ms"
-
-
-def _shared(one: list[tuple[float, float]], two: list[tuple[float, float]]) -> float:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(two):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    overlaps = (min(b, d) - max(a, c) for a, b in one for c, d in merged)
-    return sum(overlap for overlap in overlaps if overlap > 0)
+    found = trace_device(lambda: run(_Alone()))
+    return "not seen: this torch records no CUDA device" if found is None else str(found)
 
 
 def sizes(case: GPTConfig) -> Iterator[GPTConfig]:
@@ -176,7 +154,7 @@ def main() -> None:
         runs["on the device"] = partial(through_trainer, Hybrid3DStrategy, **given)
         for name, run in runs.items():
             alone = partial(_turned, run, short)
-            print(f"{name:<26}{peak(alone):8.2f} GiB at most; copies beside kernels: ", end="")
+            print(f"{name:<26}{peak(alone):8.2f} GiB at most; ", end="")
             print(copies_beside_kernels(alone), flush=True)
         for name, make in {"on the device": Hybrid3DStrategy, **STRATEGIES}.items():
             deepest = largest(make, case, options.batch, options.device, options.most)

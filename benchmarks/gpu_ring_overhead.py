@@ -2,7 +2,8 @@
 all keys and values, against plain flash attention over the same tokens.
 
 Nothing is sent: a member finds the others' keys and values at once, so that only the smaller calls,
-the merging and the copies of messages count. Forward and backward, bfloat16, causal.
+the merging and the copies of messages count. Forward and backward, bfloat16, causal. A trace says
+how long the device computes, and for how long it waits for the host to launch.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from _trace import trace_device
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -93,6 +95,8 @@ def main() -> None:
     print(f"{options.members} members of {options.tokens} tokens, {HEADS} heads of {DIM}")
     print(f"plain {1000 * statistics.median(a for a, _ in pairs):.1f} ms")
     print(f"ring  {1000 * statistics.median(b for _, b in pairs):.1f} ms")
+    for name, run in {"plain": plain, "ring": ring}.items():
+        print(f"{name:<6}{trace_device(run) or 'not traced: this torch records no CUDA device'}")
     print(f"share of plain's speed: {middle:.3f}, quartiles {low:.3f}..{high:.3f}, target 0.902")
 
 

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision as Autocast
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from typing_extensions import override
 
@@ -15,14 +16,19 @@ from lightning_par.errors import ConfigurationError, either, raise_problems
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.resolved_plan import resolve_plan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
-from lightning_par.strategies.setup.precision import Float8Precision, MasterWeightPrecision
+from lightning_par.strategies.setup.precision import (
+    Float8,
+    FLOAT8_RECIPES,
+    Float8Precision,
+    MasterWeightPrecision,
+)
 
 __all__ = ["MixedPrecision"]
 
 _PRECISIONS = ("16-mixed", "bf16-mixed", "bf16-true")
 _REDUCTIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _COMPUTES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
-_FLOAT8_CAPABILITY = (8, 9)
+_FLOAT8 = (False, True, *FLOAT8_RECIPES)
 
 
 class MixedPrecision(pl.Callback):
@@ -45,8 +51,11 @@ class MixedPrecision(pl.Callback):
         reduce_dtype: In which replicas sum their gradients: ``"float32"``, ``"bfloat16"`` or
             ``"float16"``; None: float32 under ``"bf16-true"``, else that of the weights. Experts
             that are sharded over replicas keep that of the weights.
-        float8: Compute the linear maps of the blocks in float8, through torchao, under
-            ``"bf16-mixed"``; on GPUs of compute capability 8.9 or higher.
+        float8: Compute the linear maps of the blocks in 8 bits, through torchao.
+            ``"tensorwise"``, or True, has one scale for a tensor and ``"rowwise"`` one for a row,
+            both under ``"bf16-mixed"``, on GPUs of compute capability 8.9 or higher; ``"mxfp8"``
+            has one for 32 numbers, under ``"bf16-true"``, from 10.0 on. A rank scales what it
+            holds. Maps whose shards are no multiples of 16 (of 32) stay as they are.
         init_scale: Of the loss at the start.
         growth_interval: After how many good steps the scale is doubled.
 
@@ -65,12 +74,13 @@ class MixedPrecision(pl.Callback):
         precision: Literal["16-mixed", "bf16-mixed", "bf16-true"] = "bf16-mixed",
         *,
         reduce_dtype: Literal["bfloat16", "float16", "float32"] | None = None,
-        float8: bool = False,
+        float8: bool | Literal["tensorwise", "rowwise", "mxfp8"] = False,
         init_scale: float = 65536.0,
         growth_interval: int = 2000,
     ) -> None:
         _check_values(precision, reduce_dtype, float8, init_scale, growth_interval)
-        self.precision, self.float8 = precision, float8
+        self.precision = precision
+        self.float8 = "tensorwise" if float8 is True else float8
         if reduce_dtype is None and precision == "bf16-true":
             self._reduce_dtype: torch.dtype | None = torch.float32
         else:
@@ -89,14 +99,18 @@ class MixedPrecision(pl.Callback):
         if isinstance(strategy, MeshStrategy):
             strategy.change_options(reduce_dtype=self._reduce_dtype)
         if self._plugin is None:
-            self._plugin = self._make_plugin(device)
+            self._plugin = self._make_plugin(device, strategy)
         strategy.precision_plugin = self._plugin
 
-    def _make_plugin(self, device: torch.device) -> Precision:
+    def _make_plugin(self, device: torch.device, strategy: Strategy) -> Precision:
+        float8 = None
         if self.float8:
-            return Float8Precision(device.type, _block_names)
+            tensor = strategy.sizes.tensor if isinstance(strategy, MeshStrategy) else 1
+            float8 = Float8(recipe=self.float8, blocks=_block_names, tensor=tensor)
         if self.precision == "bf16-true":
-            return MasterWeightPrecision()
+            return MasterWeightPrecision(float8)
+        if float8 is not None:
+            return Float8Precision(device.type, float8)
         if self.precision == "bf16-mixed":
             return Autocast("bf16-mixed", device.type)
         scaler = torch.amp.GradScaler(device.type, **self._scaling)  # type: ignore[arg-type]
@@ -116,7 +130,7 @@ class MixedPrecision(pl.Callback):
                 f"'hybrid3d', but the Trainer has {type(trainer.strategy).__name__}."
             )
         if self.float8:
-            problems += _float8_problems(device)
+            problems += _float8_problems(self.float8, device)
         raise_problems(ConfigurationError, "LP607", problems)
 
     @override
@@ -182,8 +196,14 @@ def _check_values(
     if reduce_dtype is not None and reduce_dtype not in _REDUCTIONS:
         valid = either([repr(d) for d in _REDUCTIONS])
         problems.append(f"reduce_dtype={reduce_dtype!r} must be {valid}, or None.")
-    if float8 and precision != "bf16-mixed":
-        problems.append(f"float8=True needs precision='bf16-mixed', but it is {precision!r}.")
+    if float8 not in _FLOAT8:
+        problems.append(f"float8={float8!r} must be {either([repr(f) for f in _FLOAT8])}.")
+    elif float8:
+        needed = FLOAT8_RECIPES["tensorwise" if float8 is True else float8].precision
+        if precision != needed:
+            problems.append(
+                f"float8={float8!r} needs precision={needed!r}, but it is {precision!r}."
+            )
     if not init_scale > 0:
         problems.append(f"init_scale={init_scale!r} must be more than 0.")
     if not isinstance(growth_interval, int) or growth_interval < 1:
@@ -191,14 +211,25 @@ def _check_values(
     raise_problems(ConfigurationError, "LP902", problems)
 
 
-def _float8_problems(device: torch.device) -> list[str]:
-    problems = []
+def _is_there(module: str) -> bool:
+    """Whether a module can be found; packages around it are imported."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _float8_problems(recipe: str, device: torch.device) -> list[str]:
+    problems, needed = [], FLOAT8_RECIPES[recipe]
     if find_spec("torchao") is None:
-        problems.append("float8=True needs torchao: pip install 'lightning-par[float8]'.")
-    needs = "float8=True needs a GPU of compute capability 8.9 or higher"
+        problems.append(f"float8={recipe!r} needs torchao: pip install 'lightning-par[float8]'.")
+    elif not _is_there(needed.module):
+        problems.append(f"float8={recipe!r} needs a torchao with {needed.module}, such as 0.18.")
+    least = f"{needed.capability[0]}.{needed.capability[1]}"
+    needs = f"float8={recipe!r} needs a GPU of compute capability {least} or higher"
     if device.type != "cuda":
         problems.append(f"{needs}, but the Trainer runs on {device.type}.")
-    elif torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+    elif torch.cuda.get_device_capability(device) < needed.capability:
         major, minor = torch.cuda.get_device_capability(device)
         problems.append(f"{needs}, but this one has {major}.{minor}.")
     return problems

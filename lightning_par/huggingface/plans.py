@@ -80,6 +80,13 @@ def derive_plan(model: Any) -> ParallelPlan:
     if whole is not None:
         refusals["batch"] = whole + " " + _PASTE.format("")
     name = type(model).__name__
+    if _has_liger_loss(model):
+        refusals["tensor"] = (
+            f"{name} computes its loss by a kernel of Liger, which reads the whole head, and a "
+            "rank has a part of it. Call apply_liger_kernel_to_...(fused_linear_cross_entropy="
+            "False), which keeps the norms, MLPs and rotary embeddings of Liger; the loss is then "
+            "computed from logits that stay divided."
+        )
     if blocks is None:
         refusals["pipeline"] = (
             f"{name} has no list of blocks, so nothing says where it can be cut. "
@@ -96,6 +103,12 @@ def derive_plan(model: Any) -> ParallelPlan:
         counts=styles.counts,
         sequence_region="blocks",
     )
+
+
+def _has_liger_loss(model: Any) -> bool:
+    """Whether Liger has replaced the forward of a model, or torch's cross-entropy, by its own."""
+    functions = model.forward, nn.functional.cross_entropy
+    return any(function.__module__.startswith("liger_kernel.") for function in functions)
 
 
 def _with(plan: ParallelPlan, **changes: Any) -> ParallelPlan:

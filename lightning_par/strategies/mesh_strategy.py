@@ -76,15 +76,14 @@ class MeshStrategy(ParallelStrategy):
         expert_parallel_size: Ranks of ``dp_shard x cp`` over which experts are sharded ("auto": 1).
         zero_stage: What the replicas shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
             parameters.
-        num_microbatches: Micro-batches per batch of a replica ("auto": 4 per pipeline rank, or the
-            batch size if smaller).
+        num_microbatches: Of a replica's batch ("auto": 4 per pipeline rank, or one per sample).
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
             or the path of one written by hand (`engine.pipeline.schedules.read_schedule`).
         virtual_pipeline_size: Stages per rank under ``"interleaved"`` ("auto": 2).
         stage_blocks: Number of blocks of every stage; None balances them by parameters.
         sequence_parallel: Shard activations between the blocks along T under tensor parallelism.
-        compile_blocks: Compile every block with `torch.compile`; a dict gives its options, such as
-            ``{"mode": "max-autotune"}``.
+        compile_blocks: `torch.compile` every block; a dict has its options: ``{"mode": ...}``.
+        async_tensor_parallel: Let the compiler hide messages of tensor parallelism, on GPUs.
         checkpoint_format: ``"file"``, which a plain `Trainer` reads, too, ``"folder"``, or "auto".
         save_distributed_checkpoint: Lightning's name: True is ``"folder"``, False ``"file"``.
         async_save: Train on while a checkpoint is written, from a copy in host memory.
@@ -143,6 +142,7 @@ class MeshStrategy(ParallelStrategy):
         stage_blocks: Sequence[int] | None = None,
         sequence_parallel: bool = True,
         compile_blocks: bool | dict[str, Any] = False,
+        async_tensor_parallel: bool = False,
         checkpoint_format: str = "auto",
         save_distributed_checkpoint: bool | None = None,
         async_save: bool = False,

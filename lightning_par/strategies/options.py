@@ -26,6 +26,7 @@ from lightning_par.sizes import AutoRule, fit_sizes, ParallelSizes, Size
 
 __all__ = ["CHECKPOINT_FORMATS", "MeshOptions"]
 
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _NONFINITE = ("raise", "skip", "ignore")
 _VERIFY = ("auto", "first_step", True, False)
 CHECKPOINT_FORMATS = ("auto", "file", "folder")
@@ -63,6 +64,7 @@ class MeshOptions:
     stage_blocks: Sequence[int] | None = None
     sequence_parallel: bool = True
     compile_blocks: bool | dict[str, Any] = False
+    async_tensor_parallel: bool = False
     checkpoint_format: str = "auto"
     save_distributed_checkpoint: bool | None = None
     async_save: bool = False
@@ -163,6 +165,18 @@ class MeshOptions:
                 "each 1 or more, as in [3, 4, 5]."
             )
         return problems
+
+    @property
+    def compiler(self) -> dict[str, Any]:
+        """Arguments of `torch.compile` for the blocks."""
+        return self.compile_blocks if isinstance(self.compile_blocks, dict) else {}
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether compiled blocks are recorded as CUDA graphs, where there is a GPU."""
+        asked = (self.compiler.get("options") or {}).get("triton.cudagraphs")
+        mode, backend = self.compiler.get("mode"), self.compiler.get("backend")
+        return bool(asked) or mode in _GRAPH_MODES or backend == "cudagraphs"
 
     def fit_sizes(self, num_devices: int, devices_per_node: int) -> ParallelSizes:
         """Return the size of every axis.

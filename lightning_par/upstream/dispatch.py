@@ -5,8 +5,6 @@
                                    module is private although torch's notes tell users to derive
                                    from it; `TorchFunctionMode`, which is public, sees functions
                                    before they are decomposed
-`is_traceable_wrapper_subclass`    whether a tensor is a wrapper around others, such as a DTensor;
-                                   public code can only guess by names of methods
 `item_operator`                    what ``.item()`` calls; public names end before the dispatcher
 `any_true_operator`                what anomaly detection calls; it has no public name
 `FakeTensorMode`                   context in which operators compute shapes and no values; torch's
@@ -23,7 +21,7 @@ from lightning_par.upstream.presence import names_of
 
 with names_of("torch"):
     from torch._subclasses import FakeTensorMode
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass, TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     item_operator = torch.ops.aten._local_scalar_dense.default
     any_true_operator = torch.ops.aten._is_any_true.default
@@ -34,7 +32,6 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "any_true_operator",
-    "is_traceable_wrapper_subclass",
     "item_operator",
     "lazy_keys",
     "operator_schema",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_par.upstream.presence import names_of
 
 with names_of("torch"):
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _get_default_store,
         _resolve_process_group,
@@ -30,7 +31,13 @@ with names_of("torch"):
         functional_operators.wait_tensor,
     )
 
-__all__ = ["default_store", "functional_operators", "group_named", "set_timeout"]
+__all__ = [
+    "default_store",
+    "functional_operators",
+    "group_named",
+    "set_timeout",
+    "use_symmetric_memory",
+]
 
 
 def default_store() -> Any:
@@ -62,3 +69,14 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         timeout: For every backend of the group.
     """
     _set_pg_timeout(timeout, group)
+
+
+def use_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """Let compiled code copy between the memories of the devices of a group.
+
+    The compiler fuses collectives only of groups that were named so; nothing public does it.
+
+    Args:
+        group: Of ranks whose devices reach each other's memory.
+    """
+    enable_symm_mem_for_group(group.group_name)

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.contract
             {"precision": "16-mixed", "float8": True},
             "needs precision='bf16-mixed', but it is '16-m",
         ),
+        ({"float8": "mxfp8"}, "needs precision='bf16-true', but it is 'bf16-mixed'"),
+        ({"float8": "e4m3"}, "float8='e4m3' must be False, True, 'tensorwise', 'rowwise' or 'mx"),
         ({"init_scale": 0}, "init_scale=0 must be more than 0"),
         ({"growth_interval": 0.5}, "growth_interval=0.5 must be a whole number of 1 or more"),
         ({"precision": "x", "reduce_dtype": "y"}, "2 problems"),
@@ -51,6 +53,11 @@ def test_it_is_said_where_it_is_written(options: dict[str, Any], says: str) -> N
             "reduce_dtype='bfloat16' needs a strategy of lightning_par",
         ),
         ({}, {"float8": True}, "capability 8.9 or higher, but the Trainer runs on cpu"),
+        (
+            {},
+            {"float8": "mxfp8", "precision": "bf16-true"},
+            "capability 10.0 or higher, but the Trainer runs on cpu",
+        ),
     ],
     ids=str,
 )

@@ -8,7 +8,9 @@ Shapes: t tokens of one rank.
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ _ALONG_DIM = frozenset(
     }
 )  # fmt: skip
 _WHOLE = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_FLEX, _FLEX_MODULE = "flex_attention", "torch.nn.attention.flex_attention"
 _CONVOLUTIONS: Mapping[Callable[..., Any], int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 
 
@@ -51,7 +54,9 @@ def check_mixing(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
     if not isinstance(x, Tensor) or x.ndim < 2 or t < 2:
         return
     name = getattr(func, "__name__", "")
-    if func in _CONVOLUTIONS:
+    if name == _FLEX or _is_in(_FLEX_MODULE):
+        name, mixes = _FLEX, True  # which compiles itself, and shows what it calls first only
+    elif func in _CONVOLUTIONS:
         kernel = (args[1] if len(args) > 1 else kwargs["weight"]).shape[2:]
         places = x.shape[-_CONVOLUTIONS[func] :]
         mixes = any(size == t and width > 1 for size, width in zip(places, kernel, strict=True))
@@ -70,6 +75,12 @@ def check_mixing(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
             f"{_caller()} mixes tokens with {name}, which on divided sequences would see the {t} "
             f"tokens of one rank only. {_CURE}",
         )
+
+
+def _is_in(module: str) -> bool:
+    """Tell whether code of a module calls what is being checked, directly or nearly so."""
+    frames = islice(traceback.walk_stack(sys._getframe(2)), 6)
+    return any(frame.f_globals.get("__name__") == module for frame, _ in frames)
 
 
 def _goes_along(x: Tensor, dim: object, t: int) -> bool:

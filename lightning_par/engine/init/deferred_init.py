@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_par.engine.init.construction_tape import ConstructionTape, TapeEntry, TensorView
 from lightning_par.engine.rng import fork_torch_rng, seed_generators, seed_of
 from lightning_par.errors import ConfigurationError, PlanError
-from lightning_par.upstream.dispatch import is_traceable_wrapper_subclass, operator_schema
+from lightning_par.upstream.dispatch import operator_schema
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import make_subclass
 
@@ -249,7 +249,7 @@ def _registering(
         if param.grad_fn is not None or is_lazy(param):
             original(self, name, param)
             return
-        if not is_traceable_wrapper_subclass(param):
+        if not hasattr(param, "__tensor_flatten__"):
             param = record._meta_twin(param, f"{name!r} of {type(self).__name__}")
         original(self, name, param)
 

@@ -1,13 +1,9 @@
-"""Wrapping the forward of blocks: split backward, activation recomputation, `torch.compile`."""
+"""Wrapping the forward of blocks: split backward, activation recomputation, compilation."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_par.checkpoint.progress import counted
 from lightning_par.engine.activations.checkpointing import (
     choose_modes,
     Mode,
@@ -19,11 +15,12 @@ from lightning_par.engine.pipeline.schedules import splits_backward
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.engine.pipeline.split_backward import defer_weight_gradients, WeightGradients
 from lightning_par.engine.pipeline.stage import StageStub
-from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import match_pattern
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.compiled_blocks import compile_blocks
 
 __all__ = ["check_recomputation", "prepare_blocks", "recompute_blocks"]
 
@@ -33,6 +30,7 @@ def prepare_blocks(
     resolved: ResolvedPlan,
     bounds: Sequence[tuple[int, int]],
     rank_of_stage: Sequence[int],
+    mesh: ParallelMesh,
     options: MeshOptions,
 ) -> WeightGradients:
     """Wrap the blocks of this rank; hooks of sharding and of the pipeline stay outside.
@@ -42,6 +40,7 @@ def prepare_blocks(
         resolved: Resolved plan of the whole model.
         bounds: First and one-past-last block of every pipeline stage.
         rank_of_stage: The pipeline rank that holds each stage.
+        mesh: Mesh of this run.
         options: The options of the strategy.
 
     Returns:
@@ -56,7 +55,7 @@ def prepare_blocks(
         modes = _stage_modes(options.recomputation, bounds, rank_of_stage, options)
         recompute_blocks(module, resolved, options.recomputation, bounds, modes, compiled=compiles)
     if compiles:
-        _compile(module, resolved, options.compile_blocks)
+        compile_blocks(module, resolved, mesh, options)
     if options.recomputation is not None and options.recomputation.on_host:
         # A compiled block saves its tensors when it runs, and not where its code says so.
         for block in _chosen(module, resolved, options.recomputation.every).values():
@@ -190,31 +189,6 @@ def _stage_modes(
     peaks = simulate(schedule).peak_per_rank
     modes = choose_modes(peaks, blocks, what.mode)
     return [modes[rank] for rank in rank_of_stage]
-
-
-def _compile(module: nn.Module, resolved: ResolvedPlan, options: bool | dict[str, Any]) -> None:
-    chosen = options if isinstance(options, dict) else {}
-    blocks = list(_chosen(module, resolved, 1).values())
-    for index, block in enumerate(blocks):
-        said = f"compiling block {index + 1} of {len(blocks)}"
-        wrap_forward(block, partial(_compiled, block, chosen, said), "compile")
-
-
-def _compiled(block: nn.Module, options: dict[str, Any], said: str, inner: Forward) -> Forward:
-    """Return a compiled forward, which shows that the first call with and without gradients, in
-    training and in evaluation, takes long.
-    """
-    compiled, seen = torch.compile(inner, **options), set[tuple[bool, bool]]()
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        form = block.training, torch.is_grad_enabled()
-        if form in seen:
-            return compiled(*args, **kwargs)
-        seen.add(form)
-        with counted("blocks", said, 1):
-            return compiled(*args, **kwargs)
-
-    return forward
 
 
 def _defer(module: nn.Module, resolved: ResolvedPlan, weight_gradients: WeightGradients) -> None:

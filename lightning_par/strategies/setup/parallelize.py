@@ -179,7 +179,7 @@ def _apply(
         rank_of_stage=rank_of_stage,
         experts=experts,
         tensor=tensor,
-        weight_gradients=prepare_blocks(module, resolved, bounds, rank_of_stage, options),
+        weight_gradients=prepare_blocks(module, resolved, bounds, rank_of_stage, mesh, options),
         sequence=sequence,
     )
 

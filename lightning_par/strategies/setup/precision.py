@@ -1,10 +1,11 @@
 """Precision plugins that `MixedPrecision` brings, and the copy of the user's that a mesh uses."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
 import torch
@@ -18,10 +19,14 @@ from lightning_par.engine.master_weights import keep_dtypes, masters_in_place
 from lightning_par.strategies.step.gradient_path import GradientPath, mesh_precision
 from lightning_par.upstream.lightning import after_closure
 
-__all__ = ["AdoptedPrecision", "Float8Precision", "MasterWeightPrecision"]
-
-_FLOAT8_MULTIPLE = 16
-"""Sizes of a matrix product in float8 are multiples of this."""
+__all__ = [
+    "FLOAT8_RECIPES",
+    "AdoptedPrecision",
+    "Float8",
+    "Float8Precision",
+    "Float8Recipe",
+    "MasterWeightPrecision",
+]
 
 
 class AdoptedPrecision:
@@ -71,10 +76,21 @@ class AdoptedPrecision:
 
 
 class MasterWeightPrecision(HalfPrecision):
-    """bfloat16 weights, of which the optimizer keeps and changes a float32 copy."""
+    """bfloat16 weights, of which the optimizer keeps and changes a float32 copy.
 
-    def __init__(self) -> None:
+    Args:
+        float8: Converts linear maps to products in 8 bits; None: leaves them as they are.
+    """
+
+    def __init__(self, float8: "Float8 | None" = None) -> None:
         super().__init__("bf16-true")
+        self.float8 = float8
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        if self.float8 is not None:
+            self.float8.convert(module)
+        return super().convert_module(module)
 
     @override
     def connect(
@@ -105,31 +121,115 @@ class MasterWeightPrecision(HalfPrecision):
 
 
 class Float8Precision(MixedPrecision):
-    """bf16-mixed, with the linear maps of the blocks in float8 through torchao.
+    """bf16-mixed, with linear maps in float8.
 
     Args:
         device: Device type, such as ``"cuda"``.
-        blocks: Gives the FQNs of the blocks of a module.
+        float8: Converts the linear maps.
     """
 
-    def __init__(self, device: str, blocks: Callable[[nn.Module], Sequence[str]]) -> None:
+    def __init__(self, device: str, float8: "Float8") -> None:
         super().__init__("bf16-mixed", device)
-        self._blocks = blocks
+        self.float8 = float8
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        float8 = import_module("torchao.float8")
-        for name in self._blocks(module):
-            float8.convert_to_float8_training(
-                module.get_submodule(name), module_filter_fn=lambda m, _: _fits_float8(m)
-            )
+        self.float8.convert(module)
         return module
 
 
-def _fits_float8(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Linear):
-        return False
-    sizes = module.in_features, module.out_features
-    return all(size % _FLOAT8_MULTIPLE == 0 for size in sizes) and not isinstance(
-        module.weight, torch.nn.UninitializedParameter
-    )
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Converts the linear maps of the blocks to products in 8 bits, through torchao.
+
+    Attributes:
+        recipe: One of `FLOAT8_RECIPES`.
+        blocks: Gives the FQNs of the blocks of a module.
+        tensor: Ranks over which the maps will be sharded: their shards have to fit, too.
+        emulate: Round to 8 bits, and multiply in more: on devices without such products.
+    """
+
+    recipe: str
+    blocks: Callable[[nn.Module], Sequence[str]]
+    tensor: int = 1
+    emulate: bool = False
+
+    def convert(self, module: nn.Module) -> None:
+        """Replace the linear maps whose sizes fit; their parameters stay the same objects.
+
+        Args:
+            module: Whole; parameters may be on meta.
+        """
+        convert = self._to_mxfp8 if self.recipe == "mxfp8" else self._to_float8
+        for name in self.blocks(module):
+            convert(module.get_submodule(name))
+
+    def _to_float8(self, block: nn.Module) -> None:
+        float8 = import_module("torchao.float8")
+        config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
+        float8.convert_to_float8_training(
+            block,
+            config=replace(config, emulate=self.emulate),
+            module_filter_fn=lambda module, _: self._fits(module),
+        )
+
+    def _to_mxfp8(self, block: nn.Module) -> None:
+        linear = import_module("torchao.prototype.moe_training.mxfp8_linear")
+        kernels = import_module("torchao.quantization.quantize_.common").KernelPreference
+        kernel = kernels.EMULATED if self.emulate else kernels.AUTO
+        for parent in list(block.modules()):
+            for name, child in list(parent.named_children()):
+                if self._fits(child):
+                    with torch.device("meta"):
+                        made = linear.MXFP8Linear(
+                            child.in_features,
+                            child.out_features,
+                            bias=child.bias is not None,
+                            kernel_preference=kernel,
+                        )
+                    made.weight, made.bias = child.weight, child.bias
+                    parent.register_module(name, made)
+
+    def _fits(self, module: nn.Module) -> TypeGuard[nn.Linear]:
+        """Whether a module is a linear map of which every shard has whole blocks of numbers."""
+        if not isinstance(module, nn.Linear):
+            return False
+        multiple = FLOAT8_RECIPES[self.recipe].multiple * self.tensor
+        return (
+            module.in_features % multiple == 0
+            and module.out_features % multiple == 0
+            and not isinstance(module.weight, nn.UninitializedParameter)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Recipe:
+    """What a way to compute in 8 bits needs.
+
+    Attributes:
+        module: Of torchao, which has it.
+        capability: Compute capability of the device, or higher.
+        precision: Of the Trainer.
+        multiple: Of which the sizes of a matrix have to be multiples.
+    """
+
+    module: str
+    capability: tuple[int, int]
+    precision: str
+    multiple: int
+
+
+_FLOAT8 = Float8Recipe(
+    module="torchao.float8", capability=(8, 9), precision="bf16-mixed", multiple=16
+)
+FLOAT8_RECIPES: Mapping[str, Float8Recipe] = {
+    "tensorwise": _FLOAT8,
+    "rowwise": _FLOAT8,
+    "mxfp8": Float8Recipe(
+        module="torchao.prototype.moe_training.mxfp8_linear",
+        capability=(10, 0),
+        precision="bf16-true",
+        multiple=32,
+    ),
+}
+"""By their names in `MixedPrecision`: a scale for each tensor, for each row, or for 32 numbers."""

@@ -12,6 +12,7 @@ from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.processes.module_copies import find_copy
 from lightning_par.strategies.setup.block_wrapping import check_recomputation
 from lightning_par.strategies.setup.checks import check_module, check_trainer, check_whole
+from lightning_par.strategies.setup.compiled_blocks import check_compiled
 from lightning_par.strategies.setup.memory_check import MemoryCheck
 
 __all__ = ["check_run", "one_speaks"]
@@ -61,6 +62,7 @@ def _check(
     check_trainer(trainer, module, sizes)
     check_whole(module)
     resolved = check_module(module, options, sizes)
+    check_compiled(options, resolved, sizes, processes.device)
     if sizes.pipeline > 1:
         processes.copy = find_copy(name for name, _ in module.named_parameters())
     memory = MemoryCheck(

@@ -134,12 +134,12 @@ class StepRunner:
     ) -> None:
         sizes = mesh.sizes
         self.module, self.sequence, self._reads = module, sequence, reads
-        self.seed, self.evaluations, self.manual = seed, 0, manual
+        self.seed, self.evaluations, self.manual, self._pads = seed, 0, manual, sizes.context > 1
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
         self._in_step, self._is_checked, self._broadcast = False, False, _batch_broadcast(mesh)
         # Each is asked for in every step or micro-batch: properties of the mesh compute them anew.
         self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device
-        self._num_microbatches, self._pads = options.num_microbatches, sizes.context > 1
+        self._num_microbatches, self._graphs = options.num_microbatches, options.records_graphs
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         _synchronize(module, mesh)
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
@@ -211,6 +211,8 @@ class StepRunner:
         **Communicates**: the batch, from the first rank of the replica to the others.
         """
         self._activity.step = self.module.trainer.global_step
+        if self._graphs:  # else every block is a step to torch, which reuses its output
+            torch.compiler.cudagraph_mark_step_begin()
         self._activity.begin("broadcast of the batch")
         if self._device.type == "cpu":  # which needs not be waited for
             batch = self._broadcast.broadcast(batch)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_par import ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
@@ -71,12 +72,19 @@ def _short_convolution(block: Any, h: Tensor) -> Tensor:
     return out[..., : h.shape[1]].transpose(1, 2)
 
 
+def _flex_attention(block: Any, h: Tensor) -> Tensor:
+    heads = h.unflatten(-1, (4, 8)).transpose(1, 2)
+    out: Any = flex_attention(heads, heads, heads)
+    return out.transpose(1, 2).flatten(2)
+
+
 MIXERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "conv1d": _short_convolution,
     "cumsum": lambda block, h: h.cumsum(1) / 8,
     "mean": lambda block, h: h - h.mean(1, keepdim=True),
     "pad": lambda block, h: F.pad(h, (0, 0, 1, -1)),
     "roll": lambda block, h: h.roll(1, dims=1),
+    "flex_attention": _flex_attention,
     "__getitem__": lambda block, h: torch.cat([h[:, 1:], h[:, :1]], 1),
 }
 

@@ -13,7 +13,8 @@ def test_every_backend_has_a_line_with_what_it_takes(capsys: pytest.CaptureFixtu
     assert list(lines) == ["backend", *KERNELS]
     assert "yes" in lines["aten_cpu"]
     assert "float64, float32, bfloat16, float16; padded keys" in lines["eager"]
-    assert "cuda: bfloat16, float16; no padded keys" in lines["flash_attn"]
+    for name in ("flash_attn", "flash_attn_3", "flash_attn_4"):
+        assert "cuda: bfloat16, float16; no padded keys" in lines[name]
     if not torch.cuda.is_available():
         assert "needs a CUDA device" in lines["aten_flash"]
 

@@ -1,9 +1,10 @@
-"""Attention kernels of other packages, by name: flash-attn 2 and flash-attn-4.
+"""Attention kernels of other packages, by name: FlashAttention 2, 3 and 4.
 
-Both take [B, S, N, H]; ours is [B, N, S, H], B batch, N heads, S tokens, H head dim. Neither takes
-a mask. Nothing is imported before a kernel is asked for.
+All take [B, S, N, H]; ours is [B, N, S, H], B batch, N heads, S tokens, H head dim. None takes a
+mask. Nothing is imported before a kernel is asked for.
 
-**Source**: Dao 2307.08691 (FlashAttention-2); the packages `flash-attn` and `flash-attn-4`.
+**Source**: Dao 2307.08691 (FlashAttention-2), Shah et al. 2407.08608 (FlashAttention-3); the
+packages `flash-attn`, `flash_attn_3` and `flash-attn-4`.
 """
 
 import importlib
@@ -21,7 +22,7 @@ from lightning_par.engine.context.kernels.aten import (
     Query,
 )
 
-__all__ = ["FlashAttn4Kernel", "FlashAttnKernel"]
+__all__ = ["FlashAttn3Kernel", "FlashAttn4Kernel", "FlashAttnKernel"]
 
 
 class _PackageKernel(AtenFlashKernel):
@@ -30,12 +31,14 @@ class _PackageKernel(AtenFlashKernel):
     Attributes:
         module: That holds the functions.
         functions: Private functions of it that are called.
-        extra: Of this package, which installs it.
+        source: What installs it.
+        capability: Compute capabilities of devices that it runs on, the lowest and the highest.
     """
 
     module: ClassVar[str]
     functions: ClassVar[tuple[str, str]]
-    extra: ClassVar[str]
+    source: ClassVar[str]
+    capability: ClassVar[tuple[tuple[int, int], tuple[int, int]]] = ((8, 0), (99, 0))
 
     def missing(self) -> str | None:
         """Say what this machine lacks, or return None if the kernel can run here."""
@@ -45,9 +48,15 @@ class _PackageKernel(AtenFlashKernel):
         try:
             module = self._load()
         except ImportError as error:
-            return f"needs the extra lightning-par[{self.extra}] ({error})"
+            return f"needs {self.source} ({error})"
         absent = [name for name in self.functions if not hasattr(module, name)]
-        return f"{self.module} has no {' and no '.join(absent)}" if absent else None
+        if absent:
+            return f"{self.module} has no {' and no '.join(absent)}"
+        (low, high), here = self.capability, torch.cuda.get_device_capability()
+        if low <= here <= high:
+            return None
+        needed = f"{low[0]}.{low[1]}" + ("" if low == high else " or more")
+        return f"needs compute capability {needed}, this device has {here[0]}.{here[1]}"
 
     def _load(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -59,7 +68,7 @@ class FlashAttnKernel(_PackageKernel):
     name = "flash_attn"
     module = "flash_attn.flash_attn_interface"
     functions = ("_flash_attn_forward", "_flash_attn_backward")
-    extra = "flash"
+    source = "the extra lightning-par[flash]"
 
     def forward(
         self, query: Query, key: Keys, value: Keys, options: BlockOptions
@@ -111,6 +120,55 @@ class FlashAttnKernel(_PackageKernel):
         return of_query, of_key, of_value
 
 
+class FlashAttn3Kernel(_PackageKernel):
+    """`flash_attn_3`, for Hopper, from the folder ``hopper`` of FlashAttention or its wheel."""
+
+    name = "flash_attn_3"
+    module = "flash_attn_interface"
+    functions = ("_flash_attn_forward", "_flash_attn_backward")
+    source = "the wheel flash_attn_3"
+    capability = ((9, 0), (9, 0))
+
+    def forward(
+        self, query: Query, key: Keys, value: Keys, options: BlockOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to a block; see `AttentionKernel.forward`."""
+        assert options.bias is None
+        inputs = (x.transpose(1, 2) for x in (query, key, value))
+        out, logsum, *_ = self._load()._flash_attn_forward(
+            *inputs, softmax_scale=options.scale, causal=options.causal
+        )
+        return out.transpose(1, 2), logsum
+
+    def backward(
+        self,
+        grad: Query,
+        query: Query,
+        key: Keys,
+        value: Keys,
+        out: Query,
+        logsum: LogSum,
+        options: BlockOptions,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients; see `AttentionKernel.backward`."""
+        assert options.bias is None
+        inputs = [x.transpose(1, 2) for x in (grad, query, key, value, out)]
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[1:4]]
+        lengths = (None,) * 6  # of packed sequences
+        # By position: its names of the arguments have changed.
+        self._load()._flash_attn_backward(
+            *inputs,
+            logsum.contiguous(),
+            *lengths,
+            *grads,
+            options.scale,
+            options.causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        of_query, of_key, of_value = (x.transpose(1, 2) for x in grads)
+        return of_query, of_key, of_value
+
+
 class FlashAttn4Kernel(_PackageKernel):
     """`flash-attn-4`, for Hopper and Blackwell; compiles itself at the first call.
 
@@ -121,15 +179,8 @@ class FlashAttn4Kernel(_PackageKernel):
     name = "flash_attn_4"
     module = "flash_attn.cute.interface"
     functions = ("_flash_attn_fwd", "_flash_attn_bwd")
-    extra = "fa4"
-
-    def missing(self) -> str | None:
-        """Say what this machine lacks, or return None if the kernel can run here."""
-        lacking = super().missing()
-        if lacking is None and torch.cuda.get_device_capability() < (9, 0):
-            major, minor = torch.cuda.get_device_capability()
-            return f"needs compute capability 9.0 or more, this device has {major}.{minor}"
-        return lacking
+    source = "the extra lightning-par[fa4]"
+    capability = ((9, 0), (99, 0))
 
     def forward(
         self, query: Query, key: Keys, value: Keys, options: BlockOptions

@@ -11,7 +11,11 @@ from lightning_par.engine.context.kernels.aten import (
     AttentionKernel,
     EagerKernel,
 )
-from lightning_par.engine.context.kernels.flash_attn import FlashAttn4Kernel, FlashAttnKernel
+from lightning_par.engine.context.kernels.flash_attn import (
+    FlashAttn3Kernel,
+    FlashAttn4Kernel,
+    FlashAttnKernel,
+)
 from lightning_par.errors import ConfigurationError, either, nearest
 
 __all__ = ["KERNELS", "check_backend", "choose_kernel"]
@@ -24,6 +28,7 @@ KERNELS: dict[str, AttentionKernel] = {
         AtenCpuKernel(),
         EagerKernel(),
         FlashAttnKernel(),
+        FlashAttn3Kernel(),
         FlashAttn4Kernel(),
     )
 }

@@ -1,0 +1,117 @@
+"""`torch.compile` of the blocks, with CUDA graphs and asynchronous tensor parallelism as options.
+
+Asynchronous tensor parallelism: the compiler cuts the products beside an all-gather or a
+reduce-scatter into pieces and sends each as soon as it is there, by copies between the memories of
+the devices (symmetric memory).
+
+**Source**: Wang et al., Overlap communication with dependent computation via decomposition in large
+deep learning models (ASPLOS 2023).
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_par.checkpoint.progress import counted
+from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.wrapping import Forward, wrap_forward
+from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.mesh import ParallelMesh
+from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.upstream.distributed import use_symmetric_memory
+
+__all__ = ["check_compiled", "compile_blocks"]
+
+_ASYNC = "_micro_pipeline_tp"
+"""Of `torch._inductor.config`, and thereby a key of ``torch.compile(options=...)``."""
+
+
+def check_compiled(
+    options: MeshOptions, resolved: ResolvedPlan, sizes: ParallelSizes, device: torch.device
+) -> None:
+    """Refuse what blocks cannot be compiled with.
+
+    Args:
+        options: The options of the strategy.
+        resolved: The resolved plan.
+        sizes: Sizes of the mesh.
+        device: Of this process.
+
+    Raises:
+        ConfigurationError: With every problem.
+    """
+    problems, given = [], options.compiler
+    if options.async_tensor_parallel:
+        asked = "async_tensor_parallel=True needs"
+        if options.compile_blocks is False:
+            problems.append(f"{asked} compile_blocks=True: torch's compiler cuts the products.")
+        if given.get("backend", "inductor") != "inductor":
+            problems.append(f"{asked} torch's own backend, not {given['backend']!r}.")
+        if "mode" in given:
+            problems.append(
+                f"{asked} compile_blocks={{'options': ...}} in place of mode={given['mode']!r}: "
+                f"torch takes one of the two. torch._inductor.list_mode_options({given['mode']!r}) "
+                "gives its options."
+            )
+        if not options.sequence_parallel or resolved.plan.sequence_region == "none":
+            problems.append(
+                f"{asked} sequence parallelism, whose all-gathers and reduce-scatters it hides; it "
+                "is off, by sequence_parallel=False or as the plan has no region for it."
+            )
+        if device.type != "cuda":
+            problems.append(f"{asked} GPUs, but the Trainer runs on {device.type}.")
+    if options.records_graphs and device.type == "cuda" and _gathers_parameters(options, sizes):
+        problems.append(
+            f"compile_blocks={options.compile_blocks!r} records CUDA graphs, which are bound to "
+            f"addresses, but zero_stage=3 on {sizes} gathers parameters to other ones. Use "
+            "zero_stage=2, or a mode without graphs, such as 'max-autotune-no-cudagraphs'."
+        )
+    raise_problems(ConfigurationError, "LP916", problems)
+
+
+def _gathers_parameters(options: MeshOptions, sizes: ParallelSizes) -> bool:
+    """Whether the parameters of a block are gathered before it runs."""
+    return options.zero_stage == 3 and sizes.data_shard > 1
+
+
+def compile_blocks(
+    module: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh, options: MeshOptions
+) -> None:
+    """Compile the forward of every block that this rank holds, each at its first call.
+
+    Args:
+        module: Changed in place.
+        resolved: Its resolved plan.
+        mesh: Mesh of this run.
+        options: The options of the strategy.
+    """
+    chosen = options.compiler
+    if options.async_tensor_parallel and mesh.sizes.tensor > 1:
+        use_symmetric_memory(mesh.group("tp"))
+        chosen = {**chosen, "options": {**(chosen.get("options") or {}), _ASYNC: True}}
+    found = map(module.get_submodule, resolved.block_names)
+    blocks = [block for block in found if not isinstance(block, StageStub)]
+    for index, block in enumerate(blocks):
+        said = f"compiling block {index + 1} of {len(blocks)}"
+        wrap_forward(block, partial(_compiled, block, chosen, said), "compile")
+
+
+def _compiled(block: nn.Module, options: dict[str, Any], said: str, inner: Forward) -> Forward:
+    """Return a compiled forward, which shows that the first call with and without gradients, in
+    training and in evaluation, takes long.
+    """
+    compiled, seen = torch.compile(inner, **options), set[tuple[bool, bool]]()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        form = block.training, torch.is_grad_enabled()
+        if form in seen:
+            return compiled(*args, **kwargs)
+        seen.add(form)
+        with counted("blocks", said, 1):
+            return compiled(*args, **kwargs)
+
+    return forward

@@ -1,0 +1,67 @@
+"""What blocks cannot be compiled with is refused with what would work."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_par.errors import ConfigurationError
+from lightning_par.plan.resolved_plan import check_plan
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.compiled_blocks import check_compiled
+from tests.support.models.toy_gpt import ToyLM
+
+ASYNC: dict[str, Any] = {"async_tensor_parallel": True, "compile_blocks": True}
+
+TENSOR, SHARDS = ParallelSizes(tensor=2), ParallelSizes(data_shard=2)
+
+
+def check(options: dict[str, Any], sizes: ParallelSizes, device: str) -> None:
+    model = ToyLM()
+    resolved = check_plan(model, model.parallel_plan(), sizes)
+    check_compiled(MeshOptions(**options), resolved, sizes, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({**ASYNC, "compile_blocks": False}, "needs compile_blocks=True"),
+        ({**ASYNC, "compile_blocks": {"backend": "eager"}}, "torch's own backend, not 'eager'"),
+        (
+            {**ASYNC, "compile_blocks": {"mode": "max-autotune"}},
+            r"in place of mode='max-autotune'.*list_mode_options\('max-autotune'\)",
+        ),
+        ({**ASYNC, "sequence_parallel": False}, "needs sequence parallelism"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_asynchronous_tensor_parallelism_says_what_it_needs(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        check(options, TENSOR, "cuda")
+    with pytest.raises(ConfigurationError, match=r"(?s)2 problems.*runs on cpu"):
+        check(options, TENSOR, "cpu")
+
+
+def test_asynchronous_tensor_parallelism_needs_gpus() -> None:
+    check(ASYNC, TENSOR, "cuda")
+    check({**ASYNC, "compile_blocks": {"options": {"max_autotune": True}}}, TENSOR, "cuda")
+    with pytest.raises(ConfigurationError, match="needs GPUs, but the Trainer runs on cpu"):
+        check(ASYNC, TENSOR, "cpu")
+
+
+@pytest.mark.parametrize(
+    "compiler",
+    [{"mode": "max-autotune"}, {"backend": "cudagraphs"}, {"options": {"triton.cudagraphs": True}}],
+    ids=str,
+)
+def test_graphs_are_refused_where_parameters_move(compiler: dict[str, Any]) -> None:
+    options = {"compile_blocks": compiler}
+    with pytest.raises(ConfigurationError, match=r"CUDA graphs.*on dp_shard 2.*=2, or"):
+        check({**options, "zero_stage": 3}, SHARDS, "cuda")
+    check({**options, "zero_stage": 2}, SHARDS, "cuda")
+    check({**options, "zero_stage": 3}, TENSOR, "cuda")
+    check({**options, "zero_stage": 3}, SHARDS, "cpu")
+    check({"compile_blocks": {"dynamic": False}, "zero_stage": 3}, SHARDS, "cuda")
