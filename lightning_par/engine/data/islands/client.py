@@ -144,8 +144,7 @@ class IslandClient:
         self._own_steps = self._exchange = self._first = self._samples = 0
         self._samples_before = [0] * outer.fragments
         self._left_at = [0] * outer.fragments
-        self._share = 1.0
-        self._next = self._stride
+        self._share, self._next = 1.0, 0
         self._clock, self._spent, self._paced_at = time.monotonic(), 0.0, 0
         self.step = 0
         self.place: Any = None
@@ -171,21 +170,14 @@ class IslandClient:
     @property
     def exchanges_next(self) -> bool:
         """Whether the next `after_step` sends a movement."""
-        return self._own_steps + 1 == self._due
-
-    @property
-    def _due(self) -> int:
-        """The own step after which the next movement leaves."""
-        if self._outer.adapt:
-            return self._next
-        every, count = self._outer.every, self._outer.fragments
-        start = self._first * every // count
-        return (self._first + self._exchange + 1) * every // count - start
+        return self._own_steps + 1 == self._next
 
     @property
     def _stride(self) -> int:
-        """Own steps from one exchange to the next one under `Outer.adapt`."""
-        return max(1, round(self._outer.every / self._outer.fragments * self._share))
+        """Own steps from the last exchange to the next one."""
+        every, count, turn = self._outer.every, self._outer.fragments, self._first + self._exchange
+        steps = (turn + 1) * every // count - turn * every // count
+        return max(1, round(steps * self._share)) if self._outer.adapt else steps
 
     @torch.no_grad()
     def join(self) -> None:
@@ -204,8 +196,8 @@ class IslandClient:
         names = header["fragments"]
         self._fragments = [[h for h in self._held if h.region.name in set(part)] for part in names]
         self._versions = [(header["era"], version) for version in header["versions"]]
-        # The fragment whose turn it is; so that islands in lock step send the same one.
-        self._first = header["versions"].index(min(header["versions"]))
+        self._first, self._share, missed = header["start"]
+        self._next = max(1, self._stride - missed)
         self.step, self.place = header["step"], header["place"]
 
     def after_step(self, samples: int, place: Any = None) -> None:
@@ -224,12 +216,13 @@ class IslandClient:
         self._samples += samples
         self.step += 1
         flight = self._flight
-        is_due = self._own_steps == self._due
+        is_due = self._own_steps == self._next
         if flight is not None and (is_due or self._own_steps >= flight.step + self._outer.overlap):
             self._finish()
         if is_due:
             self._start((self._first + self._exchange) % self._outer.fragments, place)
             self._exchange += 1
+            self._next = self._own_steps + self._stride
             if not self._outer.overlap:
                 self._finish()
         self._clock = time.monotonic()
@@ -309,7 +302,6 @@ class IslandClient:
             "pace": round(1e6 * self._spent / max(1, self._own_steps - self._paced_at)),
         }
         self._spent, self._paced_at = 0.0, self._own_steps
-        self._next = self._own_steps + self._stride
         self._samples_before[number] = self._samples
         self._left_at[number] = self._own_steps
         answer = self._pool.submit(self._deliver, header, b"".join(parts))
