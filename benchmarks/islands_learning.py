@@ -2,7 +2,7 @@
 standard library) in the same order, in step and as islands.
 
 All islands live in this process and take turns. Server, messages and rounds are those of the
-product: each island has an `IslandClient`, and all meet an `IslandServer`. What is printed is the
+product: each island has an `ShardedClient`, and all meet an `IslandServer`. What is printed is the
 loss of held-out text, in nats, of the weights that all share at the end.
 
 A run is named by what is not as usual, as in ``count=8,steps=2000,every=30,optimizer=average``:
@@ -32,9 +32,10 @@ from torch import Tensor
 
 from lightning_par import Outer
 from lightning_par.checkpoint.pieces import Piece
-from lightning_par.engine.data.islands.client import IslandClient, Place
+from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.data.islands.coding import whole_box
 from lightning_par.engine.data.islands.server import IslandServer
+from lightning_par.engine.data.islands.shards import ShardedClient
 from lightning_par.models import GPTModule, TextDataModule
 
 LENGTH, KEY = 64, b"a key of the benchmark only"
@@ -99,7 +100,7 @@ class Learner:
 
     def client(
         self, outer: Outer, port: int, island: int, incarnation: str = "only"
-    ) -> IslandClient:
+    ) -> ShardedClient:
         """Return the connection of this replica as an island."""
         named = dict(self.model.named_parameters())
         pieces = [Piece(whole_box(n, p.shape), tuple(p.shape), p.data) for n, p in named.items()]
@@ -112,7 +113,8 @@ class Learner:
             incarnation=incarnation,
         )
         boxes = frozenset(piece.box for piece in pieces)
-        return IslandClient(outer, place, pieces, boxes, frozenset(named))
+        sizes = {name: parameter.numel() for name, parameter in named.items()}
+        return ShardedClient(outer, place, pieces, boxes, frozenset(named), sizes)
 
 
 def parted(batch: dict[str, Tensor], island: int, islands: int) -> dict[str, Tensor]:
@@ -127,13 +129,13 @@ def train_islands(learners: list[Learner], outer: Outer, batches: Iterator[Any])
     server.meeting.expect(count)
     with closing(server), ThreadPoolExecutor(count) as pool:
         clients = [learner.client(outer, server.port, i) for i, learner in enumerate(learners)]
-        list(pool.map(IslandClient.join, clients))
+        list(pool.map(ShardedClient.join, clients))
         for batch in batches:
             for island, learner in enumerate(learners):
                 learner.step(parted(batch, island, count))
             list(pool.map(lambda client: client.after_step(1), clients))
         list(pool.map(lambda client: client.finish(0), clients))
-        list(pool.map(IslandClient.leave, clients))
+        list(pool.map(ShardedClient.leave, clients))
 
 
 def learn(run: dict[str, Any]) -> float:

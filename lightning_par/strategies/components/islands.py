@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,9 @@ from typing_extensions import override
 from lightning_par.checkpoint.pieces import assign_writers, Piece
 from lightning_par.dtensor import local_box, local_part
 from lightning_par.engine.batch import batch_size
-from lightning_par.engine.data.islands.client import Exchange, IslandClient
+from lightning_par.engine.data.islands.client import Exchange
 from lightning_par.engine.data.islands.options import Outer
+from lightning_par.engine.data.islands.shards import ShardedClient
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
@@ -46,7 +48,7 @@ class IslandRounds(Callback):
         model: Returns the model on its mesh.
 
     Attributes:
-        client: The connection of this rank; None: there is no fit.
+        client: The connections of this rank; None: there is no fit.
         exchanges: Those of this rank in this fit so far.
     """
 
@@ -58,7 +60,7 @@ class IslandRounds(Callback):
         model: Callable[[], ParallelModel],
     ) -> None:
         self._outer, self._processes, self._saving, self._model = outer, processes, saving, model
-        self.client: IslandClient | None = None
+        self.client: ShardedClient | None = None
         self.exchanges: list[Exchange] = []
         self._is_warned = self._is_placeless = False
         self._samples = self._steps = 0
@@ -108,9 +110,11 @@ class IslandRounds(Callback):
         canonical = model.resolved.canonical
         trained = {canonical.get(n, n) for n, p in named.items() if p.requires_grad}
         _check_dtypes(pieces, trained)
-        sends = assign_writers(self._gather([(p.box, p.nbytes) for p in pieces]))
-        mine = sends[self._processes.rank]
-        self.client = IslandClient(self._outer, place, pieces, mine, frozenset(trained))
+        held = self._gather([(p.box, p.nbytes, p.global_shape) for p in pieces])
+        sends = assign_writers([[(box, size) for box, size, _ in part] for part in held])
+        mine = sends[self._processes.rank], frozenset(trained)
+        sizes = {box.name: math.prod(shape) for part in held for box, _, shape in part}
+        self.client = ShardedClient(self._outer, place, pieces, *mine, sizes)
         self.exchanges = self.client.exchanges
         self.client.step, epoch = trainer.global_step, trainer.current_epoch
         self.client.join()

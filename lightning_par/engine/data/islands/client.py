@@ -115,14 +115,14 @@ class IslandClient:
         pieces: Its parts of the parameters; their values are changed in place.
         sends: Which of their boxes this rank sends; another rank of the island holds the others.
         trained: Names of the parameters that change.
+        exchanges: Every exchange is added to it, also by clients of other servers.
 
     Attributes:
         step: Optimizer steps since the run began, of the island that made most, as last heard.
             Before `join` those of this island, from which a new run counts on.
-        place: What `after_step` was told of this island's place in its data when it last sent a
+        place: What `send` was told of this island's place in its data when it last sent a
             movement that counts, by whatever process; None: nothing.
-        waited: Seconds that training waited for them.
-        exchanges: What became of each so far.
+        waited: Seconds that training waited for exchanges.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class IslandClient:
         pieces: Sequence[Piece],
         sends: frozenset[Box],
         trained: frozenset[str],
+        exchanges: list[Exchange],
     ) -> None:
         self._outer, self._place = outer, place
         self._held = [_hold(piece, sends, trained) for piece in pieces]
@@ -149,13 +150,8 @@ class IslandClient:
         self.step = 0
         self.place: Any = None
         self.waited = 0.0
-        self.exchanges: list[Exchange] = []
+        self._exchanges = exchanges
         self._bytes = [0, 0]
-
-    @property
-    def rounds(self) -> int:
-        """Exchanges so far."""
-        return len(self.exchanges)
 
     @property
     def sent(self) -> int:
@@ -169,7 +165,7 @@ class IslandClient:
 
     @property
     def exchanges_next(self) -> bool:
-        """Whether the next `after_step` sends a movement."""
+        """Whether the next `send` sends a movement."""
         return self._own_steps + 1 == self._next
 
     @property
@@ -200,8 +196,9 @@ class IslandClient:
         self._next = max(1, self._stride - missed)
         self.step, self.place = header["step"], header["place"]
 
-    def after_step(self, samples: int, place: Any = None) -> None:
-        """Exchange what is due after an optimizer step; every rank of the island calls this.
+    def send(self, samples: int, place: Any = None) -> None:
+        """Send what is due after an optimizer step; `settle` is called after it, on every rank of
+        the island.
 
         Args:
             samples: Samples of the island in this step and those before it that were not counted.
@@ -223,8 +220,11 @@ class IslandClient:
             self._start((self._first + self._exchange) % self._outer.fragments, place)
             self._exchange += 1
             self._next = self._own_steps + self._stride
-            if not self._outer.overlap:
-                self._finish()
+
+    def settle(self) -> None:
+        """Wait for the answer to what was sent, unless training goes on meanwhile."""
+        if self._flight is not None and not self._outer.overlap:
+            self._finish()
         self._clock = time.monotonic()
 
     def finish(self, samples: int) -> None:
@@ -232,7 +232,7 @@ class IslandClient:
         that all islands share; every rank of the island calls this.
 
         Args:
-            samples: As for `after_step`.
+            samples: As for `send`.
 
         Raises:
             IslandError: The server is away for too long.
@@ -325,7 +325,7 @@ class IslandClient:
         version, base = (header["era"], header["version"]), self._versions[flight.number]
         self._versions[flight.number] = version
         self.step = max(self.step, header["step"])
-        self.exchanges.append(
+        self._exchanges.append(
             Exchange(
                 step=flight.step,
                 fragment=flight.number,
@@ -358,6 +358,7 @@ class IslandClient:
             channel.set_timeout(self._outer.timeout)
             channel.send(header, payload)
             answer, values = channel.receive(self._limit())
+            self._check(answer)
             return {**answer, "era": era}, values
 
         return self._try(exchange)
@@ -421,13 +422,16 @@ class IslandClient:
             packed = (encode(h.base, "none").pack(h.region.alone) for h in seeds)
             channel.send({"op": "seed", "step": self.step}, b"".join(packed))
             answer, payload = channel.receive(self._limit())
+        self._check(answer)
+        if answer["op"] != "welcome":
+            raise MessageError(f"answered a hello with {answer['op']!r}.")
+        return answer, payload
+
+    def _check(self, answer: dict[str, Any]) -> None:
         if answer["op"] == "refused":
             raise IslandError(
                 "LP702", f"the server at {self._place.server} refuses: {answer['reason']}"
             )
-        if answer["op"] != "welcome":
-            raise MessageError(f"answered a hello with {answer['op']!r}.")
-        return answer, payload
 
     def _limit(self) -> int:
         """Return the bytes of the longest answer."""

@@ -339,7 +339,24 @@ class Meeting:
                 place=header.get("place"),
                 boxes=list(zip(sent, values, strict=True)),
             )
+            if hello.island in self._rounds[at].complete():
+                self._check_whole(at, hello.island)
             self._decide(at)
+
+    def _check_whole(self, at: int, island: int) -> None:
+        """Refuse what an island has sent of a fragment if it is not all of it."""
+        assert self._weights is not None
+        ranks = self._rounds[at].movements[island].values()
+        entries = sum(self._weights.exact[n].numel() for n in self._weights.fragments[at].names)
+        sent = sum(values.numel() for movement in ranks for _, values in movement.boxes)
+        if sent == entries:
+            return
+        del self._rounds[at].movements[island]
+        for movement in ranks:
+            if movement.answer.set_running_or_notify_cancel():
+                said = f"island {island} sent {sent:,} of the {entries:,} entries that are due. Do "
+                said += "all islands have the same model, and the same servers in the same order?"
+                movement.answer.set_exception(RefusalError(said))
 
     def _forget_place(self, island: int) -> None:
         """Let an island that has finished begin its data anew if it comes for another run."""

@@ -38,7 +38,8 @@ class Outer:
         grace: Seconds that live islands are waited for once the first contribution has come.
         adapt: Let an island that is slower than the fastest make fewer steps between two exchanges,
             so that they come at the same time.
-        server: ``"host:port"`` of ``lightning-par serve``; None: LIGHTNING_PAR_SERVER says it.
+        server: ``"host:port"`` of ``lightning-par serve``, or of several with commas between, which
+            hold a part of the parameters each; None: LIGHTNING_PAR_SERVER says it.
         island: Number of this island, from 0; None: LIGHTNING_PAR_ISLAND says ``"island/islands"``.
         islands: Number of islands among which the samples are divided.
         key_file: File that holds the shared key; None: LIGHTNING_PAR_KEY holds it.
