@@ -30,7 +30,8 @@ from lightning_par import Outer
 from lightning_par.engine.data.islands.server import IslandServer
 from lightning_par.models import TextDataModule
 
-USUAL = {**USUAL, "every": 20, "optimizer": "average", "kills": 10, "away": 10, "back": "new"}
+USUAL = {**USUAL, "every": 20, "optimizer": "average", "kills": 4, "away": 10, "back": "new"}
+USUAL |= {"steps": 400, "model_dim": 32, "num_layers": 2}
 WARM = 20
 """Steps of the warm-up of an island that comes back."""
 
@@ -139,7 +140,7 @@ def main() -> None:
     """Train every run once for each seed, and print each as it ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", default=["kills=0", "back=new", "back=own"])
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     options = parser.parse_args()
     quiet()
     for text in options.runs:

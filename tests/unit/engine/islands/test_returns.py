@@ -35,12 +35,12 @@ def test_island_that_comes_back_meets_the_others_in_their_next_round() -> None:
         train([first, lost], 20)
         lost.close(finished=False)
         train([first], 7)
-        # As if each step took a second; the second rank of the island comes some time later.
-        server.meeting._paces = {0: 1_000_000, 1: 1_000_000}
-        server.meeting._merged_at = time.monotonic() - 7
+        # As if a step took 1,000 seconds; the second rank of the island comes some steps later.
+        server.meeting._paces = {0: 10**9, 1: 10**9}
+        server.meeting._merged_at = time.monotonic() - 7_000
         again = Island(server.port, 1, outer, start(), "stages", incarnation="second")
         again.ranks[0].join()
-        server.meeting._merged_at -= 5
+        server.meeting._merged_at -= 5_000
         again.ranks[1].join()
         train([again, first], 2)
         assert [rank.exchanges_next for rank in (*again.ranks, *first.ranks)] == [True] * 3
