@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.data.islands.shards import ShardedClient
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave
+from lightning_par.strategies.components.kept_optimizers import KeptOptimizers
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -62,6 +64,8 @@ class IslandRounds(Callback):
         self._outer, self._processes, self._saving, self._model = outer, processes, saving, model
         self.client: ShardedClient | None = None
         self.exchanges: list[Exchange] = []
+        self._kept: KeptOptimizers | None = None
+        self._incarnation = ""
         self._is_warned = self._is_placeless = False
         self._samples = self._steps = 0
         self._missed: dict[str, int] = {}
@@ -123,7 +127,24 @@ class IslandRounds(Callback):
             _resume(trainer, self.client.place)
         self._missed["epoch"] = trainer.current_epoch - epoch
         self._steps = trainer.global_step
+        self._incarnation = place.incarnation
+        self._take_back(trainer, place.island)
         _log.info("island %d begins at step %d", place.island, self.client.step)
+
+    def _take_back(self, trainer: pl.Trainer, island: int) -> None:
+        """Give the optimizers the states that this island had at its last exchange, if every rank
+        has kept them.
+        """
+        folder = self._outer.keep
+        if folder is None:
+            return
+        assert self.client is not None
+        path = Path(folder, f"island-{island}-rank-{self._processes.rank}.pt")
+        self._kept = KeptOptimizers(path, self.client.era, trainer.optimizers)
+        moments = {moment for (moment,) in self._gather([self._kept.read()])}
+        if moments != {None} and len(moments) == 1:
+            self._kept.load()
+            _log.info("the optimizers of island %d go on from its last exchange", island)
 
     def _gather(self, held: list[Any]) -> list[list[Any]]:
         """Return what every rank of this island holds."""
@@ -156,6 +177,8 @@ class IslandRounds(Callback):
         self._model().sharding.release()
         if exchanges:
             client.after_step(self._count_samples(), self._place(trainer))
+            if self._kept is not None:
+                self._kept.save(f"{self._incarnation}-{trainer.global_step}")
         else:
             client.after_step(0)
         # At its own last step Lightning ends a run by itself, and does not validate once more.
@@ -250,6 +273,8 @@ class IslandRounds(Callback):
             self.client.finish(self._count_samples())
             self.client.leave()
             self.client = None
+            if self._kept is not None:
+                self._kept.forget()
 
 
 def _resume(trainer: pl.Trainer, place: dict[str, Any]) -> None:

@@ -154,6 +154,11 @@ class IslandClient:
         self._bytes = [0, 0]
 
     @property
+    def era(self) -> str:
+        """Random name of the run, which the server gave."""
+        return self._versions[0][0]
+
+    @property
     def sent(self) -> int:
         """Bytes sent by this rank, of everything."""
         return self._bytes[0] + (0 if self._channel is None else self._channel.sent)

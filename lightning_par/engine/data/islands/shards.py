@@ -71,6 +71,11 @@ class ShardedClient:
         return self._clients[0].place
 
     @property
+    def era(self) -> str:
+        """Random name of the run, of the first server."""
+        return self._clients[0].era
+
+    @property
     def rounds(self) -> int:
         """Exchanges so far, with all servers."""
         return len(self.exchanges)
