@@ -2,16 +2,18 @@
 standard library) in the same order, in step and as islands.
 
 All islands live in this process and take turns. Server, messages and rounds are those of the
-product: each island has an `IslandClient`, and all meet an `IslandServer`. What is printed is the
+product: each island has an `ShardedClient`, and all meet an `IslandServer`. What is printed is the
 loss of held-out text, in nats, of the weights that all share at the end.
 
 A run is named by what is not as usual, as in ``count=8,steps=2000,every=30,optimizer=average``:
-``count`` (of islands), ``steps``, ``inner_lr`` (of AdamW), ``first`` (steps in step, from whose
-weights and optimizer the islands begin), ``first_every`` (if they are steps of islands that average
-so often), and the fields of `Outer`. ``every=0`` is a run in step to its end.
+``count`` (of islands), ``batch`` (samples of one in a step), ``steps``, ``inner_lr`` and ``beta2``
+(of AdamW), ``first`` (steps in step, from whose weights and optimizer the islands begin),
+``first_every`` (if they are steps of islands that average so often), and the fields of `Outer`.
+``every=0`` is a run in step to its end. ``model_dim`` and ``num_layers`` are those of the GPT.
 """
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -30,16 +32,17 @@ from torch import Tensor
 
 from lightning_par import Outer
 from lightning_par.checkpoint.pieces import Piece
-from lightning_par.engine.data.islands.client import IslandClient, Place
+from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.data.islands.coding import whole_box
 from lightning_par.engine.data.islands.server import IslandServer
+from lightning_par.engine.data.islands.shards import ShardedClient
 from lightning_par.models import GPTModule, TextDataModule
 
-LENGTH, BATCH, KEY = 64, 8, b"a key of the benchmark only"
-"""T, samples of an island in a step, and the shared key."""
-SIZES = {"model_dim": 64, "num_layers": 3}
+LENGTH, KEY = 64, b"a key of the benchmark only"
+"""T, and the shared key."""
 USUAL: dict[str, Any] = {"seed": 0, "count": 4, "steps": 1000, "inner_lr": 3e-3, "first": 0}
-USUAL |= {"first_every": 0, "every": 30}
+USUAL |= {"first_every": 0, "every": 30, "beta2": 0.95, "batch": 8}
+USUAL |= {"model_dim": 64, "num_layers": 3}
 
 
 class Learner:
@@ -47,18 +50,25 @@ class Learner:
 
     def __init__(self, run: dict[str, Any]) -> None:
         torch.manual_seed(run["seed"])
+        betas = 0.9, run["beta2"]
         module = GPTModule(
-            overrides=SIZES, lr=run["inner_lr"], max_steps=run["steps"], warmup_steps=50
+            overrides={name: run[name] for name in ("model_dim", "num_layers")},
+            lr=run["inner_lr"],
+            betas=betas,
+            max_steps=run["steps"],
+            warmup_steps=50,
         )
         module.configure_model()
         self.model = module.model
         made: Any = module.configure_optimizers()
         self._optimizer, self._schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
 
-    def step(self, batch: dict[str, Tensor]) -> None:
-        """Make one step of the optimizer."""
+    def step(self, batch: dict[str, Tensor], factor: float = 1.0) -> None:
+        """Make one step of the optimizer, at this factor of the rate of the schedule."""
         self.loss(batch).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] *= factor
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()
@@ -74,20 +84,37 @@ class Learner:
         self._optimizer.load_state_dict(other._optimizer.state_dict())
         self._schedule.load_state_dict(other._schedule.state_dict())
 
-    def client(self, outer: Outer, server: IslandServer, island: int) -> IslandClient:
+    def move_on(self, step: int) -> None:
+        """Move the schedule on to a step."""
+        for _ in range(step):
+            self._schedule.step()
+
+    def keep(self) -> dict[str, Any]:
+        """Return a copy of the state of the optimizer."""
+        return copy.deepcopy(self._optimizer.state_dict()["state"])
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take such a state."""
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def client(
+        self, outer: Outer, port: int, island: int, incarnation: str = "only"
+    ) -> ShardedClient:
         """Return the connection of this replica as an island."""
         named = dict(self.model.named_parameters())
         pieces = [Piece(whole_box(n, p.shape), tuple(p.shape), p.data) for n, p in named.items()]
         place = Place(
-            server=f"127.0.0.1:{server.port}",
+            server=f"127.0.0.1:{port}",
             key=KEY,
             island=island,
             rank=0,
             world=1,
-            incarnation="only",
+            incarnation=incarnation,
         )
         boxes = frozenset(piece.box for piece in pieces)
-        return IslandClient(outer, place, pieces, boxes, frozenset(named))
+        sizes = {name: parameter.numel() for name, parameter in named.items()}
+        return ShardedClient(outer, place, pieces, boxes, frozenset(named), sizes)
 
 
 def parted(batch: dict[str, Tensor], island: int, islands: int) -> dict[str, Tensor]:
@@ -101,21 +128,21 @@ def train_islands(learners: list[Learner], outer: Outer, batches: Iterator[Any])
     server = IslandServer("127.0.0.1", 0, KEY)
     server.meeting.expect(count)
     with closing(server), ThreadPoolExecutor(count) as pool:
-        clients = [learner.client(outer, server, i) for i, learner in enumerate(learners)]
-        list(pool.map(IslandClient.join, clients))
+        clients = [learner.client(outer, server.port, i) for i, learner in enumerate(learners)]
+        list(pool.map(ShardedClient.join, clients))
         for batch in batches:
             for island, learner in enumerate(learners):
                 learner.step(parted(batch, island, count))
-            list(pool.map(lambda client: client.after_step(BATCH), clients))
+            list(pool.map(lambda client: client.after_step(1), clients))
         list(pool.map(lambda client: client.finish(0), clients))
-        list(pool.map(IslandClient.leave, clients))
+        list(pool.map(ShardedClient.leave, clients))
 
 
 def learn(run: dict[str, Any]) -> float:
     """Train once; return the loss of held-out text."""
     run = {**USUAL, **run}
     count, steps = run["count"], run["steps"]
-    data = TextDataModule(length=LENGTH, batch_size=BATCH * count, seed=run["seed"])
+    data = TextDataModule(length=LENGTH, batch_size=run["batch"] * count, seed=run["seed"])
     data.setup("fit")
     loader = data.train_dataloader()
     batches = (batch for _ in iter(int, 1) for batch in loader)

@@ -1,5 +1,6 @@
 """Islands in threads of the test: a server, and ranks that hold boxes of tensors."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from lightning_par.checkpoint.pieces import Piece
 from lightning_par.dtensor import Box
-from lightning_par.engine.data.islands.client import IslandClient, Place
+from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.data.islands.server import IslandServer
+from lightning_par.engine.data.islands.shards import ShardedClient
 
 __all__ = ["KEY", "SHAPES", "Island", "boxes_of", "serving", "together"]
 
@@ -91,7 +93,7 @@ class Island:
         address = f"127.0.0.1:{server}" if isinstance(server, int) else server
         held = boxes_of(mesh)
         self.parts: list[dict[Box, Tensor]] = []
-        self.ranks: list[IslandClient] = []
+        self.ranks: list[ShardedClient] = []
         for rank, boxes in enumerate(held):
             parts = {box: _cut(weights[box.name], box).clone() for box in boxes}
             place = Place(
@@ -104,7 +106,8 @@ class Island:
             )
             pieces = [Piece(box, SHAPES[box.name], value) for box, value in parts.items()]
             sends = frozenset(box for box, is_sent in boxes.items() if is_sent)
-            client = IslandClient(outer, place, pieces, sends, frozenset(SHAPES))
+            sizes = {name: math.prod(shape) for name, shape in SHAPES.items()}
+            client = ShardedClient(outer, place, pieces, sends, frozenset(SHAPES), sizes)
             self.parts.append(parts)
             self.ranks.append(client)
 

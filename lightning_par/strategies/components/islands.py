@@ -2,8 +2,10 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,10 +19,12 @@ from typing_extensions import override
 from lightning_par.checkpoint.pieces import assign_writers, Piece
 from lightning_par.dtensor import local_box, local_part
 from lightning_par.engine.batch import batch_size
-from lightning_par.engine.data.islands.client import Exchange, IslandClient
+from lightning_par.engine.data.islands.client import Exchange
 from lightning_par.engine.data.islands.options import Outer
+from lightning_par.engine.data.islands.shards import ShardedClient
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.components.checkpoint_save import CheckpointSave
+from lightning_par.strategies.components.kept_optimizers import KeptOptimizers
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -46,7 +50,7 @@ class IslandRounds(Callback):
         model: Returns the model on its mesh.
 
     Attributes:
-        client: The connection of this rank; None: there is no fit.
+        client: The connections of this rank; None: there is no fit.
         exchanges: Those of this rank in this fit so far.
     """
 
@@ -58,8 +62,10 @@ class IslandRounds(Callback):
         model: Callable[[], ParallelModel],
     ) -> None:
         self._outer, self._processes, self._saving, self._model = outer, processes, saving, model
-        self.client: IslandClient | None = None
+        self.client: ShardedClient | None = None
         self.exchanges: list[Exchange] = []
+        self._kept: KeptOptimizers | None = None
+        self._incarnation = ""
         self._is_warned = self._is_placeless = False
         self._samples = self._steps = 0
         self._missed: dict[str, int] = {}
@@ -108,9 +114,11 @@ class IslandRounds(Callback):
         canonical = model.resolved.canonical
         trained = {canonical.get(n, n) for n, p in named.items() if p.requires_grad}
         _check_dtypes(pieces, trained)
-        sends = assign_writers(self._gather([(p.box, p.nbytes) for p in pieces]))
-        mine = sends[self._processes.rank]
-        self.client = IslandClient(self._outer, place, pieces, mine, frozenset(trained))
+        held = self._gather([(p.box, p.nbytes, p.global_shape) for p in pieces])
+        sends = assign_writers([[(box, size) for box, size, _ in part] for part in held])
+        mine = sends[self._processes.rank], frozenset(trained)
+        sizes = {box.name: math.prod(shape) for part in held for box, _, shape in part}
+        self.client = ShardedClient(self._outer, place, pieces, *mine, sizes)
         self.exchanges = self.client.exchanges
         self.client.step, epoch = trainer.global_step, trainer.current_epoch
         self.client.join()
@@ -119,7 +127,24 @@ class IslandRounds(Callback):
             _resume(trainer, self.client.place)
         self._missed["epoch"] = trainer.current_epoch - epoch
         self._steps = trainer.global_step
+        self._incarnation = place.incarnation
+        self._take_back(trainer, place.island)
         _log.info("island %d begins at step %d", place.island, self.client.step)
+
+    def _take_back(self, trainer: pl.Trainer, island: int) -> None:
+        """Give the optimizers the states that this island had at its last exchange, if every rank
+        has kept them.
+        """
+        folder = self._outer.keep
+        if folder is None:
+            return
+        assert self.client is not None
+        path = Path(folder, f"island-{island}-rank-{self._processes.rank}.pt")
+        self._kept = KeptOptimizers(path, self.client.era, trainer.optimizers)
+        moments = {moment for (moment,) in self._gather([self._kept.read()])}
+        if moments != {None} and len(moments) == 1:
+            self._kept.load()
+            _log.info("the optimizers of island %d go on from its last exchange", island)
 
     def _gather(self, held: list[Any]) -> list[list[Any]]:
         """Return what every rank of this island holds."""
@@ -152,6 +177,8 @@ class IslandRounds(Callback):
         self._model().sharding.release()
         if exchanges:
             client.after_step(self._count_samples(), self._place(trainer))
+            if self._kept is not None:
+                self._kept.save(f"{self._incarnation}-{trainer.global_step}")
         else:
             client.after_step(0)
         # At its own last step Lightning ends a run by itself, and does not validate once more.
@@ -246,6 +273,8 @@ class IslandRounds(Callback):
             self.client.finish(self._count_samples())
             self.client.leave()
             self.client = None
+            if self._kept is not None:
+                self._kept.forget()
 
 
 def _resume(trainer: pl.Trainer, place: dict[str, Any]) -> None:

@@ -43,11 +43,11 @@ def find_place(outer: Outer, rank: int, world: int) -> Place:
         ConfigurationError: There is no server or no key.
     """
     server = outer.server or os.environ.get(SERVER_VARIABLE, "")
-    if not re.fullmatch(r"\S+:\d{1,5}", server):
+    if not all(re.fullmatch(r"[^\s,]+:\d{1,5}", each) for each in server.split(",")):
         raise ConfigurationError(
             "LP705",
             f"outer= needs the address of a server (lightning-par serve), but it is {server!r}. "
-            f"Set {SERVER_VARIABLE}=host:port, or give server=.",
+            f"Set {SERVER_VARIABLE}=host:port, or give server=; several are separated by commas.",
         )
     return Place(
         server=server,

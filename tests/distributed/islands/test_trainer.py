@@ -246,3 +246,44 @@ def test_an_island_that_comes_back_goes_on_in_its_data(tmp_path: Path) -> None:
         assert seen == order[low:high]
         assert had == pytest.approx(rates[low:high])
         assert steps == high
+
+
+class Momenta(Numbers):
+    """The same with an optimizer that has a state."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def killed_island(rank: int, world: int, outer: dict[str, Any], ends: list[int]) -> Any:
+    from lightning_par import Hybrid3DStrategy
+
+    for most in ends:
+        torch.manual_seed(0)
+        module, callbacks = Momenta(), [Samples(most)]
+        strategy = Hybrid3DStrategy(outer=outer)
+        options: dict[str, Any] = {"max_epochs": 3, "limit_val_batches": 0}
+        trainer = quiet_trainer(devices=1, strategy=strategy, callbacks=callbacks, **options)
+        with suppress(KeyError):
+            trainer.fit(module)
+    return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def test_an_island_that_keeps_its_optimizer_goes_on_as_if_it_had_not_been_killed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "key").write_bytes(KEY)
+    outer = {"every": 2, "island": 0, "islands": 1, "key_file": str(tmp_path / "key")}
+    outer |= {"optimizer": "average", "quantize": "none", "timeout": 60}
+    found = []
+    for keep, ends in ((None, [0]), (tmp_path / "kept", [4, 0]), (None, [4, 0])):
+        with serving() as server:
+            told = {**outer, "server": f"127.0.0.1:{server.port}"}
+            told["keep"] = None if keep is None else str(keep)
+            found += run_ranks(killed_island, 1, told, ends, timeout=60)
+    calm, kept, anew = found
+    # The exchange subtracts movements from the shared weights, in float32.
+    torch.testing.assert_close(kept, calm, rtol=0, atol=1e-5)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        torch.testing.assert_close(anew, calm, rtol=0, atol=1e-3)
+    assert list((tmp_path / "kept").iterdir()) == []  # removed at the end of the fit

@@ -28,6 +28,7 @@ def test_place_is_that_of_the_options_or_of_the_environment(
     place = find_place(Outer(), 1, 2)
     assert (place.island, place.server, place.key) == (2, "host:29600", b"a key of 16 bytes")
     assert find_place(Outer(server="other:1"), 0, 1).server == "other:1"
+    assert find_place(Outer(server="one:1,two:2"), 0, 1).server == "one:1,two:2"
 
 
 @pytest.mark.parametrize("given", [None, "2", "4/4", "a/b"])
@@ -39,8 +40,9 @@ def test_island_that_nobody_names_is_an_error(
         monkeypatch.setenv("LIGHTNING_PAR_ISLAND", given)
     with pytest.raises(ConfigurationError, match=re.escape("LIGHTNING_PAR_ISLAND=0/4")):
         find_island(Outer())
-    with pytest.raises(ConfigurationError, match="LIGHTNING_PAR_SERVER=host:port"):
-        find_place(Outer(server="nowhere"), 0, 1)
+    for server in ("nowhere", "one:1,two", "one:1,"):
+        with pytest.raises(ConfigurationError, match="LIGHTNING_PAR_SERVER=host:port"):
+            find_place(Outer(server=server), 0, 1)
 
 
 def test_option_is_read_and_refused_with_an_optimizer_on_the_host() -> None:

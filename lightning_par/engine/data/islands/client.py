@@ -115,14 +115,14 @@ class IslandClient:
         pieces: Its parts of the parameters; their values are changed in place.
         sends: Which of their boxes this rank sends; another rank of the island holds the others.
         trained: Names of the parameters that change.
+        exchanges: Every exchange is added to it, also by clients of other servers.
 
     Attributes:
         step: Optimizer steps since the run began, of the island that made most, as last heard.
             Before `join` those of this island, from which a new run counts on.
-        place: What `after_step` was told of this island's place in its data when it last sent a
+        place: What `send` was told of this island's place in its data when it last sent a
             movement that counts, by whatever process; None: nothing.
-        waited: Seconds that training waited for them.
-        exchanges: What became of each so far.
+        waited: Seconds that training waited for exchanges.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class IslandClient:
         pieces: Sequence[Piece],
         sends: frozenset[Box],
         trained: frozenset[str],
+        exchanges: list[Exchange],
     ) -> None:
         self._outer, self._place = outer, place
         self._held = [_hold(piece, sends, trained) for piece in pieces]
@@ -144,19 +145,18 @@ class IslandClient:
         self._own_steps = self._exchange = self._first = self._samples = 0
         self._samples_before = [0] * outer.fragments
         self._left_at = [0] * outer.fragments
-        self._share = 1.0
-        self._next = self._stride
+        self._share, self._next = 1.0, 0
         self._clock, self._spent, self._paced_at = time.monotonic(), 0.0, 0
         self.step = 0
         self.place: Any = None
         self.waited = 0.0
-        self.exchanges: list[Exchange] = []
+        self._exchanges = exchanges
         self._bytes = [0, 0]
 
     @property
-    def rounds(self) -> int:
-        """Exchanges so far."""
-        return len(self.exchanges)
+    def era(self) -> str:
+        """Random name of the run, which the server gave."""
+        return self._versions[0][0]
 
     @property
     def sent(self) -> int:
@@ -170,22 +170,15 @@ class IslandClient:
 
     @property
     def exchanges_next(self) -> bool:
-        """Whether the next `after_step` sends a movement."""
-        return self._own_steps + 1 == self._due
-
-    @property
-    def _due(self) -> int:
-        """The own step after which the next movement leaves."""
-        if self._outer.adapt:
-            return self._next
-        every, count = self._outer.every, self._outer.fragments
-        start = self._first * every // count
-        return (self._first + self._exchange + 1) * every // count - start
+        """Whether the next `send` sends a movement."""
+        return self._own_steps + 1 == self._next
 
     @property
     def _stride(self) -> int:
-        """Own steps from one exchange to the next one under `Outer.adapt`."""
-        return max(1, round(self._outer.every / self._outer.fragments * self._share))
+        """Own steps from the last exchange to the next one."""
+        every, count, turn = self._outer.every, self._outer.fragments, self._first + self._exchange
+        steps = (turn + 1) * every // count - turn * every // count
+        return max(1, round(steps * self._share)) if self._outer.adapt else steps
 
     @torch.no_grad()
     def join(self) -> None:
@@ -204,12 +197,13 @@ class IslandClient:
         names = header["fragments"]
         self._fragments = [[h for h in self._held if h.region.name in set(part)] for part in names]
         self._versions = [(header["era"], version) for version in header["versions"]]
-        # The fragment whose turn it is; so that islands in lock step send the same one.
-        self._first = header["versions"].index(min(header["versions"]))
+        self._first, self._share, missed = header["start"]
+        self._next = max(1, self._stride - missed)
         self.step, self.place = header["step"], header["place"]
 
-    def after_step(self, samples: int, place: Any = None) -> None:
-        """Exchange what is due after an optimizer step; every rank of the island calls this.
+    def send(self, samples: int, place: Any = None) -> None:
+        """Send what is due after an optimizer step; `settle` is called after it, on every rank of
+        the island.
 
         Args:
             samples: Samples of the island in this step and those before it that were not counted.
@@ -224,14 +218,18 @@ class IslandClient:
         self._samples += samples
         self.step += 1
         flight = self._flight
-        is_due = self._own_steps == self._due
+        is_due = self._own_steps == self._next
         if flight is not None and (is_due or self._own_steps >= flight.step + self._outer.overlap):
             self._finish()
         if is_due:
             self._start((self._first + self._exchange) % self._outer.fragments, place)
             self._exchange += 1
-            if not self._outer.overlap:
-                self._finish()
+            self._next = self._own_steps + self._stride
+
+    def settle(self) -> None:
+        """Wait for the answer to what was sent, unless training goes on meanwhile."""
+        if self._flight is not None and not self._outer.overlap:
+            self._finish()
         self._clock = time.monotonic()
 
     def finish(self, samples: int) -> None:
@@ -239,7 +237,7 @@ class IslandClient:
         that all islands share; every rank of the island calls this.
 
         Args:
-            samples: As for `after_step`.
+            samples: As for `send`.
 
         Raises:
             IslandError: The server is away for too long.
@@ -309,7 +307,6 @@ class IslandClient:
             "pace": round(1e6 * self._spent / max(1, self._own_steps - self._paced_at)),
         }
         self._spent, self._paced_at = 0.0, self._own_steps
-        self._next = self._own_steps + self._stride
         self._samples_before[number] = self._samples
         self._left_at[number] = self._own_steps
         answer = self._pool.submit(self._deliver, header, b"".join(parts))
@@ -333,7 +330,7 @@ class IslandClient:
         version, base = (header["era"], header["version"]), self._versions[flight.number]
         self._versions[flight.number] = version
         self.step = max(self.step, header["step"])
-        self.exchanges.append(
+        self._exchanges.append(
             Exchange(
                 step=flight.step,
                 fragment=flight.number,
@@ -366,6 +363,7 @@ class IslandClient:
             channel.set_timeout(self._outer.timeout)
             channel.send(header, payload)
             answer, values = channel.receive(self._limit())
+            self._check(answer)
             return {**answer, "era": era}, values
 
         return self._try(exchange)
@@ -429,13 +427,16 @@ class IslandClient:
             packed = (encode(h.base, "none").pack(h.region.alone) for h in seeds)
             channel.send({"op": "seed", "step": self.step}, b"".join(packed))
             answer, payload = channel.receive(self._limit())
+        self._check(answer)
+        if answer["op"] != "welcome":
+            raise MessageError(f"answered a hello with {answer['op']!r}.")
+        return answer, payload
+
+    def _check(self, answer: dict[str, Any]) -> None:
         if answer["op"] == "refused":
             raise IslandError(
                 "LP702", f"the server at {self._place.server} refuses: {answer['reason']}"
             )
-        if answer["op"] != "welcome":
-            raise MessageError(f"answered a hello with {answer['op']!r}.")
-        return answer, payload
 
     def _limit(self) -> int:
         """Return the bytes of the longest answer."""

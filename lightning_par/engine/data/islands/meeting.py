@@ -6,7 +6,9 @@ was late is not waited for until it is heard of again; what comes late counts in
 
 Note [Parts of a round]: where a mean is taken, an island that is connected but not in a round
 counts as one that has not moved yet. Else a round that falls into two would make two whole steps,
-both from the same weights. The parameter server (``"sgd"``) applies what comes as it is.
+both from the same weights. One that was in none of the last 2 n rounds of a fragment, n the number
+of islands, may be frozen: it counts again once it is heard of. The parameter server (``"sgd"``)
+applies what comes as it is.
 
 Note [Tickets]: a movement has a ticket, the same on all ranks of its island. Where a connection
 breaks while an answer is due, the rank comes back with its ticket: if that movement was merged it
@@ -111,7 +113,9 @@ class Meeting:
         self._founder: int | None = None
         self._expected = 1
         self._paces: dict[int, int] = {}
-        self._absent: set[int] = set()
+        self._merged_at: float | None = None
+        self._starts: dict[int, tuple[int, float, int]] = {}
+        self._absent: dict[int, int] = {}
         self._finished: set[int] = set()
         self._rounds: list[_Round] = []
         if self._weights is not None:
@@ -150,7 +154,8 @@ class Meeting:
             self._check(hello)
             if self._incarnations.get(hello.island) != hello.incarnation:
                 self._incarnations[hello.island] = hello.incarnation
-                self._absent.discard(hello.island)
+                self._absent.pop(hello.island, None)
+                self._starts.pop(hello.island, None)  # one for all of its ranks
                 for held in self._rounds:
                     held.movements.pop(hello.island, None)
                 _log.info("island %d joins with %d ranks", hello.island, hello.world)
@@ -278,6 +283,7 @@ class Meeting:
             "fragments": [fragment.names for fragment in held.fragments],
             "counted": counted,
             "shares": shares,
+            "start": self._starts.setdefault(hello.island, self._start(hello.island)),
             "step": held.step,
             "place": held.place(hello.island),
         }
@@ -288,6 +294,22 @@ class Meeting:
             names = held.fragments[at].names if merged else []
             wanted = [region for region in wanted if region.name in names]
         member.answer.set_result((header, b"".join(held.whole(r.box) for r in wanted)))
+
+    def _start(self, island: int) -> tuple[int, float, int]:
+        """Return how an island that comes now gets into step with the others: the fragment whose
+        turn it is, its steps in a second as a part of those of the fastest, and the steps that it
+        has missed since the last round.
+        """
+        assert self._weights is not None
+        versions = [fragment.version for fragment in self._weights.fragments]
+        turn = versions.index(min(versions))
+        share = self._weights.fragments[turn].shares.get(str(island), 1.0)
+        others = self._live - {island, *self._absent}
+        paces = [self._paces[number] for number in others if self._paces.get(number)]
+        if self._merged_at is None or not paces:
+            return turn, share, 0
+        pace = self._paces.get(island) or max(paces)
+        return turn, share, round(1e6 * (time.monotonic() - self._merged_at) / pace)
 
     def _take_movement(
         self, member: Member, header: Mapping[str, Any], payload: memoryview
@@ -305,7 +327,7 @@ class Meeting:
         sent = [r for r in hello.regions if r.sends and r.name in held.fragments[at].names]
         values = read_regions(payload, sent, held.outer.quantize, alone=True)
         with self._lock:
-            self._absent.discard(hello.island)
+            self._absent.pop(hello.island, None)
             self._rounds[at].movements.setdefault(hello.island, {})[hello.rank] = _Movement(
                 member=member,
                 answer=member.ask(),
@@ -317,7 +339,24 @@ class Meeting:
                 place=header.get("place"),
                 boxes=list(zip(sent, values, strict=True)),
             )
+            if hello.island in self._rounds[at].complete():
+                self._check_whole(at, hello.island)
             self._decide(at)
+
+    def _check_whole(self, at: int, island: int) -> None:
+        """Refuse what an island has sent of a fragment if it is not all of it."""
+        assert self._weights is not None
+        ranks = self._rounds[at].movements[island].values()
+        entries = sum(self._weights.exact[n].numel() for n in self._weights.fragments[at].names)
+        sent = sum(values.numel() for movement in ranks for _, values in movement.boxes)
+        if sent == entries:
+            return
+        del self._rounds[at].movements[island]
+        for movement in ranks:
+            if movement.answer.set_running_or_notify_cancel():
+                said = f"island {island} sent {sent:,} of the {entries:,} entries that are due. Do "
+                said += "all islands have the same model, and the same servers in the same order?"
+                movement.answer.set_exception(RefusalError(said))
 
     def _forget_place(self, island: int) -> None:
         """Let an island that has finished begin its data anew if it comes for another run."""
@@ -359,12 +398,12 @@ class Meeting:
                 timer.start()
         if len(there) < max(1, self._outer.min_islands - len(self._finished)):
             return
-        live = {island for island, _ in self._members} - self._absent - self._finished
-        late = live - set(there)
+        missing = self._live - set(there)
+        late = missing - self._absent.keys()
         if late and time.monotonic() - held.opened < grace:
             return
-        self._absent |= late
         self._merge(at, there, sorted(late))
+        self._absent |= {island: self._absent.get(island, 0) + 1 for island in missing}
 
     def _remind(self, opened: _Round, at: int) -> None:
         with self._lock:
@@ -395,6 +434,7 @@ class Meeting:
             if first.place is not None:
                 fragment.places[str(i)] = first.step, first.place
         self._paces |= {i: max(m.pace for m in ranks) for i, ranks in movements.items()}
+        self._merged_at = time.monotonic()
         fragment.shares |= {str(i): self._share(i) for i in there}
         self._save(at)
         header = {"op": "update", "version": fragment.version, "step": weights.step}
@@ -415,7 +455,15 @@ class Meeting:
         assert self._outer is not None
         if self._outer.optimizer == "sgd":
             return 1.0
-        return len(there) / len({island for island, _ in self._members} - self._finished | {*there})
+        live = self._live
+        longest = 2 * len(live) * len(self._rounds)
+        counted = {island for island in live if self._absent.get(island, 0) < longest}
+        return len(there) / len(counted | {*there})
+
+    @property
+    def _live(self) -> set[int]:
+        """Islands that are connected, and have not finished."""
+        return {island for island, _ in self._members} - self._finished
 
     def _share(self, island: int) -> float:
         """Return the steps of an island in a second, as a part of those of the fastest one."""

@@ -12,7 +12,7 @@ __all__ = ["Outer", "read_outer"]
 
 OuterOptimizer = Literal["nesterov", "average", "sgd"]
 Quantization = Literal["none", "bf16", "int8", "int4"]
-_OF_A_PROCESS = ("server", "island", "islands", "key_file", "ca_file", "timeout")
+_OF_A_PROCESS = ("server", "island", "islands", "key_file", "ca_file", "timeout", "keep")
 """Fields that may differ between the islands of one run."""
 
 
@@ -38,12 +38,15 @@ class Outer:
         grace: Seconds that live islands are waited for once the first contribution has come.
         adapt: Let an island that is slower than the fastest make fewer steps between two exchanges,
             so that they come at the same time.
-        server: ``"host:port"`` of ``lightning-par serve``; None: LIGHTNING_PAR_SERVER says it.
+        server: ``"host:port"`` of ``lightning-par serve``, or of several with commas between, which
+            hold a part of the parameters each; None: LIGHTNING_PAR_SERVER says it.
         island: Number of this island, from 0; None: LIGHTNING_PAR_ISLAND says ``"island/islands"``.
         islands: Number of islands among which the samples are divided.
         key_file: File that holds the shared key; None: LIGHTNING_PAR_KEY holds it.
         ca_file: Certificates (PEM) that a server with TLS is checked against; None: no TLS.
         timeout: Seconds after which an island that does not reach the server gives up.
+        keep: Folder of this machine in which every rank keeps the states of its optimizers at each
+            exchange, for when its island comes back; None: they begin anew then.
 
     Raises:
         ConfigurationError: With every value that is not possible.
@@ -68,6 +71,7 @@ class Outer:
     key_file: str | None = None
     ca_file: str | None = None
     timeout: float = 600.0
+    keep: str | None = None
 
     def __post_init__(self) -> None:
         problems = []

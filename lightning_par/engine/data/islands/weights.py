@@ -18,7 +18,7 @@ from lightning_par.dtensor import Box
 from lightning_par.engine.data.islands.coding import Coded, cut, encode
 from lightning_par.engine.data.islands.options import Outer
 
-__all__ = ["Fragment", "Movement", "SharedWeights", "load_weights"]
+__all__ = ["Fragment", "Movement", "SharedWeights", "balance", "load_weights"]
 
 
 @dataclass(eq=False)
@@ -74,7 +74,8 @@ class SharedWeights:
         copies = outer.quantize != "none"
         self.shown = {n: t.clone() if copies else t for n, t in self.exact.items()}
         self.frozen = sorted(self.exact.keys() - set(trained))
-        self.fragments = _balance({n: self.exact[n].numel() for n in trained}, outer.fragments)
+        sizes = {name: self.exact[name].numel() for name in trained}
+        self.fragments = [Fragment(names) for names in balance(sizes, outer.fragments)]
         assert outer.lr is not None
         assert outer.momentum is not None
         self._optimizer = SGD(
@@ -205,11 +206,17 @@ def _file(folder: Path, number: int, count: int) -> Path:
     return folder / f"fragment-{number}-of-{count}.safetensors"
 
 
-def _balance(sizes: Mapping[str, int], count: int) -> list[Fragment]:
-    """Divide parameters into fragments with about as many entries each."""
-    fragments, load = [Fragment([]) for _ in range(count)], [0] * count
+def balance(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+    """Divide parameters into parts with about as many entries each, everywhere alike.
+
+    Args:
+        sizes: Name -> entries.
+        count: Of parts.
+    """
+    parts: list[list[str]] = [[] for _ in range(count)]
+    load = [0] * count
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
         lightest = load.index(min(load))
-        fragments[lightest].names.append(name)
+        parts[lightest].append(name)
         load[lightest] += sizes[name]
-    return fragments
+    return parts

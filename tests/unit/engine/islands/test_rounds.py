@@ -358,7 +358,7 @@ def test_message_that_cannot_be_is_refused(
         held = server.meeting.weights
         assert held is not None
         before = {n: t.clone() for n, t in held.exact.items()}
-        channel = island.ranks[0]._channel
+        channel = island.ranks[0]._clients[0]._channel
         assert channel is not None
         payload = change.pop("payload", bytes(8 * (35 + 300 + 66)))
         header = {
