@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import get_args, Literal
 
-from lightning_par.engine.pipeline.schedules import place_stages
+from lightning_par.engine.pipeline.schedules import place_stages, splits_backward
 from lightning_par.errors import ConfigurationError, either, MeshError, raise_problems
 from lightning_par.sizes import ParallelSizes
 
@@ -280,6 +280,12 @@ class Implementation:
         async_p2p: Stages send without waiting.
         sharded_p2p: Tensor-parallel ranks send a part each, also without sequence parallelism.
         overlap_data: Gradients are sent during the last backward.
+        fsdp: Replicas share states as this package's do, by FSDP2: at stages 1 and 2, too, weights
+            are gathered beside their shards; accumulated batches, and schedules that compute
+            gradients of weights later, sum whole gradients, which are reduced once; context ranks
+            share no states. False: as Megatron-LM and DeepSpeed.
+        gathers_again: What sequence parallelism gathers is gathered again in the backward, as in
+            Megatron-LM, and not kept.
         activation_bytes: Bytes of an element of products and hidden states.
         weight_bytes, gradient_bytes, state_bytes: Bytes held per parameter.
         reduce_bytes: Bytes of a gradient that replicas send.
@@ -302,6 +308,8 @@ class Implementation:
     async_p2p: bool = True
     sharded_p2p: bool = False
     overlap_data: bool = True
+    fsdp: bool = True
+    gathers_again: bool = False
     activation_bytes: float = 2.0
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
@@ -312,3 +320,15 @@ class Implementation:
     logit_bytes: float = 16.0
     selective_share: float = 0.1
     kernels: tuple[int, int] = (22, 40)
+
+    def shards(self, layout: Layout) -> int:
+        """Return how many ranks share the states of a weight."""
+        return layout.sizes.data_shard * (1 if self.fsdp else layout.sizes.context)
+
+    def reduces_each(self, layout: Layout) -> bool:
+        """Return whether the gradients of every micro-batch are reduced."""
+        if layout.zero_stage < 2 or not self.fsdp:
+            return layout.zero_stage >= 2
+        p = layout.sizes.pipeline
+        # Gradients of weights that are computed later are reduced at the end.
+        return not splits_backward(layout.schedule, p) if p > 1 else layout.microbatches == 1
