@@ -9,7 +9,6 @@
                                    public code can only guess by names of methods
 `item_operator`                    what ``.item()`` calls; public names end before the dispatcher
 `any_true_operator`                what anomaly detection calls; it has no public name
-`FakeTensor`                       what `FakeTensorMode` gives
 `FakeTensorMode`                   context in which operators compute shapes and no values; torch's
                                    notes on fake tensors tell to import it from there
 =================================  ============================================================
@@ -23,7 +22,7 @@ from torch.library import Library
 from lightning_par.upstream.presence import names_of
 
 with names_of("torch"):
-    from torch._subclasses import FakeTensor, FakeTensorMode
+    from torch._subclasses import FakeTensorMode
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass, TorchDispatchMode
 
     item_operator = torch.ops.aten._local_scalar_dense.default
@@ -32,7 +31,6 @@ with names_of("torch"):
     _destroy = Library._destroy
 
 __all__ = [
-    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "any_true_operator",
