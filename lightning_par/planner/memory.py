@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from lightning_par.engine.pipeline.schedules import splits_backward
 from lightning_par.planner.shapes import Implementation, Layout, Recompute, TransformerShape
 from lightning_par.planner.traced_shape import TracedPart, TracedShape
 
@@ -237,8 +236,7 @@ class _RankMemory:
         """Return the bytes that the micro-batches in flight keep."""
         layout, flight, kept = self.layout, self.flight[rank], self._kept(rank, first)
         p = layout.sizes.pipeline
-        splits = p > 1 and splits_backward(layout.schedule, p)
-        if not splits or layout.recompute == "none":
+        if not layout.splits_backward or layout.recompute == "none":
             return kept * flight
         # Gradients of weights that wait need the inputs of products, computed again, and the
         # gradients of their outputs: about what a block keeps that recomputes nothing.

@@ -151,6 +151,11 @@ def _owners(schedule: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1 << 12)
+def _splits_backward(schedule: str, ranks: int) -> bool:
+    return ranks > 1 and splits_backward(schedule, ranks)
+
+
+@lru_cache(maxsize=1 << 12)
 def _split(layers: int, stages: int) -> tuple[int, ...]:
     few, more = divmod(layers, stages)
     # From the middle outwards: the first and the last stage have something to do besides.
@@ -225,6 +230,11 @@ class Layout:
     def owners(self) -> tuple[int, ...]:
         """The pipeline rank of every stage."""
         return _owners(self.schedule, self.sizes.pipeline, self.stages_per_rank)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed later than those of inputs."""
+        return _splits_backward(self.schedule, self.sizes.pipeline)
 
     @property
     def samples(self) -> int:
@@ -329,6 +339,6 @@ class Implementation:
         """Return whether the gradients of every micro-batch are reduced."""
         if layout.zero_stage < 2 or not self.fsdp:
             return layout.zero_stage >= 2
-        p = layout.sizes.pipeline
-        # Gradients of weights that are computed later are reduced at the end.
-        return not splits_backward(layout.schedule, p) if p > 1 else layout.microbatches == 1
+        if layout.sizes.pipeline == 1:
+            return layout.microbatches == 1
+        return not layout.splits_backward  # else those of weights come later, together
