@@ -48,6 +48,8 @@ DEEPSPEED = Implementation(
     async_p2p=False,
     sharded_p2p=True,
     overlap_data=False,
+    fsdp=False,
+    gathers_again=True,
     gradient_bytes=2,
     reduce_bytes=2,
     step_traffic=60,
@@ -55,6 +57,8 @@ DEEPSPEED = Implementation(
 MEGATRON_2021 = replace(DEEPSPEED, gradient_bytes=4, reduce_bytes=4, step_traffic=40)
 MEGATRON_2023 = replace(MEGATRON_2021, fused_accumulation=True)
 MEGATRON_CORE = Implementation(
+    fsdp=False,
+    gathers_again=True,
     async_tensor=True,
     fused_accumulation=True,
     fused_tensor=0.5,
@@ -64,6 +68,7 @@ MEGATRON_CORE = Implementation(
 )
 TRANSFORMER_ENGINE = replace(MEGATRON_CORE, fp8=True)
 TORCHTITAN = Implementation(
+    fsdp=False,  # context ranks share states, too
     weight_bytes=4,
     state_bytes=8,
     step_traffic=28,

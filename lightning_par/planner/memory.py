@@ -80,6 +80,8 @@ def _activations(
     m, t = shape, layout.sizes.tensor
     n = layout.micro_batch * m.length / layout.sizes.context
     between = n * m.model_dim / (t if layout.sequence_parallel else 1)
+    # Inputs of the layers that the tensor axis divides, and their sums before they are scattered.
+    whole = between if code.gathers_again else n * m.model_dim
     if recompute == "full":
         return 2 * between
     used = m.experts_per_token + m.shared_experts
@@ -88,15 +90,16 @@ def _activations(
     if selective and code.fused_attention:
         # Kept: the input, and what products and attention give; the rest is computed again.
         mlp = 2 * used * m.ff_dim * (2 if m.gated else 1)
-        return 6 * between + n / t * (heads + mlp)
-    # Inputs of norms and of the layers after them 8, two dropout masks 2.
+        return 2 * between + 4 * whole + n / t * (heads + mlp)
+    # Inputs of norms 4 and of the layers after them 4, two dropout masks 2.
     mlp = used * m.ff_dim * (8 if m.gated else 4)
     sorted_tokens = 4 * m.experts_per_token * n * m.model_dim if m.experts > 1 else 0.0
     scores = (2 + 3 * m.dropout) * layout.micro_batch * m.heads / t * m.length**2
     scores /= layout.sizes.context
     written = not (code.fused_attention or selective)
     return (
-        (8 + 2 * m.dropout) * between
+        (4 + 2 * m.dropout) * between
+        + 4 * whole
         + n / t * (heads + mlp)
         + sorted_tokens
         + (scores if written else 0.0)
@@ -149,7 +152,7 @@ def predict_memory(
         # The states and a copy of the gradients.
         most = max(r["gradients"] for r in ranks) / made.code.gradient_bytes
         host = most * (made.code.state_bytes + made.code.reduce_bytes)
-        host /= 1 if layout.zero_stage >= 2 else _shards(layout)
+        host /= 1 if made.shards_gradients else made.code.shards(layout)
     return MemoryPrediction(ranks=ranks, host=host)
 
 
@@ -181,9 +184,8 @@ class _RankMemory:
             alone = {id(b): b for b in shape.blocks}  # equal ones are one object
             each = {i: _traced([b], layout, code, layout.recompute) for i, b in alone.items()}
             self.first_blocks = list(accumulate((each[id(b)] for b in shape.blocks), initial=0.0))
-        self.moment = 0.0
-        if layout.recompute != "none":
-            self.moment = block_activations(shape, layout, code, whole=True) - self.kept
+        self.whole = block_activations(shape, layout, code, whole=True)
+        self.moment = self.whole - self.kept
 
     def rank(self, rank: int) -> dict[str, float]:
         """Return the bytes of a pipeline rank."""
@@ -191,12 +193,55 @@ class _RankMemory:
         first, last = layout.owners[0] == rank, layout.owners[-1] == rank
         held, trained = (self._weights(rank, first, last, trained=t) for t in (False, True))
         loss = logit_bytes(shape, layout, code) if last else 0.0
+        buffers = _buffers(shape, layout, code)
+        if layout.zero_stage == 3 and code.fsdp and code.shards(layout) > 1:
+            # What is around the blocks stays gathered.
+            ends = shape.end_weights(layout.sizes.tensor, first=first, last=last)
+            buffers += code.gather_bytes * ends
         return {
-            **_states(layout, code, held, trained),
-            "activations": self._kept(rank, first) * self.flight[rank],
+            **self._states(held, trained),
+            "activations": self._held_activations(rank, first),
             "moment": max(self.moment, loss),
-            "buffers": _buffers(shape, layout, code),
+            "buffers": buffers,
         }
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether gradients are divided over the replicas when most is needed."""
+        layout, code = self.layout, self.code
+        if not code.fsdp:
+            return layout.zero_stage >= 2
+        # Stages below 2 sum whole gradients, unless the first ones are the last.
+        alone = layout.microbatches == 1 and layout.zero_stage > 0
+        return alone or code.reduces_each(layout)
+
+    def _states(self, held: float, trained: float) -> dict[str, float]:
+        layout, code, stage = self.layout, self.code, self.layout.zero_stage
+        shards = code.shards(layout)
+        weights = code.weight_bytes * held / (shards if stage == 3 else 1)
+        if code.fsdp and shards > 1 and stage < 3:
+            weights = code.weight_bytes * held / shards + code.gather_bytes * held
+        gradients = 1 / shards if self.shards_gradients else 1.0
+        if code.fsdp and layout.sizes.pipeline > 1:
+            # Those of the last step stay until the pipeline has computed the new ones.
+            gradients += 1 / shards
+        states = 0.0 if layout.offload else code.state_bytes * trained
+        return {
+            "weights": weights,
+            "gradients": code.gradient_bytes * trained * gradients,
+            "states": states / (shards if stage >= 1 else 1),
+        }
+
+    def _held_activations(self, rank: int, first: bool) -> float:
+        """Return the bytes that the micro-batches in flight keep."""
+        layout, flight, kept = self.layout, self.flight[rank], self._kept(rank, first)
+        p = layout.sizes.pipeline
+        if not layout.splits_backward or layout.recompute == "none":
+            return kept * flight
+        # Gradients of weights that wait need the inputs of products, computed again, and the
+        # gradients of their outputs: about what a block keeps that recomputes nothing.
+        waiting = min(layout.microbatches, flight - p + rank + 1)
+        return kept * min(flight, p - rank) + self.whole * self.counts[rank] * max(0, waiting)
 
     def _weights(self, rank: int, first: bool, last: bool, *, trained: bool) -> float:
         shape, sizes = self.shape, self.layout.sizes
@@ -224,20 +269,6 @@ def logit_bytes(shape: TransformerShape, layout: Layout, code: Implementation) -
         return kept + code.logit_bytes * samples * after.logits.local(layout)
     n = layout.micro_batch * shape.length / layout.sizes.context
     return code.logit_bytes * n * shape.vocab / layout.sizes.tensor
-
-
-def _shards(layout: Layout) -> int:
-    return layout.sizes.data_shard * layout.sizes.context
-
-
-def _states(layout: Layout, code: Implementation, held: float, trained: float) -> dict[str, float]:
-    shards, stage = _shards(layout), layout.zero_stage
-    states = 0.0 if layout.offload else code.state_bytes * trained
-    return {
-        "weights": code.weight_bytes * held / (shards if stage == 3 else 1),
-        "gradients": code.gradient_bytes * trained / (shards if stage >= 2 else 1),
-        "states": states / (shards if stage >= 1 else 1),
-    }
 
 
 def _buffers(shape: TransformerShape, layout: Layout, code: Implementation) -> float:

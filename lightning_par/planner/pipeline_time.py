@@ -149,4 +149,7 @@ def quick_pipeline(
     ramp = mean.forward + mean.backward
     saved = {"zb-h1": 2 * mean.weight, "zb-h2": 3 * mean.weight, "zbv": ramp}
     idle = max(0.0, ramp - saved.get(layout.schedule, 0.0)) / v
-    return busy + (p - 1) * (idle + 2 * message)
+    # The way of one micro-batch, which few of them do not fill.
+    later = sum(t.weight for t in times) if layout.schedule in saved else 0.0
+    way = sum(t.forward + t.backward for t in times) - later
+    return max(busy + (p - 1) * (idle + 2 * message), way)

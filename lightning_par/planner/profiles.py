@@ -116,7 +116,7 @@ def _held(precision: str) -> Implementation:
         gradient_bytes=word,
         state_bytes=2 * word,
         reduce_bytes=word,
-        gather_bytes=products,
+        gather_bytes=word,
         step_traffic=7 * word,
     )
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import get_args, Literal
 
-from lightning_par.engine.pipeline.schedules import place_stages
+from lightning_par.engine.pipeline.schedules import place_stages, splits_backward
 from lightning_par.errors import ConfigurationError, either, MeshError, raise_problems
 from lightning_par.sizes import ParallelSizes
 
@@ -151,6 +151,11 @@ def _owners(schedule: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1 << 12)
+def _splits_backward(schedule: str, ranks: int) -> bool:
+    return ranks > 1 and splits_backward(schedule, ranks)
+
+
+@lru_cache(maxsize=1 << 12)
 def _split(layers: int, stages: int) -> tuple[int, ...]:
     few, more = divmod(layers, stages)
     # From the middle outwards: the first and the last stage have something to do besides.
@@ -227,6 +232,11 @@ class Layout:
         return _owners(self.schedule, self.sizes.pipeline, self.stages_per_rank)
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed later than those of inputs."""
+        return _splits_backward(self.schedule, self.sizes.pipeline)
+
+    @property
     def samples(self) -> int:
         """Samples of a step, of all replicas."""
         return self.sizes.data * self.micro_batch * self.microbatches
@@ -280,6 +290,12 @@ class Implementation:
         async_p2p: Stages send without waiting.
         sharded_p2p: Tensor-parallel ranks send a part each, also without sequence parallelism.
         overlap_data: Gradients are sent during the last backward.
+        fsdp: Replicas share states as this package's do, by FSDP2: at stages 1 and 2, too, weights
+            are gathered beside their shards; accumulated batches, and schedules that compute
+            gradients of weights later, sum whole gradients, which are reduced once; context ranks
+            share no states. False: as Megatron-LM and DeepSpeed.
+        gathers_again: What sequence parallelism gathers is gathered again in the backward, as in
+            Megatron-LM, and not kept.
         activation_bytes: Bytes of an element of products and hidden states.
         weight_bytes, gradient_bytes, state_bytes: Bytes held per parameter.
         reduce_bytes: Bytes of a gradient that replicas send.
@@ -302,6 +318,8 @@ class Implementation:
     async_p2p: bool = True
     sharded_p2p: bool = False
     overlap_data: bool = True
+    fsdp: bool = True
+    gathers_again: bool = False
     activation_bytes: float = 2.0
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
@@ -312,3 +330,15 @@ class Implementation:
     logit_bytes: float = 16.0
     selective_share: float = 0.1
     kernels: tuple[int, int] = (22, 40)
+
+    def shards(self, layout: Layout) -> int:
+        """Return how many ranks share the states of a weight."""
+        return layout.sizes.data_shard * (1 if self.fsdp else layout.sizes.context)
+
+    def reduces_each(self, layout: Layout) -> bool:
+        """Return whether the gradients of every micro-batch are reduced."""
+        if layout.zero_stage < 2 or not self.fsdp:
+            return layout.zero_stage >= 2
+        if layout.sizes.pipeline == 1:
+            return layout.microbatches == 1
+        return not layout.splits_backward  # else those of weights come later, together

@@ -230,6 +230,7 @@ class StepRecorder(FlopCounter):
         style = self._resolved.styles.get(self._stack[-1]) if self._stack else None
         if style in (*_SHARDS, "colwise_gather_output"):
             divided, cut = "columns", "tensor"
+            self._gather(others[0])
         elif style in _SUMS:
             divided = "inner"
         # Of two activations, the second one needs a gradient as a weight does.
@@ -245,7 +246,18 @@ class StepRecorder(FlopCounter):
             )
         )
         self._part.kernels += 1
-        self._part.add("kept", self._region(True) if style in _SUMS else cut, out.numel())
+        # Partial sums are whole before they are scattered.
+        self._part.add("kept", "whole" if style in _SUMS else cut, out.numel())
+
+    def _gather(self, tensor: Tensor) -> None:
+        """Count what a divided layer takes as whole: it is gathered before, and kept so."""
+        key = self._key(tensor)
+        if self._cuts.get(key, self._region()) != "tokens":
+            return
+        if key in self._saved:
+            self._part.add("saved", "tokens", -_words(tensor))
+            self._part.add("saved", "whole", _words(tensor))
+        self._cuts[key] = "whole"
 
     def _stream(
         self, name: str, given: list[Tensor], made: list[Tensor], cut: Cut, needs: bool

@@ -96,7 +96,8 @@ class StepCost:
     def over_data(self, kind: Collective, size: float) -> float:
         """Return the time of a collective over the replicas, sharded first, then replicated."""
         sizes, node = self.layout.sizes, self.clock.device.node
-        shard, copies = sizes.data_shard * sizes.context, sizes.data_replicate
+        shard = self.code.shards(self.layout)
+        copies = sizes.data * sizes.context // shard
         inside = ranks_inside(shard, sizes.tensor, node)
         time = self.clock.collective(kind, size, shard, inside)
         if copies > 1 and kind != "all_gather":
@@ -115,18 +116,22 @@ class StepCost:
         )
 
     def gathers(self) -> float:
-        """Return the time in which ZeRO stage 3 gathers a block twice and sums its gradients."""
+        """Return the time in which ZeRO stage 3 gathers a block twice for a micro-batch, and sums
+        its gradients, for all micro-batches at once or for each.
+        """
         sizes = self.layout.sizes
         weights = self.shape.block_weights
         held = weights(sizes.tensor, sizes.expert)
         trained = weights(sizes.tensor, sizes.expert, trained=True)
         gathered = 2 * self.over_data("all_gather", self.code.gather_bytes * held)
-        return gathered + self.over_data("reduce_scatter", self.code.reduce_bytes * trained)
+        reduced = self.over_data("reduce_scatter", self.code.reduce_bytes * trained)
+        each = self.code.reduces_each(self.layout)
+        return gathered + (reduced if each else reduced / self.layout.microbatches)
 
     def optimizer(self) -> float:
         """Return the time of the update of what this rank owns, and of the norm of gradients."""
-        sizes, held = self.layout.sizes, self.held(trained=True)
-        owned = held / (sizes.data_shard * sizes.context if self.layout.zero_stage else 1)
+        held = self.held(trained=True)
+        owned = held / (self.code.shards(self.layout) if self.layout.zero_stage else 1)
         traffic = self.code.step_traffic * owned + 8 * held
         if self.layout.offload:
             # Gradients to the host and weights back; the update itself reads host memory.
@@ -140,17 +145,14 @@ class StepCost:
         blocks = max(layout.split(m.layers)) * layout.stages_per_rank
         passes = layout.microbatches * blocks
         again = 1 if layout.recompute == "full" else 0
-        hidden, shares = self.block.hidden_bytes, sizes.data_shard * sizes.context
+        hidden, shares = self.block.hidden_bytes, code.shards(layout)
         of_tokens = passes * (2 + again) * hidden
         keys = (
             2 * code.activation_bytes * self.block.tokens * m.kv_heads * m.head_dim / sizes.tensor
         )
         split = layout.sequence_parallel or code.sharded_p2p
-        reductions, gathers = 1, 1
-        if layout.zero_stage == 3:
-            reductions, gathers = layout.microbatches, 2 * layout.microbatches
-        elif layout.zero_stage == 2:
-            reductions = layout.microbatches
+        reductions = layout.microbatches if code.reduces_each(layout) else 1
+        gathers = 2 * layout.microbatches if layout.zero_stage == 3 else 1
         trained = self.held(trained=True)
         # Stages below 3 gather what the optimizer has changed; stage 3 gathers all there is.
         gathered = self.held() if layout.zero_stage == 3 else trained
@@ -164,8 +166,9 @@ class StepCost:
             / (sizes.tensor if split else 1)
             * (sizes.pipeline > 1),
             "dp_replicate": _sent(sizes.data_replicate, copied),
-            "dp_shard x cp": _sent(shares, sent),
-            "cp": (sizes.context - 1) * passes * (3 + again) * keys,
+            "dp_shard": _sent(shares, sent),
+            "cp": (sizes.context - 1) * passes * (3 + again) * keys
+            + _sent(sizes.context, copied if code.fsdp else 0),
             "ep": _sent(sizes.expert, 2 * of_tokens * m.experts_per_token / sizes.tensor),
             "tp": _sent(sizes.tensor, 2 * m.tensor_sums * of_tokens),
         }
@@ -216,7 +219,7 @@ class StepCost:
         if layout.zero_stage == 3:
             blocks = max(layout.split(self.shape.layers)) * layout.stages_per_rank
             traffic = m * blocks * self.gathers()
-        elif layout.zero_stage == 2 and m > 1:
+        elif self.code.reduces_each(layout) and m > 1:
             traffic = m * self.over_data(
                 "reduce_scatter", self.code.reduce_bytes * self.held(trained=True)
             )

@@ -116,12 +116,15 @@ class _PartCost:
         return seconds
 
     def _weight_gradients(self) -> float:
-        cost, trained = self._cost, self._part.trained
+        cost, code, trained = self._cost, self._cost.code, self._part.trained
+        products = self._products("weight")
         if not trained.total or not self._adds:
-            return self._products("weight")
+            return products
         held = trained.tensor / cost.layout.sizes.tensor + trained.whole
-        added = cost.code.activation_bytes + 2 * cost.code.gradient_bytes
-        return self._products("weight") + cost.clock.stream(added * held, 4)
+        summed = 2 * code.gradient_bytes * held
+        if code.fused_accumulation:  # as in `BlockCost`
+            return max(products, cost.clock.stream(summed))
+        return products + cost.clock.stream(code.activation_bytes * held + summed, 4)
 
     def _work(self, *, backward: bool) -> Work:
         cost, part = self._cost, self._part

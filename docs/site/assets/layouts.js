@@ -59,25 +59,34 @@ function blockActivations(m, l, code, recompute) {
   const used = m.experts_per_token + m.shared_experts;
   const heads = 2 * (2 * m.heads + 2 * m.kv_heads) * m.head_dim;
   const selective = recompute === "selective";
+  const whole = n * m.model_dim; // gathered inputs, and sums before they are scattered
   if (selective && code.fused_attention) {
     const kept = 2 * used * m.ff_dim * (m.gated ? 2 : 1);
-    return wider * (6 * between + (n / t) * (heads + kept));
+    return wider * (2 * between + 4 * whole + (n / t) * (heads + kept));
   }
   const mlp = used * m.ff_dim * (m.gated ? 8 : 4);
   const sorted = m.experts > 1 ? 4 * m.experts_per_token * n * m.model_dim : 0;
   const written = !(code.fused_attention || selective);
   const rows = ((2 + (m.dropout ? 3 : 0)) * l.micro_batch * m.heads) / t;
   const scores = written ? (rows * m.length ** 2) / l.sizes.context : 0;
-  const outside = (8 + (m.dropout ? 2 : 0)) * between;
+  const outside = (4 + (m.dropout ? 2 : 0)) * between + 4 * whole;
   return wider * (outside + (n / t) * (heads + mlp) + sorted + scores);
 }
 
+// Whether gradients are divided over the replicas when most is needed.
+function shardsGradients(l) {
+  return l.microbatches === 1 || (l.zero_stage >= 2 && l.sizes.pipeline > 1);
+}
+
 function states(l, code, held) {
-  const over = l.sizes.data_shard * l.sizes.context;
+  const over = l.sizes.data_shard;
   const zero = l.zero_stage;
+  const gathered = over > 1 && zero < 3 ? code.gather_bytes * held : 0;
+  // Under a pipeline those of the last step stay until the new ones are computed.
+  const copies = (shardsGradients(l) ? 1 / over : 1) + (l.sizes.pipeline > 1 ? 1 / over : 0);
   return {
-    weights: (code.weight_bytes * held) / (zero === 3 ? over : 1),
-    gradients: (code.gradient_bytes * held) / (zero >= 2 ? over : 1),
+    weights: (code.weight_bytes * held) / over + gathered,
+    gradients: code.gradient_bytes * held * copies,
     states: (l.offload ? 0 : code.state_bytes * held) / (zero >= 1 ? over : 1),
   };
 }
@@ -99,6 +108,8 @@ function memory(m, l, code) {
   const kept = blockActivations(m, l, code, l.recompute);
   const whole = blockActivations(m, l, code, "none");
   const moment = l.recompute === "none" ? 0 : whole - kept;
+  // At stage 3 what is around the blocks stays gathered.
+  const around = l.zero_stage === 3 && s.data_shard > 1 ? code.gather_bytes : 0;
   const logits = (code.logit_bytes * tokens(m, l) * m.vocab) / s.tensor;
   const ranks = split(m.layers, s.pipeline).map((count, r) => {
     const first = r === 0;
@@ -109,14 +120,14 @@ function memory(m, l, code) {
       ...states(l, code, held),
       activations: kept * count * Math.min(l.microbatches, s.pipeline - r),
       moment: Math.max(moment, last ? logits : 0),
-      buffers: buffers(m, l, code, weights),
+      buffers: buffers(m, l, code, weights) + around * (held - count * weights),
     };
   });
   const most = Math.max(...ranks.map((r) => sum(r)));
   const at = ranks.findIndex((r) => sum(r) === most);
   // The states and a copy of the gradients.
   const held = Math.max(...ranks.map((r) => r.gradients)) / code.gradient_bytes;
-  const shards = l.zero_stage >= 2 ? 1 : s.data_shard * s.context; // stage 2 has divided them
+  const shards = shardsGradients(l) ? 1 : s.data_shard;
   const host = l.offload ? (held * (code.state_bytes + code.reduce_bytes)) / shards : 0;
   return { ranks, peak: most, peak_rank: at, host };
 }
@@ -133,16 +144,18 @@ function traffic(m, l, code) {
   const keys = (2 * code.activation_bytes * tokens(m, l) * m.kv_heads * m.head_dim) / s.tensor;
   const parts = l.sequence_parallel || code.sharded_p2p ? s.tensor : 1;
   const k = l.microbatches;
-  const [reductions, gathers] = { 2: [k, 1], 3: [k, 2 * k] }[l.zero_stage] || [1, 1];
+  const reductions = l.zero_stage >= 2 && s.pipeline > 1 ? k : 1;
+  const gathers = l.zero_stage === 3 ? 2 * k : 1;
   const tables = ((m.vocab * m.model_dim) / s.tensor) * (s.pipeline === 1 && !m.tied ? 2 : 1);
   const held = blocks * blockWeights(m, s.tensor, s.expert) + tables;
-  const over = s.data_shard * s.context;
+  const over = s.data_shard;
   const sent = (ranks, size) => ((ranks - 1) / ranks) * size;
+  const copied = (2 * code.reduce_bytes * held) / over;
   return {
     pp: s.pipeline > 1 ? (2 * k * hidden) / parts : 0,
-    dp_replicate: sent(s.data_replicate, (2 * code.reduce_bytes * held) / over),
-    "dp_shard x cp": sent(over, (reductions * code.reduce_bytes + gathers * code.gather_bytes) * held),
-    cp: (s.context - 1) * passes * (3 + again) * keys,
+    dp_replicate: sent(s.data_replicate, copied),
+    dp_shard: sent(over, (reductions * code.reduce_bytes + gathers * code.gather_bytes) * held),
+    cp: (s.context - 1) * passes * (3 + again) * keys + sent(s.context, copied),
     ep: sent(s.expert, (2 * ofTokens * m.experts_per_token) / s.tensor),
     tp: sent(s.tensor, 4 * ofTokens),
   };
@@ -236,9 +249,9 @@ function measure(m, l, code, machine) {
   const busy = Math.max(work * uneven + sent + starting, host);
   const body = busy * (1 + (s.pipeline - 1) / k);
   const inside = s.tensor * s.context * s.data_shard;
-  const gradients = bytes["dp_shard x cp"] / link(inside) + bytes.dp_replicate / machine.network;
-  // Sent behind the last backward; at stages 2 and 3 behind all of them.
-  const behind = l.zero_stage >= 2 ? body : body / k;
+  const gradients = bytes.dp_shard / link(inside) + bytes.dp_replicate / machine.network;
+  // Sent behind the last backward; at stage 3, and 2 of a pipeline, behind all of them.
+  const behind = l.zero_stage === 3 || (l.zero_stage === 2 && s.pipeline > 1) ? body : body / k;
   const exposed = Math.max(0.1 * gradients, gradients - 0.5 * behind);
   // Of layouts that are nearly equal, the one with fewer parts.
   const axes = [s.tensor, s.pipeline, s.context, s.data_replicate].filter((size) => size > 1);

@@ -116,7 +116,8 @@ class _CatchLinear(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         tensors = [t for t in (input, weight, bias) if t is not None]
-        plain = all(type(t) in (Tensor, nn.Parameter) for t in tensors)
+        # A rehearsal has fake tensors.
+        plain = all(type(t) in (Tensor, nn.Parameter) or hasattr(t, "fake_mode") for t in tensors)
         # The weight is hidden from autograd, so that something else must call for the backward.
         waits = plain and input.requires_grad and input.dim() > 1
         if not waits or not _leads_to_a_parameter(weight):

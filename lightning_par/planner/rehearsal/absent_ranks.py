@@ -52,7 +52,7 @@ class LoneEnvironment(ClusterEnvironment):
     """
 
     def __init__(self, rank: int, num_nodes: int, num_local: int) -> None:
-        self._rank, self._num_nodes, self._num_local = rank, num_nodes, num_local
+        self._rank, self.num_nodes, self._num_local = rank, num_nodes, num_local
 
     @property
     @override
@@ -76,7 +76,7 @@ class LoneEnvironment(ClusterEnvironment):
 
     @override
     def world_size(self) -> int:
-        return self._num_nodes * self._num_local
+        return self.num_nodes * self._num_local
 
     @override
     def set_world_size(self, size: int) -> None:

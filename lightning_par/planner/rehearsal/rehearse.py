@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     Callback,
     Checkpoint,
@@ -159,6 +162,7 @@ class StepObserver(Callback):
     parameters: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     _before: dict[str, int] = field(default_factory=dict)
+    _forward: dict[str, int] = field(default_factory=dict)
     _volume: _OrderedVolume | None = None
     _open: ExitStack = field(default_factory=ExitStack)
 
@@ -177,17 +181,32 @@ class StepObserver(Callback):
         model.steps.after_look[id(volume)] = volume.clear
 
     @override
+    def on_before_zero_grad(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._forward = self.live.kinds
+        self.live.restart()
+
+    @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self.live.mark([p.grad for p in pl_module.parameters()], GRADIENTS)
-        self._before = self.live.kinds
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        self.live.mark(gradients, GRADIENTS)
+        # Lightning zeroes gradients after the forward: that of later steps finds those of the step
+        # before.
+        forward = Counter(self._forward)
+        forward[GRADIENTS] += sum(local_part(grad).nbytes for grad in gradients)
+        phases = dict(forward) if self._forward else {}, self.live.kinds
+        self._before = max(phases, key=lambda kinds: sum(kinds.values()))
         self.live.restart()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
+        if not self._before:  # the first of several batches of a step
+            return
         self._open.close()
         states = [state for each in trainer.optimizers for state in each.state.values()]
         self.live.mark(states, OPTIMIZER)
@@ -254,7 +273,8 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
         rank: Global rank.
 
     Raises:
-        ConfigurationError: There is no such rank, or a process group exists already.
+        ConfigurationError: There is no such rank, a process group exists already, or the Trainer is
+            another.
         LightningParError: What the real run would refuse.
     """
     world_size = num_nodes * devices
@@ -270,16 +290,9 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
     began, live = time.process_time(), WeightlessTensors()
     observer = StepObserver(live)
     with lone_world(rank, world_size), live:
-        with warnings.catch_warnings():
-            # On the CPU on purpose, whatever the machine has.
-            warnings.filterwarnings("ignore", "GPU available but not used")
-            trainer, module, data = make(observer, LoneEnvironment(rank, num_nodes, devices))
+        trainer, module, data = _built(make, observer, LoneEnvironment(rank, num_nodes, devices))
         strategy = trainer.strategy
-        if not isinstance(strategy, MeshStrategy):
-            name = type(strategy).__name__
-            raise ConfigurationError(
-                "LP903", f"the strategy is a {name}: name one of this package."
-            )
+        assert isinstance(strategy, MeshStrategy)
         prepared = _prepared(trainer, strategy, live), answered_alone(strategy, live)
         with prepared[0], prepared[1], counted("operations", f"rehearsing rank {rank}", None):
             trainer.fit(module, data)
@@ -343,6 +356,52 @@ def _told(error: Exception) -> Exception:
             return cause
         cause = cause.__cause__
     return RuntimeError("".join(traceback.format_exception(error)))
+
+
+def _built(
+    make: MakeRun, observer: StepObserver, environment: LoneEnvironment
+) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return what `make` builds.
+
+    Raises:
+        ConfigurationError: Its Trainer cannot be rehearsed.
+    """
+    count = environment.world_size()
+    local = count // environment.num_nodes
+    wanted = {"accelerator": "cpu", "num_nodes": count // local, "devices": local, "max_steps": 1}
+    try:
+        with warnings.catch_warnings():
+            # On the CPU on purpose, whatever the machine has.
+            warnings.filterwarnings("ignore", "GPU available but not used")
+            trainer, module, data = make(observer, environment)
+    except MisconfigurationException as error:
+        raise ConfigurationError("LP918", f"make(): {error} {_cure(wanted)}") from error
+    if not isinstance(trainer.strategy, MeshStrategy):
+        name = type(trainer.strategy).__name__
+        raise ConfigurationError("LP903", f"the strategy is a {name}: name one of this package.")
+    on_cpu = isinstance(trainer.accelerator, CPUAccelerator)
+    found = {
+        "accelerator": "cpu" if on_cpu else type(trainer.accelerator).__name__,
+        "num_nodes": trainer.num_nodes,
+        "devices": trainer.num_devices,
+        "max_steps": trainer.max_steps,
+    }
+    wrong = [f"{name}={found[name]!r}" for name in wanted if found[name] != wanted[name]]
+    wrong += ["no observer"] * (observer not in trainer.callbacks)  # type: ignore[attr-defined]
+    if trainer.strategy.cluster_environment is not environment:
+        wrong.append("another environment")
+    if wrong:
+        text = f"the Trainer that make() builds has {', '.join(wrong)}."
+        raise ConfigurationError("LP918", f"{text} {_cure(wanted)}")
+    return trainer, module, data
+
+
+def _cure(wanted: dict[str, Any]) -> str:
+    given = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
+    return (
+        "A rehearsal runs on the CPU, for runs on GPUs, too. Build "
+        f"Trainer({given}, callbacks=[observer], plugins=[environment], ...)."
+    )
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What a trace tells of a model without a configuration: as much as the configuration would."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,13 @@ from lightning_par.models import GPTModule, MixtralModule
 from lightning_par.plan.inference.infer import infer_plan
 from lightning_par.plan.lookup import find_plan
 from lightning_par.planner.block_trace import shape_of, trace_shape
+from lightning_par.planner.constants import Constants
 from lightning_par.planner.memory import predict_memory
+from lightning_par.planner.operations import Clock
 from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Layout
+from lightning_par.planner.traced_cost import cost_of_parts
 from lightning_par.planner.traced_shape import TracedShape
 from lightning_par.profiling.flops import FlopCounter
 from lightning_par.sizes import ParallelSizes
@@ -81,6 +85,13 @@ def test_a_hidden_configuration_gives_the_same_forecast(
         assert ours.time.seconds == pytest.approx(theirs.time.seconds, rel=of_time), layout
         assert ours.memory.peak == pytest.approx(theirs.memory.peak, rel=of_memory), layout
         assert dict(ours.traffic) == pytest.approx(dict(theirs.traffic), rel=0.05), layout
+    code, clock = implementation("bf16-mixed", DEVICE), Clock(DEVICE, Constants())
+    apart, fused = (
+        [cost_of_parts(s, LAYOUTS[0], c, clock).weight_compute for s in (found, wanted)]
+        for c in (code, replace(code, fused_accumulation=True))
+    )
+    assert fused[0] < 0.98 * apart[0]
+    assert fused == pytest.approx([fused[1]] * 2, rel=0.04)
 
 
 def test_flops_and_weights_are_those_of_the_step() -> None:

@@ -7,7 +7,7 @@ from lightning_par.planner.shapes import Implementation, Layout, TransformerShap
 from lightning_par.sizes import ParallelSizes
 
 SHAPE = TransformerShape(layers=8, model_dim=1024, heads=16, length=512, vocab=32_000, dropout=True)
-WRITTEN = Implementation(fused_attention=False)
+WRITTEN = Implementation(fused_attention=False, fsdp=False, gathers_again=True)
 N = 3 * 512
 D = 1024
 
@@ -41,7 +41,7 @@ def test_states_are_those_of_zero(stage: int, bytes_: float) -> None:
     shape = TransformerShape(layers=36, model_dim=4096, heads=32, length=2048, vocab=2)
     scale = 7.5e9 / shape.parameters
     layout = Layout(sizes=ParallelSizes(data_shard=64), zero_stage=stage)
-    rank = predict_memory(shape, layout, Implementation(gradient_bytes=2)).ranks[0]
+    rank = predict_memory(shape, layout, Implementation(gradient_bytes=2, fsdp=False)).ranks[0]
     held = rank["weights"] + rank["gradients"] + rank["states"]
     assert held * scale / 1e9 == pytest.approx(bytes_, rel=5e-3)
 
@@ -68,7 +68,7 @@ def test_offload_moves_states_to_the_host_and_experts_are_divided() -> None:
     )
     held = [
         predict_memory(
-            experts, Layout(sizes=ParallelSizes(data_shard=8, expert=e), zero_stage=0)
+            experts, Layout(sizes=ParallelSizes(data_shard=8, expert=e), zero_stage=0), WRITTEN
         ).ranks[0]["weights"]
         for e in (1, 8)
     ]

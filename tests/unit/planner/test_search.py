@@ -89,6 +89,14 @@ def test_the_best_is_the_fastest_of_all_that_fit() -> None:
     assert all(one.memory.peak <= PLANNER.limit for one in result.best)
 
 
+def test_few_samples_are_not_given_a_pipeline_that_they_do_not_fill() -> None:
+    planner = Planner(shape=MEDIUM, device=load_profile("h200"))
+    best = planner.search(LayoutSpace(devices=8, samples=8), beam=4).best[0]
+    plain = planner.predict(Layout(sizes=ParallelSizes(data_shard=8), zero_stage=3))
+    assert plain.memory.peak <= planner.limit
+    assert best.time.seconds <= plain.time.seconds
+
+
 def test_every_neighbor_lost_for_a_reason_with_numbers(tmp_path: Path) -> None:
     kept = Kept(tmp_path / "kept")
     with showing(kept):

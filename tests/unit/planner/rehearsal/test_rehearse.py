@@ -38,9 +38,9 @@ CUBE = {
 WIDE = {"model_dim": 4096, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 50_000}
 
 
-def make(sizes, overrides, observer, environment):
-    plugins, callbacks = [environment], [observer]
-    return build(sizes, plugins, callbacks, overrides=overrides)
+def make(sizes, overrides, observer, environment, **options):
+    given = {"plugins": [environment], "callbacks": [observer], **options}
+    return build(sizes, overrides=overrides, **given)
 
 
 def run(rank, sizes=CUBE, overrides=WIDE):
@@ -85,6 +85,35 @@ def test_what_the_run_refuses_at_its_start_the_rehearsal_refuses(sizes, override
 def test_a_rank_that_is_not_there_is_refused():
     with pytest.raises(ConfigurationError, match=r"rank 8: 1 x 8 devices have the ranks 0 .. 7"):
         run(8)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"accelerator": "gpu"}, r"accelerator='cpu', num_nodes=1, devices=8, max_steps=1"),
+        ({"max_steps": 2}, r"has max_steps=2\. .*devices=8, max_steps=1"),
+        ({"callbacks": []}, r"has no observer\. .*callbacks=\[observer\]"),
+    ],
+    ids=["for GPUs", "two steps", "without what takes the step down"],
+)
+def test_another_trainer_is_refused_with_the_one_to_build(options, said):
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        rehearse_apart(partial(make, CUBE, {}, **options), num_nodes=1, devices=8, rank=0)
+    assert caught.value.code == "LP918"
+
+
+def test_every_batch_of_an_accumulated_step_counts():
+    """Under ZeRO 3 each gathers the blocks; the last one sums the gradients of all."""
+    sizes = {**CUBE, "pipeline_parallel_size": 1, "data_parallel_size": 4, "zero_stage": 3}
+    sizes.pop("num_microbatches")
+    calls = {}
+    for count in (1, 2):
+        options = {"accumulate_grad_batches": count}
+        found = rehearse_apart(partial(make, sizes, {}, **options), num_nodes=1, devices=8, rank=0)
+        volume = {(e.axis, e.operation): e.calls for e in found.volume}
+        calls[count] = volume["dp_shard", "all_gather"], volume["dp_shard", "reduce_scatter"]
+        assert found.memory[GRADIENTS] > 0
+    assert calls[2] == (2 * calls[1][0], calls[1][1])
 
 
 def test_distinct_ranks_are_one_of_every_stage_and_the_last():
