@@ -7,7 +7,7 @@ Importing lightning_par registers its strategies, so that their names work in YA
 import os
 import re
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning as L
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -22,6 +22,7 @@ from lightning_par.strategies.processes.island_place import ISLAND_VARIABLE
 
 __all__ = ["ParallelCLI", "make_cli"]
 
+_NAME = "lightning-par"
 _DEFAULTS = {
     "model": {"class_path": "lightning_par.models.GPTModule"},
     "data": {"class_path": "lightning_par.models.TextDataModule"},
@@ -38,6 +39,15 @@ class _Parser(LightningArgumentParser):
 
     The base class lists every option first, which are some hundred lines here.
     """
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Add the commands that this parser has not, a line each."""
+        text = super().format_help(*args, **kwargs)
+        if self.prog.split() != [_NAME] or not COMMANDS:
+            return text
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:{width}}  {what}" for name, what in sorted(COMMANDS.items())]
+        return "\n".join([text.rstrip(), "", "More subcommands:", *lines, ""])
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
@@ -151,14 +161,8 @@ def make_cli(arguments: list[str] | None = None, *, run: bool = True) -> Paralle
         subclass_mode_data=True,
         seed_everything_default=0,
         parser_class=_Parser,
-        parser_kwargs={"prog": "lightning-par", "description": _description()},
+        parser_kwargs={"prog": _NAME, "description": lightning_par.__doc__ or ""},
         save_config_kwargs={"overwrite": True},
         args=arguments,
         run=run,
     )
-
-
-def _description() -> str:
-    """Return the text of ``--help``: the package, and the commands that this parser has not."""
-    more = [f"lightning-par {name}: {what}." for name, what in sorted(COMMANDS.items())]
-    return " ".join([lightning_par.__doc__ or "", *(["Also:"] if more else []), *more])

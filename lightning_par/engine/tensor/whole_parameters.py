@@ -73,6 +73,22 @@ _SIGNS = re.compile(
 )
 
 
+_CURES = {
+    "is invalid for input": (
+        "Behind 'colwise' layers a rank has its part of the heads: write view(b, t, heads, -1), "
+        "with `heads` named by ParallelPlan(divided=...), and reshape(b, t, -1) back"
+    ),
+    "must match the size of tensor": (
+        "Under sequence parallelism a rank has a part of the tokens between blocks: positions for "
+        "'split_sequence' come from ids [1, T], and what reads all tokens (a pool, a mask of the "
+        "batch) stands behind 'sequence_gather_output' or inside 'gather_sequence'"
+    ),
+    "shapes cannot be multiplied": (
+        "'vocab_head' is for logits of every token; a head behind a pool is 'replicated'"
+    ),
+}
+"""What torch says -> what mostly leads to it, and its cure."""
+
 _MOST_LAYERS = 8
 """That an error lists."""
 
@@ -109,14 +125,18 @@ def explain_shards(model: nn.Module, error: RuntimeError) -> PlanError | None:
             "when their block is called, as in block(x), and neither by block.forward(x) nor "
             "by code outside of it. Call the block, or use zero_stage=0.",
         )
+    said = str(error).strip().rstrip(".")
+    cures = [cure for sign, cure in _CURES.items() if sign in said]
+    cures.append(
+        "A layer whose parts are read by other code needs ParallelPlan(tensor={...: 'replicated'}) "
+        "or 'colwise_gather_output'; what counts heads goes into ParallelPlan(divided=...)"
+    )
     return PlanError(
         "LP207",
-        f"{where} cannot compute with the shards of its weights or of its input: {error} If "
+        f"{where} cannot compute with the shards of its weights or of its input: {said}. If "
         "the model runs on one process, tensor styles around it do not fit together, or do not "
-        f"fit what the code does: {_layers_around(model, name)}. A layer whose parts are read by "
-        "other code, or whose output is cut into heads of its own number, needs "
-        "ParallelPlan(tensor={...: 'replicated'}) or 'colwise_gather_output'; what counts heads "
-        "goes into ParallelPlan(divided=...). Or use tensor_parallel_size=1.",
+        f"fit what the code does: {_layers_around(model, name)}. {'. '.join(cures)}. Or use "
+        "tensor_parallel_size=1.",
     )
 
 
