@@ -14,7 +14,7 @@ from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.commands.verify import first_batches
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
-from lightning_par.plan.inference.infer import infer_plan
+from lightning_par.plan.inference.infer import describe_inferred, infer_plan
 from lightning_par.plan.lookup import find_plan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
@@ -67,7 +67,7 @@ def _infer(run: ConfiguredRun, strategy: MeshStrategy) -> None:
         tensor_parallel_size=sizes.tensor,
         pipeline_parallel_size=sizes.pipeline,
     )
-    print(f"{type(run.model).__name__} declares no plan; inferred:\n{plan.as_code()}\n")
+    print(f"{type(run.model).__name__} declares no plan; inferred:\n{describe_inferred(plan)}\n")
     strategy.options = replace(strategy.options, plan=plan)
 
 

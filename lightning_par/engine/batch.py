@@ -343,7 +343,9 @@ def batch_entry(batch: Any, path: str) -> Any:
             where = repr(".".join(passed)) if passed else "the batch"
             has = f"is a {type(value).__name__}"
             if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-                has = f"has {len(value)} entries ({type(value).__name__})"
+                has = (
+                    f"has {len(value)} entries ({type(value).__name__}), called '0', '1' and so on"
+                )
             elif held is not None:
                 has = f"has {sorted(str(key) for key, _ in held)}"
             raise PlanError("LP302", f"the plan names the batch entry {path!r}, but {where} {has}.")

@@ -22,7 +22,7 @@ from lightning_par.plan.inference.tracing import Call, Trace, trace_forward
 from lightning_par.plan.parallel_plan import BatchLayout, match_pattern, ParallelPlan
 from lightning_par.plan.tensor_styles import TensorStyle
 
-__all__ = ["infer_plan"]
+__all__ = ["describe_inferred", "infer_plan"]
 
 _DROPS_SAMPLES = re.compile("droppath|stochasticdepth", re.IGNORECASE)
 _DECLARE = "Declare parallel_plan() on the model, or pass plan= to the strategy."
@@ -78,6 +78,22 @@ def infer_plan(
         batch=layout,
         sequence_region="blocks" if styles.cuts_tokens else "none",
         refusals=refusals,
+    )
+
+
+def describe_inferred(plan: ParallelPlan) -> str:
+    """Return an inferred plan as Python source, and what keeps layers from being divided further.
+
+    Args:
+        plan: What `infer_plan` gave.
+    """
+    gathered = [name for name, style in plan.tensor.items() if style == "colwise_gather_output"]
+    if not gathered:
+        return plan.as_code()
+    return (
+        f"{plan.as_code()}\n"
+        f"The outputs of {', '.join(gathered)} are gathered, as code behind them wants their whole "
+        "width. In attention, reshape(b, t, -1) in place of the width keeps heads apart."
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par.engine.rng import fork_all_rng
-from lightning_par.plan.inference.infer import infer_plan
+from lightning_par.plan.inference.infer import describe_inferred, infer_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.upstream.lightning import trainer_of
@@ -41,7 +41,7 @@ def infer_for_run(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
         )
         rank_zero_info(
             f"{type(module).__name__} declares no parallel_plan(); inferred from its structure:\n"
-            f"{plans[key].as_code()}\n"
+            f"{describe_inferred(plans[key])}\n"
             "Return it from a parallel_plan() to change it or to skip this; "
             "`lightning-par verify` proves it."
         )

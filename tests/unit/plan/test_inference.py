@@ -8,6 +8,7 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par import BatchLayout, infer_plan, ParallelPlan
+from lightning_par.plan.inference.infer import describe_inferred
 from lightning_par.plan.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 from tests.support.models import structures
@@ -52,6 +53,10 @@ def test_heads_beside_each_other_are_sharded() -> None:
 def test_stacked_heads_are_gathered() -> None:
     plan = infer_plan(LanguageModel(structures.fused_whole_width))
     assert plan.tensor["layers.*.attn.qkv"] == "colwise_gather_output"
+    said = describe_inferred(plan)
+    assert "outputs of layers.*.attn.qkv, layers.*.attn.proj are gathered" in said
+    divided = infer_plan(LanguageModel(structures.fused_by_head))
+    assert describe_inferred(divided) == divided.as_code()
     assert plan.tensor["layers.*.mlp.down"] == "rowwise"
     assert not plan.divided
 
