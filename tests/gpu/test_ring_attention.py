@@ -146,7 +146,9 @@ def test_ring_of_threads_is_at_most_twice_as_far_as_torchs_own(
     for thread in threads:
         thread.join(120)
     wanted = whole(inputs, grad, pairs, scale)
-    worst = max(map(distance, torchs_own(inputs, grad, pairs, scale), wanted))
+    # A kernel that rounds once, as that for CPUs, is luckier than a sum of rounded parts can be.
+    once = torch.finfo(dtype).eps / 2
+    worst = max(once, *map(distance, torchs_own(inputs, grad, pairs, scale), wanted))
     for index, want in enumerate(wanted):
         for member, at in enumerate(places):
             error = (found[member][index].double() - want[:, :, at]).abs().max() / want.abs().max()
