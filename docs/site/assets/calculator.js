@@ -1,7 +1,10 @@
 // The form of which_layout.md: reads the inputs, asks layouts.js, shows sizes, memory and YAML.
 "use strict";
 
+const MIB = 2 ** 20;
 const GIB = 2 ** 30;
+// What the package calls the parts of the memory -> what it is.
+const PARTS = { states: "optimizer states", moment: "while a block is computed" };
 const MODEL_FIELDS = {
   layers: "blocks",
   model_dim: "model dim",
@@ -28,6 +31,9 @@ function make(tag, attributes, ...children) {
   element.append(...children);
   return element;
 }
+
+const gib = (bytes) =>
+  bytes < GIB ? `${(bytes / MIB).toPrecision(3)} MiB` : `${(bytes / GIB).toFixed(1)} GiB`;
 
 const options = (names, chosen) =>
   names.map((n) => make("option", n === chosen ? { selected: "" } : {}, n));
@@ -60,14 +66,14 @@ class Calculator {
         { class: "layout-form" },
         group(
           "Model",
-          choice("model", "preset", Object.keys(data.models)),
+          choice("model", "start from", Object.keys(data.models)),
           ...Object.entries(MODEL_FIELDS).map(([n, label]) => number(n, label, 0)),
           check("gated", "gated MLP (SwiGLU)"),
           check("tied", "head shares the embedding"),
         ),
         group(
           "Machine",
-          choice("device", "preset", Object.keys(data.devices)),
+          choice("device", "start from", Object.keys(data.devices)),
           number("nodes", "nodes", 2),
           ...Object.entries(MACHINE_FIELDS).map(([n, [label]]) => number(n, label, 0)),
         ),
@@ -117,6 +123,15 @@ class Calculator {
       }
     }
     for (const name of ["gated", "tied"]) shape[name] = this.inputs[name].checked;
+    const divides = (few, many) => {
+      if (!(shape[many] % shape[few])) return;
+      problems.push(`${MODEL_FIELDS[few]} (${shape[few]}) must divide ${MODEL_FIELDS[many]} (${shape[many]}).`);
+    };
+    divides("heads", "model_dim");
+    if (shape.kv_heads) divides("kv_heads", "heads");
+    if (shape.experts_per_token > shape.experts) {
+      problems.push(`experts of a token must be at most the ${shape.experts} experts.`);
+    }
     const machine = { ...this.data.devices[this.inputs.device.value] };
     for (const [name, [label, unit]] of Object.entries(MACHINE_FIELDS)) {
       machine[name] = value(name) * unit;
@@ -146,7 +161,8 @@ class Calculator {
     const precision = this.inputs.precision.value;
     const code = this.data.code[precision];
     const found = choose(shape, machine, code, this.data.limits, 4);
-    const size = `${(parameters(shape) / 1e9).toPrecision(3)} billion parameters on ` +
+    const [count, unit] = parameters(shape) < 1e9 ? [1e6, "million"] : [1e9, "billion"];
+    const size = `${(parameters(shape) / count).toPrecision(3)} ${unit} parameters on ` +
       `${machine.devices} devices: ${found.considered} layouts, of which ${found.fitting} fit.`;
     const parts = [make("p", {}, size)];
     if (found.best.length) {
@@ -162,11 +178,11 @@ class Calculator {
       return `${machine.samples} sequences do not divide over ${machine.devices} devices in any ` +
         "way. Use another number of sequences, or of nodes.";
     }
-    const limit = ((this.data.limits.margin * machine.memory) / GIB).toFixed(1);
-    const needs = (found.least.held.peak / GIB).toFixed(1);
+    const limit = gib(this.data.limits.margin * machine.memory);
+    const needs = gib(found.least.held.peak);
     const more = machine.offload ? "" : ", or put the optimizer on the host";
-    return `None fits ${limit} GiB (90 % of a device): the smallest, ${words(found.least.layout)}, ` +
-      `needs ${needs} GiB. Use more devices${more}.`;
+    return `None fits ${limit} (90 % of a device): the smallest, ${words(found.least.layout)}, ` +
+      `needs ${needs}. Use more devices${more}.`;
   }
 
   layout(found, shape, machine, code, precision) {
@@ -177,18 +193,20 @@ class Calculator {
     const text = yaml(best.layout, machine, precision);
     const parts = [
       make("p", { class: "layout-best" }, words(best.layout)),
-      bars(`Memory of the fullest device${where}: ${(best.held.peak / GIB).toFixed(1)} of ` +
-        `${(machine.memory / GIB).toFixed(1)} GiB`, held, GIB, machine.memory),
+      make("p", {}, `Micro-batches of a replica in a step: ${best.layout.microbatches}; ` +
+        `sequences in each: ${best.layout.micro_batch}.`),
+      bars(`Memory of the fullest device${where}: ${gib(best.held.peak)} of ` +
+        `${gib(machine.memory)}`, held, best.held.peak < GIB ? MIB : GIB, machine.memory),
     ];
     if (best.held.host) {
       parts.push(make("p", {}, `On the host, for each of its devices: ` +
-        `${(best.held.host / GIB).toFixed(1)} GiB`));
+        gib(best.held.host)));
     }
     if (sum(bytes)) parts.push(bars("Sent by a device in a step, GB", bytes, 1e9, sum(bytes)));
     parts.push(make("pre", {}, make("code", { class: "layout-yaml" }, text)));
     if (others.length) {
       const rows = others.map(({ layout, held: h }) =>
-        make("li", {}, `${words(layout)}: ${(h.peak / GIB).toFixed(1)} GiB`));
+        make("li", {}, `${words(layout)}: ${gib(h.peak)}`));
       parts.push(make("p", {}, "Near to it:"), make("ul", {}, ...rows));
     }
     return parts;
@@ -217,7 +235,7 @@ function bars(title, values, unit, whole) {
     .filter(([, value]) => value > 0)
     .map(([name, value]) =>
       make("tr", {},
-        make("th", { scope: "row" }, name),
+        make("th", { scope: "row" }, PARTS[name] || name),
         make("td", {}, (value / unit).toPrecision(3)),
         make("td", { class: "layout-bar" },
           make("div", { style: `width: ${Math.min(100, (100 * value) / whole).toFixed(2)}%` }))));
