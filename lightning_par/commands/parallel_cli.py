@@ -90,25 +90,29 @@ class ParallelCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the arguments; a class that they name starts from its own defaults.
 
-        jsonargparse keeps the values of the default class for arguments of the same name, hence
-        the arguments are parsed once more with the class that they name as the default.
-
         Args:
             parser: Parser of the command line.
             args: Arguments without the program's name; None: those of this process.
         """
-        words = sys.argv[1:] if args is None else args
-        if isinstance(words, list):
-            # That one prints and ends the process.
-            words = [word for word in words if not str(word).startswith("--print_config")]
-            config = parser.parse_args(words)
-            found = config.get(str(config.get("subcommand")), config)
-            for key, default in _DEFAULTS.items():
-                named = found.get(f"{key}.class_path")
-                if named is not None and named != default["class_path"]:
-                    for each in self._parsers:
-                        each.set_defaults({key: {"class_path": named}})
+        self._start_from_own_defaults(parser, args)
         super().parse_arguments(parser, args)
+
+    def _start_from_own_defaults(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Make the classes that the arguments name the default ones, as far as they name any.
+
+        jsonargparse keeps the values of the default class for arguments of the same name.
+        """
+        words = sys.argv[1:] if args is None else args
+        if not isinstance(words, list):
+            return
+        # The one left out prints and ends the process.
+        config = parser.parse_args([w for w in words if not str(w).startswith("--print_config")])
+        found = config.get(str(config.get("subcommand")), config)
+        for key, default in _DEFAULTS.items():
+            named = found.get(f"{key}.class_path")
+            if named is not None and named != default["class_path"]:
+                for each in self._parsers:
+                    each.set_defaults({key: {"class_path": named}})
 
     def before_fit(self) -> None:
         """Check that one of several islands knows that it is one.

@@ -22,6 +22,7 @@ class ConfiguredRun(ParallelCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self._start_from_own_defaults(parser, args)
         # Not super(): it warns of arguments that are given while sys.argv has some, too.
         self.config = parser.parse_args(args)
 

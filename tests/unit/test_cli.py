@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from lightning_par.cli import main
+from lightning_par.commands.run_config import configure
 
 # Lightning calls a method that jsonargparse has renamed.
 pytestmark = [
@@ -161,4 +162,9 @@ def test_classes_in_the_current_folder_are_found_and_start_from_their_own_defaul
         "class_path": "lying_here.Data",
         "init_args": {"length": 7, "batch_size": 6},
     }
+    run = configure(
+        [*words, "--trainer.strategy=hybrid3d", "--trainer.accelerator=cpu"], on_meta=True
+    )
+    for key in ("model", "data"):
+        assert run.config.fit[key].as_dict() == config[key]
     sys.modules.pop("lying_here")
