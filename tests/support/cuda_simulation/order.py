@@ -87,8 +87,9 @@ def record_requests():
     native.record(True)
     try:
         with contextlib.ExitStack() as stack:
-            for name in ("isend", "recv"):  # send calls isend
-                noted = _noted(getattr(dist, name), native)
+            blocking = []
+            for name in ("isend", "irecv", "recv"):  # send calls isend, and recv irecv
+                noted = _noted(getattr(dist, name), native, blocking)
                 for module in (dist, dist.distributed_c10d):  # P2POp knows them from the latter
                     stack.enter_context(patch.object(module, name, noted))
             yield requests
@@ -101,21 +102,32 @@ def record_requests():
         native.record(False)
 
 
-def _noted(function, native):
-    """Gives the function, which notes messages between hosts: a receive of one blocks its host."""
+def _noted(function, native, blocking):
+    """Gives the function, which notes messages between hosts.
+
+    `recv` blocks its host until the message is there. That of `irecv` is taken not to wait: gloo
+    itself would hang where it does for ever.
+    """
     if hasattr(function, "notes"):
         return function
-
     parameters = inspect.signature(function)
 
     def call(*args, **options):
         given = parameters.bind(*args, **options).arguments
-        if given["tensor"].device.type == "cpu":
-            used = given.get("group") or dist.group.WORLD
-            end = "src" if function.__name__ == "recv" else "dst"
-            place = given.get(f"group_{end}")
-            place = dist.get_group_rank(used, given[end]) if place is None else place
-            native.note(used.group_name, "host recv" if end == "src" else "host send", place)
+        if given["tensor"].device.type != "cpu":
+            return function(*args, **options)
+        if function.__name__ == "recv":
+            blocking.append(True)
+            try:
+                return function(*args, **options)  # calls irecv
+            finally:
+                blocking.pop()
+        used = given.get("group") or dist.group.WORLD
+        end = "src" if function.__name__ == "irecv" else "dst"
+        place = given.get(f"group_{end}")
+        place = dist.get_group_rank(used, given[end]) if place is None else place
+        kind = "host send" if end == "dst" else "host recv" if blocking else "host irecv"
+        native.note(used.group_name, kind, place)
         return function(*args, **options)
 
     call.notes = True
