@@ -8,7 +8,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_par import Hybrid3DStrategy
+from lightning_par.errors import ConfigurationError
+from lightning_par.planner.rehearsal.rehearse import rehearse_apart
 from tests.support.cuda_simulation import is_wanted
+from tests.support.models.rehearsed import build
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
 
@@ -48,3 +51,13 @@ def test_metrics_of_a_module_are_on_its_device() -> None:
     trainer = quiet_trainer(strategy=Hybrid3DStrategy(), devices=1, max_epochs=1)
     trainer.fit(module, loader(ToyData(12), 4), loader(ToyData(4), 4))
     assert trainer.callback_metrics["total"] == 3
+
+
+def test_a_rehearsal_after_gradients_on_the_device_is_refused() -> None:
+    torch.ones(2, device="cuda", requires_grad=True).sum().backward()
+
+    def make(observer: Any, environment: Any) -> Any:
+        return build({}, [environment], [observer], devices=2)
+
+    with pytest.raises(ConfigurationError, match="has computed gradients on a GPU"):
+        rehearse_apart(make, num_nodes=1, devices=2, rank=0)

@@ -321,6 +321,7 @@ def rehearse_apart(make: MakeRun, *, num_nodes: int, devices: int, rank: int) ->
 
     Raises:
         LightningParError: What the real run would refuse.
+        ConfigurationError: This process has computed gradients on a GPU.
         RuntimeError: The process died, or raised what cannot be sent.
     """
     context = multiprocessing.get_context("fork")  # what is imported is imported there, too
@@ -355,6 +356,13 @@ def _told(error: Exception) -> Exception:
         if isinstance(cause, LightningParError):
             return cause
         cause = cause.__cause__
+    if "Autograd-and-Fork" in str(error):
+        return ConfigurationError(
+            "LP918",
+            "this process has computed gradients on a GPU, and the process of a rehearsal is a "
+            "copy of it, which torch then refuses gradients. Rehearse before that, or in a process "
+            "of its own, as `lightning-par rehearse` does.",
+        )
     return RuntimeError("".join(traceback.format_exception(error)))
 
 
