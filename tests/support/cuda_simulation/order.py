@@ -87,9 +87,8 @@ def record_requests():
     native.record(True)
     try:
         with contextlib.ExitStack() as stack:
-            blocking = []
             for name in ("isend", "irecv", "recv"):  # send calls isend, and recv irecv
-                noted = _noted(getattr(dist, name), native, blocking)
+                noted = _noted(getattr(dist, name), native)
                 for module in (dist, dist.distributed_c10d):  # P2POp knows them from the latter
                     stack.enter_context(patch.object(module, name, noted))
             yield requests
@@ -102,7 +101,11 @@ def record_requests():
         native.record(False)
 
 
-def _noted(function, native, blocking):
+_UNDER_WAY = []
+"""Names of the functions below that have been called: one may call another, in several layers."""
+
+
+def _noted(function, native):
     """Gives the function, which notes messages between hosts.
 
     `recv` blocks its host until the message is there. That of `irecv` is taken not to wait: gloo
@@ -110,25 +113,22 @@ def _noted(function, native, blocking):
     """
     if hasattr(function, "notes"):
         return function
-    parameters = inspect.signature(function)
+    parameters, name = inspect.signature(function), function.__name__
 
     def call(*args, **options):
         given = parameters.bind(*args, **options).arguments
-        if given["tensor"].device.type != "cpu":
-            return function(*args, **options)
-        if function.__name__ == "recv":
-            blocking.append(True)
-            try:
-                return function(*args, **options)  # calls irecv
-            finally:
-                blocking.pop()
-        used = given.get("group") or dist.group.WORLD
-        end = "src" if function.__name__ == "irecv" else "dst"
-        place = given.get(f"group_{end}")
-        place = dist.get_group_rank(used, given[end]) if place is None else place
-        kind = "host send" if end == "dst" else "host recv" if blocking else "host irecv"
-        native.note(used.group_name, kind, place)
-        return function(*args, **options)
+        if given["tensor"].device.type == "cpu" and name != "recv" and name not in _UNDER_WAY:
+            used = given.get("group") or dist.group.WORLD
+            end = "src" if name == "irecv" else "dst"
+            place = given.get(f"group_{end}")
+            place = dist.get_group_rank(used, given[end]) if place is None else place
+            receives = "host recv" if "recv" in _UNDER_WAY else "host irecv"
+            native.note(used.group_name, "host send" if end == "dst" else receives, place)
+        _UNDER_WAY.append(name)
+        try:
+            return function(*args, **options)  # recv calls irecv
+        finally:
+            _UNDER_WAY.pop()
 
     call.notes = True
     return call
