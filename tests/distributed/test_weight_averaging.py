@@ -197,7 +197,7 @@ class Runs:
             place = self.folder / (layout if source is None else f"{layout} from {source}")
             place.mkdir()
             start = None if source is None else self.folder / source
-            found = run_ranks(train, world, layout, place, start, timeout=300)
+            found = run_ranks(train, world, layout, place, start, timeout=180)
             self._found[layout, source] = list(found)
         return self._found[layout, source]
 
@@ -313,7 +313,7 @@ def normalize(rank: int, world: int, options: Run | None) -> Run:
 
 def test_statistics_are_taken_anew_with_the_average() -> None:
     (wanted,) = run_ranks(normalize, 1, None)
-    for result in run_ranks(normalize, 2, sizes(dp=2, zero=3), timeout=300):
+    for result in run_ranks(normalize, 2, sizes(dp=2, zero=3), timeout=180):
         torch.testing.assert_close(result, wanted, **CLOSE)
 
 
