@@ -101,7 +101,7 @@ class ShardedClient:
             client.join()
 
     def after_step(self, samples: int, place: Any = None) -> None:
-        """Exchange what is due after an optimizer step; see `IslandClient.after_step`."""
+        """Exchange what is due after an optimizer step; see `IslandClient.send`."""
         for client in self._clients:
             client.send(samples, place)
         for client in self._clients:
