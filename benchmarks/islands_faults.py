@@ -221,7 +221,7 @@ def server(folder: Path, seeds: list[int]) -> None:
 
 def islands(folder: Path, seeds: list[int]) -> None:
     """Kill islands again and again."""
-    steps, options = 1000, {"min_islands": 2, "grace": 2}
+    steps, options = 1000, {"min_islands": 2, "grace": 2, "keep": "kept"}
     for seed in seeds:
         for kills in (0, KILLS):
             # The losses of those that live on do not depend on how long they sleep.
