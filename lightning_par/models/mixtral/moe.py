@@ -39,12 +39,14 @@ class RoutedTokens(NamedTuple):
         weights: [A]: gate weight of the expert's output.
         counts: [E], int64: number of assignments of every expert; the sum is A.
         losses: [2], float32 or wider: balance loss and z-loss.
+        capacity: The most assignments that an expert can have, by the shapes alone; None: A.
     """
 
     tokens: Tensor
     weights: Tensor
     counts: Tensor
     losses: Tensor
+    capacity: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,9 @@ class Router(nn.Module):
         losses = self._losses(logits, probabilities, chosen, mask, kept)
         if self.config.routing == "expert_choice":
             return _by_expert_choice(chosen, weights, logits.shape[1], losses)
-        return _by_token_choice(chosen, weights, kept, self.config.num_experts, losses)
+        batch, length, experts = logits.shape
+        capacity = batch * (length if kept is None else self.config.capacity(length))
+        return _by_token_choice(chosen, weights, kept, experts, losses, capacity)
 
     def _choose(
         self, scores: Tensor, probabilities: Tensor
@@ -249,7 +253,12 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 def _by_token_choice(
-    chosen: Tensor, weights: Tensor, kept: Tensor | None, num_experts: int, losses: Tensor
+    chosen: Tensor,
+    weights: Tensor,
+    kept: Tensor | None,
+    num_experts: int,
+    losses: Tensor,
+    capacity: int,
 ) -> RoutedTokens:
     """Sort the assignments [B, T, k] by expert, without those beyond capacity."""
     # Stable: within an expert tokens keep their order, so sums do too.
@@ -261,7 +270,7 @@ def _by_token_choice(
         order = left[experts[left].argsort(stable=True)]
     counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
     counts = counts.scatter_add(0, experts[order], torch.ones_like(order))
-    return RoutedTokens(order // chosen.shape[-1], flat[order], counts, losses)
+    return RoutedTokens(order // chosen.shape[-1], flat[order], counts, losses, capacity)
 
 
 def _by_expert_choice(chosen: Tensor, weights: Tensor, length: int, losses: Tensor) -> RoutedTokens:
@@ -270,7 +279,7 @@ def _by_expert_choice(chosen: Tensor, weights: Tensor, length: int, losses: Tens
     starts = torch.arange(batch, device=chosen.device)[:, None, None] * length
     tokens, flat = ((chosen + starts).transpose(0, 1).flatten(), weights.transpose(0, 1).flatten())
     counts = torch.full((experts,), batch * room, dtype=torch.int64, device=chosen.device)
-    return RoutedTokens(tokens, flat, counts, losses)
+    return RoutedTokens(tokens, flat, counts, losses, batch * room)
 
 
 class Experts(nn.Module):
@@ -299,6 +308,7 @@ class Experts(nn.Module):
         tokens: Tensor,
         counts: Tensor,
         beside: Beside = None,
+        capacity: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Permute tokens to their experts, compute them, and sum the weighted outputs per token.
 
@@ -308,30 +318,36 @@ class Experts(nn.Module):
             tokens: [A], int64; see `RoutedTokens`.
             counts: [E], int64; see `RoutedTokens`.
             beside: Work that overlaps with the communication; see `compute`.
+            capacity: See `RoutedTokens`.
 
         Returns:
             [B, T, D], 0 for a token without an expert; and the result of `beside`, or None.
         """
         flat = hidden.flatten(0, 1)
-        outputs, other = self.compute(flat[tokens], counts, beside)
+        outputs, other = self.compute(flat[tokens], counts, beside, capacity)
         weighted = (outputs * weights[:, None].to(outputs.dtype)).to(flat.dtype)
         # A token has up to k outputs, which index_add sums.
         return torch.zeros_like(flat).index_add(0, tokens, weighted).view_as(hidden), other
 
     def compute(
-        self, x: Tensor, counts: Tensor, beside: Beside = None
+        self,
+        x: Tensor,
+        counts: Tensor,
+        beside: Beside = None,
+        capacity: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Map [A, D] to [A, D], each row by its expert.
 
-        With expert parallelism a strategy wraps it in the two all-to-alls.
+        With expert parallelism a strategy wraps it in the two all-to-alls, which need `capacity`.
 
         Args:
-            x: [A, D], rows sorted by expert.
+            x: [A, D], rows sorted by expert; where parts are padded, with padding at the end.
             counts: [E], int64: number of rows of every expert.
             beside: Work to overlap with the all-to-all, such as shared experts.
+            capacity: See `RoutedTokens`.
 
         Returns:
-            [A, D], and the result of `beside`, or None.
+            [A, D], and the result of `beside`, or None. Rows of the padding have no meaning.
         """
         other = None if beside is None else beside()
         gated = F.silu(self.gate(x, counts)) * self.up(x, counts)
@@ -370,6 +386,7 @@ class MoELayer(nn.Module):
         shared = self.shared
         # Not computed here: the experts call it while their all-to-all is in flight.
         beside = None if shared is None else lambda: shared(hidden)
-        tokens, weights, counts, losses = self.router(hidden, noise, counted)
-        mixed, other = self.experts(hidden, weights, tokens, counts, beside)
+        routed: RoutedTokens = self.router(hidden, noise, counted)
+        tokens, weights, counts, losses, capacity = routed
+        mixed, other = self.experts(hidden, weights, tokens, counts, beside, capacity)
         return mixed if other is None else mixed + other, losses
