@@ -70,7 +70,7 @@ def dispatch_tokens(
             _check_rows(len(x) if capacity is None else min(len(x), here * capacity), max_rows)
             routes = _padded_routes(len(x), counts, max_rows, group)
         # See Note [Overlapped exchange].
-        leaving = x if routes.by_rank is None else routes.by_rank.apply(x)
+        leaving = routes.pack(x)
         pending = routes.parts.start(leaving)
         other = None if beside is None else beside()
         rows = apply_function(_Exchange, leaving, [pending], routes.parts, float(ranks))
@@ -78,7 +78,7 @@ def dispatch_tokens(
         answers = routes.by_expert.inverse().apply(answers)
         home = routes.parts.reverse()
         out = apply_function(_Exchange, answers, [home.start(answers)], home, 1.0 / ranks)
-        return out if routes.by_rank is None else routes.by_rank.inverse().apply(out), other
+        return routes.unpack(out, len(x)), other
 
     module.compute = compute  # type: ignore[assignment]
 
@@ -147,7 +147,8 @@ class _Routes:
     """The routes of the rows of one forward.
 
     Attributes:
-        by_rank: Brings the rows of this rank into parts; None: they are in parts.
+        by_rank: Brings the rows of this rank into parts; None: they are in parts already, and
+            after those that are sent there may be others, of no expert.
         parts: What is sent.
         by_expert: Sorts the rows that arrived by expert.
         counts: [E/n], number of rows of every local expert.
@@ -157,6 +158,22 @@ class _Routes:
     parts: _Parts
     by_expert: _Permutation
     counts: Tensor
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return the rows that are sent, in parts."""
+        if self.by_rank is not None:
+            return self.by_rank.apply(x)
+        rows = sum(self.parts.sent)
+        return x if rows == len(x) else x[:rows]
+
+    def unpack(self, answers: Tensor, rows: int) -> Tensor:
+        """Return the answers to all rows; 0 for those that were not sent."""
+        if self.by_rank is not None:
+            return self.by_rank.inverse().apply(answers)
+        missing = rows - len(answers)
+        if not missing:
+            return answers
+        return torch.cat([answers, answers.new_zeros(missing, *answers.shape[1:])])
 
 
 def _exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -35,11 +35,13 @@ class RoutedTokens(NamedTuple):
     """Assignment of tokens to experts.
 
     Attributes:
-        tokens: [A], int64: index of the token in [N]; sorted by expert, then by token.
+        tokens: [A], int64: index of the token in [N]; sorted by expert, then by token. Assignments
+            beyond the capacity of their expert are at the end.
         weights: [A]: gate weight of the expert's output.
-        counts: [E], int64: number of assignments of every expert; the sum is A.
+        counts: [E], int64: number of assignments of every expert within its capacity.
         losses: [2], float32 or wider: balance loss and z-loss.
         capacity: The most assignments that an expert can have, by the shapes alone; None: A.
+        kept: [A], bool: which assignments are within the capacity; None: all.
     """
 
     tokens: Tensor
@@ -47,6 +49,7 @@ class RoutedTokens(NamedTuple):
     counts: Tensor
     losses: Tensor
     capacity: int | None = None
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class Router(nn.Module):
             each = counted[..., None].expand(chosen.shape)
             load = counted.new_zeros(self.config.num_experts)
             load = load.scatter_add(0, chosen.flatten(), each.flatten())
-            dropped = counted.new_zeros(()) if kept is None else each[~kept].sum()
+            dropped = counted.new_zeros(()) if kept is None else (each * ~kept).sum()
         if not self.training:
             return load
         # One all-reduce for all of them.
@@ -260,17 +263,18 @@ def _by_token_choice(
     losses: Tensor,
     capacity: int,
 ) -> RoutedTokens:
-    """Sort the assignments [B, T, k] by expert, without those beyond capacity."""
-    # Stable: within an expert tokens keep their order, so sums do too.
+    """Sort the assignments [B, T, k] by expert, those beyond capacity behind all others."""
     experts, flat = chosen.flatten(), weights.flatten()
-    if kept is None:
-        order = experts.argsort(stable=True)
-    else:
-        left = kept.flatten().nonzero().squeeze(1)
-        order = left[experts[left].argsort(stable=True)]
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-    counts = counts.scatter_add(0, experts[order], torch.ones_like(order))
-    return RoutedTokens(order // chosen.shape[-1], flat[order], counts, losses, capacity)
+    if kept is not None:  # left where they are, as the host would wait for how many are kept
+        experts = experts.where(kept.flatten(), num_experts)
+    # Stable: within an expert tokens keep their order, so sums do too.
+    order = experts.argsort(stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
+    counts = counts.scatter_add(0, experts, torch.ones_like(experts))[:num_experts]
+    if kept is not None:
+        kept = kept.flatten()[order]
+    tokens = order // chosen.shape[-1]
+    return RoutedTokens(tokens, flat[order], counts, losses, capacity, kept)
 
 
 def _by_expert_choice(chosen: Tensor, weights: Tensor, length: int, losses: Tensor) -> RoutedTokens:
@@ -280,6 +284,11 @@ def _by_expert_choice(chosen: Tensor, weights: Tensor, length: int, losses: Tens
     tokens, flat = ((chosen + starts).transpose(0, 1).flatten(), weights.transpose(0, 1).flatten())
     counts = torch.full((experts,), batch * room, dtype=torch.int64, device=chosen.device)
     return RoutedTokens(tokens, flat, counts, losses, batch * room)
+
+
+def _keep(rows: Tensor, kept: Tensor | None) -> Tensor:
+    """Return 0 in place of the rows of no expert, also as their gradient: both may be NaN."""
+    return rows if kept is None else torch.where(kept[:, None], rows, 0)
 
 
 class Experts(nn.Module):
@@ -309,6 +318,7 @@ class Experts(nn.Module):
         counts: Tensor,
         beside: Beside = None,
         capacity: int | None = None,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Permute tokens to their experts, compute them, and sum the weighted outputs per token.
 
@@ -319,12 +329,15 @@ class Experts(nn.Module):
             counts: [E], int64; see `RoutedTokens`.
             beside: Work that overlaps with the communication; see `compute`.
             capacity: See `RoutedTokens`.
+            kept: See `RoutedTokens`.
 
         Returns:
             [B, T, D], 0 for a token without an expert; and the result of `beside`, or None.
         """
         flat = hidden.flatten(0, 1)
-        outputs, other = self.compute(flat[tokens], counts, beside, capacity)
+        rows = _keep(flat[tokens], kept)
+        outputs, other = self.compute(rows, counts, beside, capacity)
+        outputs = _keep(outputs, kept)
         weighted = (outputs * weights[:, None].to(outputs.dtype)).to(flat.dtype)
         # A token has up to k outputs, which index_add sums.
         return torch.zeros_like(flat).index_add(0, tokens, weighted).view_as(hidden), other
@@ -341,13 +354,13 @@ class Experts(nn.Module):
         With expert parallelism a strategy wraps it in the two all-to-alls, which need `capacity`.
 
         Args:
-            x: [A, D], rows sorted by expert; where parts are padded, with padding at the end.
+            x: [A, D], rows sorted by expert; behind them may be others, of no expert.
             counts: [E], int64: number of rows of every expert.
             beside: Work to overlap with the all-to-all, such as shared experts.
             capacity: See `RoutedTokens`.
 
         Returns:
-            [A, D], and the result of `beside`, or None. Rows of the padding have no meaning.
+            [A, D], and the result of `beside`, or None. Rows of no expert have no meaning.
         """
         other = None if beside is None else beside()
         gated = F.silu(self.gate(x, counts)) * self.up(x, counts)
@@ -387,6 +400,6 @@ class MoELayer(nn.Module):
         # Not computed here: the experts call it while their all-to-all is in flight.
         beside = None if shared is None else lambda: shared(hidden)
         routed: RoutedTokens = self.router(hidden, noise, counted)
-        tokens, weights, counts, losses, capacity = routed
-        mixed, other = self.experts(hidden, weights, tokens, counts, beside, capacity)
+        tokens, weights, counts, losses, capacity, kept = routed
+        mixed, other = self.experts(hidden, weights, tokens, counts, beside, capacity, kept)
         return mixed if other is None else mixed + other, losses
