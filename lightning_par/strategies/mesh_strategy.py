@@ -74,7 +74,7 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_replicate_size: Copies of the sharded state ("auto": 1, at ZeRO stage 0 all).
         expert_parallel_size: Ranks of ``dp_shard x cp`` over which experts are sharded ("auto": 1).
         expert_max_rows: Rows of every part sent to experts, by padding; None: as many as chosen.
-        zero_stage: Replicas shard 1: optimizer states, 2: also gradients, 3: also parameters; 0: -.
+        zero_stage: What replicas shard: 0 nothing, 1 optimizer states, 2 + gradients, 3 + weights.
         num_microbatches: Of a replica's batch ("auto": 4 per pipeline rank, or one per sample).
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
             or the path of one written by hand (`engine.pipeline.schedules.read_schedule`).
