@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.checkpoint.progress import advance
 from lightning_par.engine.batch import split_batch
+from lightning_par.errors import LightningParError
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.proof.determinism import DoublePrecision, WithoutDropout
@@ -206,11 +207,13 @@ def trace_steps(
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type, the first line of the text and the place of an error, in one line."""
+    """Return the type, the text and the place of an error in one line; of errors that are not of
+    this package, the first line of the text.
+    """
     place = traceback.extract_tb(error.__traceback__)[-1]
-    text = str(error).splitlines()
-    first = text[0] if text else ""
-    return f"{type(error).__name__}: {first} ({Path(place.filename).name}:{place.lineno})"
+    lines = str(error).splitlines()[: None if isinstance(error, LightningParError) else 1]
+    text = " ".join(line.strip() for line in lines)
+    return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _part_of(batch: Any, replicas: int, replica: int) -> Any:

@@ -102,19 +102,23 @@ def test_yaml_block_parses(
     assert not stop.value.code, capsys.readouterr().err
 
 
-def test_files_of_an_own_model_are_planned_and_trained_as_the_page_says(
+def test_files_of_an_own_model_are_planned_verified_and_trained_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = DOCS / "own_yaml.md"
     save_named_blocks(page, tmp_path)
     files = [match for match in FENCE.finditer(page.read_text()) if match[1] == "yaml"]
     (tmp_path / "run.yaml").write_text(files[0][2])
-    planned, trained = (match[2] for match in [*FENCE.finditer(page.read_text())][-2:])
+    planned, proved, trained = (match[2] for match in [*FENCE.finditer(page.read_text())][-3:])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     status, said, _ = command(monkeypatch, capsys, "plan", "--config", "run.yaml")
     assert status == 0
     assert said.endswith(planned)
+    status, said, _ = command(monkeypatch, capsys, "verify", "--config", "run.yaml")
+    assert status == 0
+    rounding = re.compile(r"\S+e-1\d")
+    assert rounding.sub("", said).endswith(rounding.sub("", proved))
     words = ("fit", "--config", "run.yaml", "--trainer.enable_progress_bar=false")
     first = run_ranks(run_own, 4, tmp_path, *words, timeout=120)[0]
     assert trained.strip() in first

@@ -75,7 +75,9 @@ def test_fit_runs_the_layout_that_search_wrote(
     assert "callbacks" not in found["trainer"] or not found["trainer"]["callbacks"]
     folder = tmp_path / "run"
     folder.mkdir()
-    said = run_ranks(run_command, 2, folder, "fit", "--config", str(out))
+    assert found["trainer"]["accelerator"] == "gpu"
+    words = ("fit", "--config", str(out), "--trainer.accelerator=cpu")
+    said = run_ranks(run_command, 2, folder, *words)
     assert any("`max_steps=2` reached" in line for line in said[0])
 
 

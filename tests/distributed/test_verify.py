@@ -1,12 +1,16 @@
 """`verify` finds planted faults and names them, and finds none where there is none."""
 
+import copy
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from lightning_par import cli, Hybrid3DStrategy, verify
 from lightning_par.errors import ConfigurationError
@@ -49,6 +53,32 @@ def make_shifted() -> Subject:
     return Subject(module=module, batches=batches, strategy=Hybrid3DStrategy())
 
 
+class Tagger(L.LightningModule):
+    """A model that declares no plan, and whose batches are dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(37, 16), nn.Linear(16, 5)
+        parts = (nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.blocks = nn.ModuleList(nn.Sequential(*map(copy.deepcopy, parts)) for _ in range(2))
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        hidden = self.embed(batch["tokens"])
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), batch["tags"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def make_tagger() -> Subject:
+    rows = torch.randint(37, (STEPS, 4, 6), generator=torch.Generator().manual_seed(3))
+    batches = [{"tokens": row, "tags": row % 5} for row in rows]
+    return Subject(module=Tagger(), batches=batches, strategy=Hybrid3DStrategy())
+
+
 def trace_rank(rank: int, world: int, make: Any, sizes: ParallelSizes) -> Any:
     return run_rank(make, sizes, rank)
 
@@ -70,6 +100,7 @@ def report_of(make: Any, sizes: ParallelSizes) -> Any:
         (make_llama, ParallelSizes(tensor=2, pipeline=2)),
         (make_shifted, ParallelSizes(context=2)),
         (make_shifted, ParallelSizes(data_shard=2)),
+        (make_tagger, ParallelSizes(tensor=2, pipeline=2)),
     ],
 )
 def test_nothing_is_found_where_nothing_is_wrong(make: Any, sizes: ParallelSizes) -> None:
