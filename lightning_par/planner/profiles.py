@@ -164,6 +164,9 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         slowdown = tuple(map(float, entry["slowdown"]))
         every = (*constants.values(), forward, backward, *slowdown)
         overlaps = entry["overlaps"]
+        waits = tuple(map(float, entry.get("waits", ())))
+        if min(waits, default=0.0) < 0:
+            raise ValueError("a rank cannot wait for less than 0 seconds")
         if set(constants) != numbers or not slowdown or min(every) <= 0:
             raise ValueError("a number is missing, unknown or not positive")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -177,6 +180,7 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         attention_rates=(forward, backward),
         slowdown=slowdown,
         overlaps=bool(overlaps),
+        waits=waits,
     )
 
 

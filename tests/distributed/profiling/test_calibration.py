@@ -27,6 +27,8 @@ def test_ranks_agree_and_their_profile_predicts(rank, world, local, tmp_path):
         found = measure(torch.device("cpu"), torch.float32, local, round_seconds=0.001)
     assert [done - total for _, _, done, total in kept.works()] == [0] * (rank == 0)
     assert len(found.slowdown) == local
+    assert len(found.waits) == (local if local > 1 else 0)
+    assert all(wait >= 0 for wait in found.waits)
     assert (found.link is None) == (local == 1)
     assert (found.network is None) == (local == 3)
     every: list = [None] * world
@@ -37,5 +39,6 @@ def test_ranks_agree_and_their_profile_predicts(rank, world, local, tmp_path):
     path.write_text(json.dumps({"devices": {"here": entry}, "networks": networks}))
     device = load_profile("here", path)
     assert device.node == local
+    assert device.calibration.waits == found.waits
     layout = Layout(sizes=ParallelSizes(data_shard=3))
     assert predict_step(SHAPE, layout, device).seconds > 0
