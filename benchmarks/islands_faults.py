@@ -1,6 +1,6 @@
 """A server that dies, islands that die, and an island that is slower than the others.
 
-    python benchmarks/islands_faults.py [server] [islands] [slow] [--seeds 0 1 2]
+    python benchmarks/islands_faults.py [server] [islands] [away] [slow] [--seeds 0 1 2]
 
 Islands of one process each train the same tiny GPT on the sources of Python's standard library,
 started by ``lightning-par fit``. Each sleeps in every step, much longer than it computes, so that a
@@ -11,6 +11,8 @@ few cores are no limit for all of them together.
 - islands: of ``lightning-par fit --islands 4 --restarts 10``, a random island is killed ten times,
   each time once the last one is back. The loss of held-out text at the end beside that of a run in
   which nothing was killed, for each seed, and the longest time in which no island ended a step.
+- away: the same, but an island that was killed is started again only a minute later. The runs of
+  all seeds go on beside each other.
 - slow: one island of four sleeps three times as long. Steps a second of all, from the first
   exchange of the last to the last step of the first, over the sum of what each makes alone.
 """
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -221,7 +224,7 @@ def server(folder: Path, seeds: list[int]) -> None:
 
 def islands(folder: Path, seeds: list[int]) -> None:
     """Kill islands again and again."""
-    steps, options = 1000, {"min_islands": 2, "grace": 2}
+    steps, options = 1000, {"min_islands": 2, "grace": 2, "keep": "kept"}
     for seed in seeds:
         for kills in (0, KILLS):
             # The losses of those that live on do not depend on how long they sleep.
@@ -250,6 +253,50 @@ def _kill(run: Run, process: subprocess.Popen[str], kills: int, seeded: random.R
         while killed in run.training():  # until its parent has seen it
             time.sleep(0.05)
     return kills
+
+
+def away(folder: Path, seeds: list[int]) -> None:
+    """Kill islands again and again, and let each be away for a minute."""
+    steps, options = 1500, {"min_islands": 2, "grace": 2, "keep": "kept"}
+    for seed in seeds:
+        calm = Run(folder / f"{seed}-calm", [0.0] * COUNT, steps, seed, **options)
+        with calm.islands(COUNT) as process:
+            calm.wait(process)
+        print(f"seed {seed}, no kills: loss {calm.loss(seed):.4f}", flush=True)
+    runs = [Run(folder / str(seed), [0.6] * COUNT, steps, seed, **options) for seed in seeds]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        list(pool.map(_send_away, runs, seeds))
+    for seed, run in zip(seeds, runs, strict=True):
+        times = sorted(at for log in run.noted() for at, _ in log)
+        pauses = [after - before for before, after in pairwise(times)]
+        part = len(times) / COUNT / steps
+        print(f"seed {seed}, {KILLS} kills: {part:.1%} of all steps, loss {run.loss(seed):.4f}")
+        print(f"    longest time without a step {max(pauses):.1f} s", flush=True)
+
+
+def _send_away(run: Run, seed: int) -> None:
+    """Train, and kill a random island so often; start it again a minute later."""
+    seeded = random.Random(seed)
+    with run.start("serve", "--port=0", "--state=state") as serving, ExitStack() as stack:
+        assert serving.stdout is not None
+        port = serving.stdout.readline().rpartition(":")[2].strip()
+
+        def begin(island: int) -> subprocess.Popen[str]:
+            place = {ISLAND_VARIABLE: f"{island}/{COUNT}", SERVER_VARIABLE: f"127.0.0.1:{port}"}
+            return stack.enter_context(run.start("fit", "--config=run.yaml", **place))
+
+        there = [begin(island) for island in range(COUNT)]
+        for _ in range(KILLS):
+            while len(run.training()) < COUNT:
+                time.sleep(0.1)
+            time.sleep(seeded.uniform(0, 10))
+            island = seeded.randrange(COUNT)
+            assert [each.poll() for each in there] == [None] * COUNT, "a longer run is needed"
+            there[island].kill()
+            there[island].wait()
+            time.sleep(60)
+            there[island] = begin(island)
+        run.wait(*there)
 
 
 def slow(folder: Path, seeds: list[int]) -> None:
@@ -282,7 +329,7 @@ def _rate(run: Run, count: int) -> float:
     return sum(begin < at <= end for log in logs for at, _ in log) / (end - begin)
 
 
-PARTS = {"server": server, "islands": islands, "slow": slow}
+PARTS = {"server": server, "islands": islands, "away": away, "slow": slow}
 
 
 def main() -> None:

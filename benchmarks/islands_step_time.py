@@ -45,7 +45,7 @@ REPLICAS: dict[str, Any] = {"in step": None, "in step, int8": "int8"}
 class Clock(Callback):
     """Times `steps` steps after `warmup` steps, and counts the bytes that this rank sent."""
 
-    def __init__(self, warmup: int, steps: int, volume: CommVolume | None) -> None:
+    def __init__(self, warmup: int, steps: int, volume: CommVolume) -> None:
         self.warmup, self.end, self.volume = warmup, warmup + steps, volume
         self.marks: list[tuple[float, float, float]] = []
 
@@ -57,20 +57,23 @@ class Clock(Callback):
         if rounds is not None:
             sent = rounds.client.sent, rounds.client.received
         else:
-            assert self.volume is not None
             sent = (self.volume.total().sent,) * 2
         self.marks.append((time.monotonic(), *sent))
+
+
+def make_strategy(name: str, count: int, every: int, **outer: Any) -> tuple[Hybrid3DStrategy, int]:
+    """Return the strategy of a contender, and the devices of each process's Trainer."""
+    if name in ISLANDS:
+        fields = {**ISLANDS[name], "every": every, "min_islands": count, **outer}
+        return Hybrid3DStrategy(**ONES, outer=Outer(**fields)), 1
+    return Hybrid3DStrategy(**ONES, gradient_compression=REPLICAS[name]), count
 
 
 def work(name: str, count: int, every: int) -> None:
     """Run on one rank, and print what was measured."""
     quiet()
-    if name in ISLANDS:
-        outer = Outer(every=every, min_islands=count, **ISLANDS[name])
-        strategy, devices, warmup, steps = Hybrid3DStrategy(**ONES, outer=outer), 1, every, every
-    else:
-        strategy, devices = Hybrid3DStrategy(**ONES, gradient_compression=REPLICAS[name]), count
-        warmup, steps = 2, 6
+    strategy, devices = make_strategy(name, count, every)
+    warmup, steps = (every, every) if name in ISLANDS else (2, 6)
     with CommVolume() as volume:
         clock = Clock(warmup, steps, volume)
         trainer = Trainer(
@@ -90,8 +93,8 @@ def work(name: str, count: int, every: int) -> None:
     print(json.dumps([(end - start) / steps, *bytes_each]), flush=True)
 
 
-def run(name: str, count: int, every: int) -> list[float]:
-    """Return seconds, bytes sent and bytes received a step of the slowest process."""
+def launch(name: str, count: int, words: list[str]) -> list[Any]:
+    """Run a script's workers, as replicas or as islands; return what each printed last."""
     server = IslandServer("127.0.0.1", 0, KEY.encode()) if name in ISLANDS else None
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -105,15 +108,20 @@ def run(name: str, count: int, every: int) -> list[float]:
             told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
             told |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
             told |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "bench"}
-        command = [sys.executable, __file__, "--work", name]
-        command += ["--count", str(count), "--every", str(every)]
+        command = [sys.executable, *words]
         workers.append(
             subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **told})
         )
     said = [worker.communicate()[0] for worker in workers]
     if server is not None:
         server.close()
-    return max(json.loads(text.splitlines()[-1]) for text in said)
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def run(name: str, count: int, every: int) -> list[float]:
+    """Return seconds, bytes sent and bytes received a step of the slowest process."""
+    words = [__file__, "--work", name, "--count", str(count), "--every", str(every)]
+    return max(launch(name, count, words))
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from lightning_par.checkpoint.progress import showing
 from lightning_par.commands import COMMANDS, find_command
 from lightning_par.commands.parallel_cli import make_cli, ParallelCLI
 from lightning_par.errors import CheckpointError, LightningParError
-from lightning_par.strategies.components.progress_bar import progress_bar
+from lightning_par.strategies.components.progress_bar import progress_of_command
 from lightning_par.version import __version__
 
 __all__ = ["ParallelCLI", "main", "make_cli"]
@@ -25,7 +25,7 @@ def main() -> None:
     try:
         # Before Lightning's parser is built, which does not know these and takes seconds.
         if sys.argv[1:] and sys.argv[1] in COMMANDS:
-            with showing(progress_bar):
+            with showing(progress_of_command):
                 sys.exit(find_command(sys.argv[1])(sys.argv[2:]))
         if sys.argv[1:] == ["--version"]:
             print(f"lightning-par {__version__}")

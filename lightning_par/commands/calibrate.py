@@ -56,9 +56,10 @@ def main(arguments: list[str]) -> int:
     trainer.predict(module, DataLoader([0]), return_predictions=False)  # type: ignore[arg-type]
     if trainer.is_global_zero:
         found = module.found
-        content["devices"][options.name], networks = as_profile(
+        entry, networks = as_profile(
             options.name, found, local=options.devices, source=_source(options, module.kind)
         )
+        content["devices"][options.name] = {"accelerator": trainer.accelerator.name(), **entry}
         content["networks"] |= networks
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(_report(found))

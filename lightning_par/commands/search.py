@@ -58,10 +58,16 @@ def main(arguments: list[str]) -> int:
     result = run.planner.search(space, keep=max(options.keep, options.tries))
     chosen, trials = result.best[0], list[Trial]()
     if options.tries:
-        trials = _try(options, more, given, result)
+        trials = _try(options, more, given, result, run.planner.device.accelerator)
         fastest = min(trials, key=_seconds)
         chosen = result.best[trials.index(fastest)]
-    settings = apply_layout(given, chosen.layout, nodes=options.nodes, devices=options.devices)
+    settings = apply_layout(
+        given,
+        chosen.layout,
+        nodes=options.nodes,
+        devices=options.devices,
+        accelerator=run.planner.device.accelerator,
+    )
     text = yaml.safe_dump(settings, sort_keys=False)
     if options.out:
         Path(options.out).write_text(text, encoding="utf-8")
@@ -110,7 +116,11 @@ def _check_tries(options: argparse.Namespace) -> None:
 
 
 def _try(
-    options: argparse.Namespace, more: list[str], given: dict[str, Any], result: SearchResult
+    options: argparse.Namespace,
+    more: list[str],
+    given: dict[str, Any],
+    result: SearchResult,
+    accelerator: str,
 ) -> list[Trial]:
     """Try the first layouts.
 
@@ -121,6 +131,7 @@ def _try(
         given,
         [one.layout for one in result.best[: options.tries]],
         devices=options.devices,
+        accelerator=accelerator,
         arguments=more,
         timeout=options.seconds,
     )

@@ -60,6 +60,7 @@ def try_layouts(
     layouts: Sequence[Layout],
     *,
     devices: int,
+    accelerator: str,
     arguments: Sequence[str],
     timeout: float,
 ) -> list[Trial]:
@@ -69,6 +70,7 @@ def try_layouts(
         settings: As `apply_layout` takes them.
         layouts: What to try.
         devices: Of this machine.
+        accelerator: Their kind, as the Trainer names it.
         arguments: More arguments of ``lightning-par fit``.
         timeout: Seconds after which a layout is given up.
 
@@ -78,7 +80,7 @@ def try_layouts(
     found = []
     with counted("layouts", "trying layouts", len(layouts)):
         for layout in layouts:
-            run = apply_layout(settings, layout, nodes=1, devices=devices)
+            run = apply_layout(settings, layout, nodes=1, devices=devices, accelerator=accelerator)
             with tempfile.TemporaryDirectory() as folder:
                 found.append(_try(layout, run, Path(folder), arguments, timeout))
             advance("layouts")

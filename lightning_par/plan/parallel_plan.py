@@ -169,7 +169,8 @@ class ParallelPlan:
         divided: FQN pattern -> attributes that count heads or features, lowered to the local count.
         batch: Where labels and sequence dims are.
         experts: FQN patterns of modules whose parameters have one entry per expert in dim 0, and
-            whose ``compute(rows, counts, beside)`` maps rows sorted by expert.
+            whose ``compute(rows, counts, beside)`` maps rows sorted by expert, which padding may
+            follow where `expert_max_rows` is given.
         replica_sums: FQN patterns of modules whose output, a tensor without a gradient, is summed
             over the replicas in training.
         checkpointable: FQN patterns of parts whose activations may be recomputed.

@@ -38,6 +38,7 @@ class DeviceProfile:
         network: To another node, bytes/s in one direction; of one device, a node has `node` times.
         host_link: To the memory of the host, bytes/s in one direction.
         node: Devices that share the fast links.
+        accelerator: The Trainer's name of its kind; "auto" where the file does not say.
         calibration: What was measured on the machine; None: nothing was.
     """
 
@@ -51,6 +52,7 @@ class DeviceProfile:
     network: float
     host_link: float = 25e9
     node: int = 8
+    accelerator: str = "auto"
     calibration: Calibration | None = None
 
 
@@ -80,6 +82,7 @@ def load_profile(name: str, path: str | Path | None = None) -> DeviceProfile:
         name=name,
         link=link,
         network=network,
+        accelerator=str(entry.get("accelerator", "auto")),
         calibration=_calibration(name, entry.get("calibration")),
         **given,
     )
@@ -199,7 +202,7 @@ def _problems(name: str, entry: Mapping[str, Any], networks: Mapping[str, Any]) 
             yield f"device {name}: {key}={entry.get(key)!r} is no network{near}"
         elif not network.get("bandwidth", 0) > 0 or not network.get("source"):
             yield f"network {entry[key]}: needs a bandwidth greater than 0 and a source."
-    known = {*_NUMBERS, *_OPTIONAL, "link", "network", "note", "calibration"}
+    known = {*_NUMBERS, *_OPTIONAL, "link", "network", "accelerator", "note", "calibration"}
     for key in entry:
         if key.removesuffix("_source") not in known:
             yield f"device {name}: {key!r} is unknown{nearest(key, known)}"

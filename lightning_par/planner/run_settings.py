@@ -39,7 +39,12 @@ def strategy_settings(layout: Layout) -> dict[str, Any]:
 
 
 def apply_layout(
-    settings: Mapping[str, Any], layout: Layout, *, nodes: int, devices: int
+    settings: Mapping[str, Any],
+    layout: Layout,
+    *,
+    nodes: int,
+    devices: int,
+    accelerator: str = "auto",
 ) -> dict[str, Any]:
     """Return the settings of a run with its layout in place of the user's.
 
@@ -48,6 +53,7 @@ def apply_layout(
         layout: The layout.
         nodes: ``trainer.num_nodes``.
         devices: ``trainer.devices``, of each node.
+        accelerator: ``trainer.accelerator``, that of the machine which the layout is for.
 
     Returns:
         A copy, in which a replica's batch is ``data.init_args.batch_size`` and, without a pipeline,
@@ -57,7 +63,7 @@ def apply_layout(
     trainer = found.setdefault("trainer", {})
     pipelined = layout.sizes.pipeline > 1
     trainer |= {
-        "accelerator": "auto",  # that of the other machine
+        "accelerator": accelerator,
         "num_nodes": nodes,
         "devices": devices,
         "strategy": {

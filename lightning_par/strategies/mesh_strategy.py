@@ -71,11 +71,10 @@ class MeshStrategy(ParallelStrategy):
         context_parallel_size: Ranks over which sequences are sharded.
         context_options: How they are sharded: a `ContextOptions`, or a dict of its fields.
         data_parallel_size: Replicas that see different samples.
-        data_parallel_replicate_size: How many of the replicas hold a whole copy of the sharded
-            state ("auto": 1, at ZeRO stage 0 all).
+        data_parallel_replicate_size: Copies of the sharded state ("auto": 1, at ZeRO stage 0 all).
         expert_parallel_size: Ranks of ``dp_shard x cp`` over which experts are sharded ("auto": 1).
-        zero_stage: What the replicas shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
-            parameters.
+        expert_max_rows: Rows of every part sent to experts, by padding; None: as many as chosen.
+        zero_stage: What replicas shard: 0 nothing, 1 optimizer states, 2 + gradients, 3 + weights.
         num_microbatches: Of a replica's batch ("auto": 4 per pipeline rank, or one per sample).
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
             or the path of one written by hand (`engine.pipeline.schedules.read_schedule`).
@@ -135,6 +134,7 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_size: Size = "auto",
         data_parallel_replicate_size: Size = "auto",
         expert_parallel_size: Size = "auto",
+        expert_max_rows: int | None = None,
         zero_stage: int = 1,
         num_microbatches: Size = "auto",
         schedule: str = "1f1b",

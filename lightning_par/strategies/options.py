@@ -57,6 +57,7 @@ class MeshOptions:
     data_parallel_size: Size = "auto"
     data_parallel_replicate_size: Size = "auto"
     expert_parallel_size: Size = "auto"
+    expert_max_rows: int | None = None
     zero_stage: int = 1
     num_microbatches: Size = "auto"
     schedule: str = "1f1b"
@@ -154,6 +155,11 @@ class MeshOptions:
 
     def _count_problems(self) -> list[str]:
         problems, count, blocks = [], self.num_microbatches, self.stage_blocks
+        if self.expert_max_rows is not None and not _is_count(self.expert_max_rows):
+            problems.append(
+                f"expert_max_rows={self.expert_max_rows!r} must be a whole number of 1 or more, or "
+                "None."
+            )
         if count != "auto" and not _is_count(count):
             problems.append(
                 f"num_microbatches={count!r} must be a whole number of 1 or more, or 'auto'."

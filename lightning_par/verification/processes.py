@@ -88,6 +88,7 @@ def run_ranks(
 
 def _receive(ends: Sequence[Connection], timeout: float) -> list[tuple[Trace, Trace | None]]:
     found: dict[int, tuple[Trace, Trace | None]] = {}
+    late = f"no answer in {timeout:g} s; if the machine is only slow, give verify a longer timeout"
     waiting = dict(zip(ends, range(len(ends)), strict=True))
     while waiting:
         ready = wait(list(waiting), timeout)
@@ -106,7 +107,7 @@ def _receive(ends: Sequence[Connection], timeout: float) -> list[tuple[Trace, Tr
             found[rank] = answer
             if answer[0].error is not None:
                 timeout = _GRACE_SECONDS
-    silent = Trace(error="the process gave no answer")
+    silent = Trace(error=late)
     return [found.get(rank, (silent, None)) for rank in range(len(ends))]
 
 

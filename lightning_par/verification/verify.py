@@ -100,9 +100,11 @@ def verify_subject(
         timeout: Seconds without an answer after which a run is ended.
     """
     sizes = shrink(asked)
-    with counted("steps", "on one process", steps):
+    with counted("steps", "training on one process", steps):
         alone = run_ranks(make, ParallelSizes(), timeout=timeout)
-    with counted("steps", f"on {sizes}", steps):  # with dropout in the model as many follow
+    with counted(
+        "steps", f"training on {sizes}", steps
+    ):  # with dropout in the model as many follow
         ranks = run_ranks(make, sizes, timeout=timeout)
     return compare_traces(alone[0][0], ranks, sizes, asked, plan)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from torch import nn
 
-from lightning_par.errors import MeshError, PlanError
+from lightning_par.errors import ConfigurationError, MeshError, PlanError
 from tests.support.faults.user_mistakes import Case, fit, planned
 from tests.support.models.mixture import make
 
@@ -59,6 +59,11 @@ CASES = {
         error=MeshError,
         options={**DP2, "expert_parallel_size": 0},
         says=r"expert_parallel_size=0 must be a whole number of 1 or more, or 'auto'",
+    ),
+    "no number of rows": Case(
+        error=ConfigurationError,
+        options={**DP2, "expert_max_rows": 0},
+        says=r"expert_max_rows=0 must be a whole number of 1 or more, or None\.",
     ),
     "experts that do not divide": Case(
         error=PlanError,

@@ -16,7 +16,7 @@ import pytest
 
 from lightning_par.cli import main
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
-from tests.support.cli_scripts import run_script
+from tests.support.cli_scripts import command, run_command, run_script
 from tests.support.ranks.api import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,14 +85,47 @@ def test_first_block_runs_on_the_devices_that_it_names(devices: int, tmp_path: P
 
 @pytest.mark.parametrize("source", blocks("yaml"))
 def test_yaml_block_parses(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    page, _, _ = request.node.callspec.id.rpartition(":")
+    save_named_blocks(ROOT / page, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "run.yaml").write_text(source)
     command = ["lightning-par", "fit", f"--config={tmp_path / 'run.yaml'}", "--print_config"]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as stop:
         main()
     assert not stop.value.code, capsys.readouterr().err
+
+
+def test_files_of_an_own_model_are_planned_and_trained_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = DOCS / "own_yaml.md"
+    save_named_blocks(page, tmp_path)
+    files = [match for match in FENCE.finditer(page.read_text()) if match[1] == "yaml"]
+    (tmp_path / "run.yaml").write_text(files[0][2])
+    planned, trained = (match[2] for match in [*FENCE.finditer(page.read_text())][-2:])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, said, _ = command(monkeypatch, capsys, "plan", "--config", "run.yaml")
+    assert status == 0
+    assert said.endswith(planned)
+    words = ("fit", "--config", "run.yaml", "--trainer.enable_progress_bar=false")
+    first = run_ranks(run_own, 4, tmp_path, *words, timeout=120)[0]
+    assert trained.strip() in first
+
+
+def run_own(rank: int, world: int, folder: Path, *words: str) -> str:
+    """Run ``lightning-par`` in `folder`; return what it wrote."""
+    sys.path.insert(0, str(folder))
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        said = run_command(rank, world, folder, *words)
+    return "\n".join([*said, text.getvalue()])
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))

@@ -170,12 +170,19 @@ def test_two_nodes_with_two_devices_each_put_tensor_parallelism_inside_a_node(
 
 
 # A process that another one has started ends them all when it is killed, too: see below.
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_script_that_raises_on_one_rank_ends_everywhere(failing: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("devices", "failing"), [(2, 0), pytest.param(4, 1, marks=pytest.mark.exhaustive)]
+)
+def test_script_that_raises_on_one_rank_ends_everywhere(
+    devices: int, failing: int, tmp_path: Path
+) -> None:
     """The user sees the rank's own message, and no process waits for it."""
-    ((code, text),) = run(tmp_path, plainly(tmp_path, failing=failing))
+    ((code, text),) = run(tmp_path, plainly(tmp_path, devices=devices, failing=failing))
     assert code != 0
     assert f"KeyError: 'no key on {failing}'" in text
+    assert text.count("Traceback (most recent call last)") == 1
+    others = re.findall(r"rank (\d) \([^)]*\), in [^:\n]*, could not go on", text)
+    assert others == ([] if failing == 0 else ["0"]), text
     assert "waited here" not in text, "stacks of a rank that is not the cause"
 
 

@@ -152,12 +152,14 @@ def test_a_model_without_a_configuration_trains_as_found_like_one_process(
     settings["data"] = {"class_path": f"{users}.LabeledTokens", "init_args": {"batch_size": 4}}
     asked, found, whole = (tmp_path / f"{name}.yaml" for name in ("asked", "found", "whole"))
     asked.write_text(yaml.safe_dump(settings))
-    words = ("--config", asked, "--devices", ranks, "--samples", 8, "--out", found, "--json")
+    words = ("--config", asked, "--device", "cpu", "--devices", ranks, "--samples", 8)
+    words = (*words, "--out", found, "--json")
     status, said, _ = command(monkeypatch, capsys, "search", *words)
     assert status == 0
     assert json.loads(said)["considered"] > 10
     results = run_ranks(fit, ranks, found, tmp_path)
     chosen = yaml.safe_load(found.read_text())
+    assert chosen["trainer"]["accelerator"] == "cpu"
     replicas = chosen["trainer"]["strategy"]["init_args"]["data_parallel_size"]
     batches = chosen["trainer"]["accumulate_grad_batches"]
     assert chosen["data"]["init_args"]["batch_size"] * replicas * batches == 8

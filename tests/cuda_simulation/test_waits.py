@@ -1,10 +1,12 @@
 """How often the host waits for the device in a steady step of each layout: once, at most.
 
 The one wait is for the verdict on the step: whether its loss and gradients are finite. Where tokens
-go to experts of other ranks, it waits once more for each layer: NCCL takes sizes from the host.
+go to experts of other ranks in parts of their own sizes, it waits once more for each layer: NCCL
+takes sizes from the host. Padded parts have one size, which the host knows.
 """
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +34,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3, offload": (2, layout(dp=2, zero=3, offload_options={})),
     "experts ep2": (2, layout(dp=2, ep=2)),
     "experts ep2, zero3": (2, layout(dp=2, ep=2, zero=3)),
+    "experts ep2, padded": (2, layout(dp=2, ep=2, zero=3, expert_max_rows=40)),
+    "experts ep2, switch, padded": (2, layout(dp=2, ep=2, expert_max_rows=20)),
     "experts tp2": (2, layout(tp=2)),
     "experts pp2": (2, layout(pp=2)),
     "tp2 pp2": (4, layout(tp=2, pp=2)),
@@ -40,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 zero3": (4, layout(context_parallel_size=2, dp=2, zero=3)),
 }
 LARGE = [name for name, (ranks, _) in LAYOUTS.items() if ranks == 4]
-LARGE += ["experts ep2, zero3", "experts tp2", "experts pp2"]
+LARGE += ["experts ep2, zero3", "experts ep2, padded", "experts tp2", "experts pp2"]
 OF_LIGHTNING = (
     "lightning.pytorch.loops.training_epoch_loop._broadcast_sigterm_tensor",
     "lightning.fabric.utilities.apply_func.to_item",
@@ -50,6 +54,7 @@ ranks; and reads what is logged with ``prog_bar=True``, as the experts' module d
 of either can be overridden.
 """
 EXPERT_LAYERS = 3
+SWITCH = {"routing": "switch", "experts_per_token": 1}
 
 
 class Reading(ToyModule):
@@ -72,9 +77,11 @@ class Copying(ToyModule):
 @pytest.mark.parametrize("name", some(LAYOUTS, LARGE))
 def test_a_steady_step_waits_once(name: str) -> None:
     world, options = LAYOUTS[name]
-    routed = EXPERT_LAYERS if options["expert_parallel_size"] > 1 else 0
+    reads = options["expert_parallel_size"] > 1 and "expert_max_rows" not in options
+    routed = EXPERT_LAYERS if reads else 0
     has_experts = name.startswith("experts")
-    kind = {"kind": experts, "precision": "bf16-mixed"} if has_experts else {}
+    made = partial(experts, **SWITCH) if "switch" in name else experts
+    kind = {"kind": made, "precision": "bf16-mixed"} if has_experts else {}
     found = run_ranks(steady_step, world, options, **kind, timeout=120)
     for rank, traffic in enumerate(found):
         sys.stdout.write(f"{name}, rank {rank}: {traffic}\n")

@@ -14,7 +14,7 @@ from tests.support.models.mixture import SgdMixtral, TwelveTexts
 from tests.support.models.toy_gpt import ToyData, ToyModule
 from tests.support.user_code import Cases
 
-CASES = Cases()
+CASES = Cases(__name__)
 NO_PIPELINE = "pipeline_parallel_size=2: .* uses manual optimization"
 EVERY_BATCH = {"max_steps": 8}
 """Two optimizers count two steps a batch."""

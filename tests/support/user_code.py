@@ -2,7 +2,7 @@
 
 A test file keeps its modules in a `Cases`, and checks every cell of its table:
 
-    CASES = Cases()
+    CASES = Cases(__name__)
 
     @CASES.add(equal="tp2 zero3", refused={"pp2": "parameters of another stage"})
     def weight_decay_by_hand():
@@ -17,7 +17,6 @@ no error of this package, or a hang, fails the test.
 """
 
 import importlib
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -82,10 +81,14 @@ class Case:
 
 
 class Cases:
-    """The cases of a test file."""
+    """The cases of a test file.
 
-    def __init__(self) -> None:
-        self._file = inspect.stack()[1].frame.f_globals["__name__"]
+    Args:
+        file: Its ``__name__``.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = file
         self.cases: dict[str, Case] = {}
 
     def add(

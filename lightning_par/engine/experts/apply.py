@@ -162,7 +162,7 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
 
 
 def apply_expert_parallel(
-    model: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh
+    model: nn.Module, resolved: ResolvedPlan, mesh: ParallelMesh, max_rows: int | None = None
 ) -> ExpertParallel | None:
     """Make every module with experts send rows to the ranks of their experts; the parameters are
     sharded later, as `ExpertParallel.placed` says.
@@ -171,6 +171,7 @@ def apply_expert_parallel(
         model: Parameters may be on meta. Modules of other pipeline stages may be missing.
         resolved: The resolved plan.
         mesh: The mesh; without an ``ep`` axis nothing changes.
+        max_rows: To how many rows parts are padded; None: they are not, see `dispatch_tokens`.
     """
     if mesh.expert_mesh is None:
         return None
@@ -181,7 +182,7 @@ def apply_expert_parallel(
         for child in module.modules():
             if next(child.parameters(recurse=False), None) is not None:
                 wrap_forward(child, partial(_with_local_parameters, child), "local_parameters")
-        dispatch_tokens(module, mesh.expert_mesh.get_group("ep"))
+        dispatch_tokens(module, mesh.expert_mesh.get_group("ep"), max_rows)
     return ExpertParallel(mesh=mesh.expert_mesh, modules=modules, parameters=frozenset(names))
 
 

@@ -6,11 +6,20 @@ dim, E experts, n ranks of the ``ep`` axis; a rank holds E/n experts.
 Note [Overlapped exchange]: the all-to-all of the rows starts before, and is waited for after, the
 work that `compute` is given to do beside it, such as shared experts.
 
+Note [Padded parts]: NCCL takes the sizes of an all-to-all from the host. Parts of their own sizes
+are read from the device, once a layer, and the host waits for it. Parts that are padded to a size
+that holds whatever tokens choose need no read. Padding is at the end of the part for each rank, and
+behind the rows of the last expert here. What experts compute of it may be NaN, or memory that was
+never written; it goes nowhere, forward and backward, as indices leave it out. One read for all
+layers is not possible, as a choice depends on the layers before it; an all-to-all that takes its
+sizes from the device (torch's `all_to_all_vdev`) needs NVSHMEM, and buffers of the same worst case.
+
 **Source**: Lepikhin et al. 2006.16668 (GShard), section 3; Gale et al. 2211.15841 (no row dropped
-or padded).
+or padded); for padded parts DeepEP's low-latency dispatch, whose buffers hold a given number of
+tokens, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +28,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.engine.collectives import apply_function
+from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.distributed import functional_operators
 
 __all__ = ["dispatch_tokens"]
@@ -30,32 +40,106 @@ _ops = functional_operators
 _Beside = Callable[[], Tensor] | None
 
 
-def dispatch_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
+def dispatch_tokens(
+    module: nn.Module, group: dist.ProcessGroup, max_rows: int | None = None
+) -> None:
     """Wrap `module.compute`, so that it gets the rows of all ranks for the local experts.
 
     Args:
         module: Changed in place; it has ``compute(rows, counts, beside)``.
         group: The ``ep`` axis.
+        max_rows: Rows of every part, the same on every rank, see Note [Padded parts]; None: each
+            part has the rows that tokens chose.
+
+    Raises:
+        ConfigurationError: Raised by the forward: a part may need more than `max_rows`.
 
     **Communicates**: E numbers, then A D values out and back over ``ep``, less those that stay;
-    the values once more in the backward.
+    the values once more in the backward. With `max_rows`, n max_rows D in place of A D.
     """
     inner: Callable[..., tuple[Tensor, Any]] = module.compute  # type: ignore[assignment]
+    ranks = group.size()
 
-    def compute(x: Tensor, counts: Tensor, beside: _Beside = None) -> tuple[Tensor, Any]:
+    def compute(
+        x: Tensor, counts: Tensor, beside: _Beside = None, capacity: int | None = None
+    ) -> tuple[Tensor, Any]:
+        if max_rows is None:
+            routes = _exact_routes(counts, group)
+        else:
+            here = len(counts) // ranks
+            _check_rows(len(x) if capacity is None else min(len(x), here * capacity), max_rows)
+            routes = _padded_routes(len(x), counts, max_rows, group)
         # See Note [Overlapped exchange].
-        routes = _find_routes(counts, group)
-        pending = routes.start(x)
+        leaving = routes.pack(x)
+        pending = routes.parts.start(leaving)
         other = None if beside is None else beside()
-        rows = apply_function(_Exchange, x, [pending], routes, float(group.size()))
-        rows = apply_function(_Permute, rows, routes.order, routes.back)
-        answers, _ = inner(rows, routes.counts)
-        answers = apply_function(_Permute, answers, routes.back, routes.order)
-        home = routes.reverse()
-        out = apply_function(_Exchange, answers, [home.start(answers)], home, 1.0 / group.size())
-        return out, other
+        rows = apply_function(_Exchange, leaving, [pending], routes.parts, float(ranks))
+        answers, _ = inner(routes.by_expert.apply(rows), routes.counts)
+        answers = routes.by_expert.inverse().apply(answers)
+        home = routes.parts.reverse()
+        out = apply_function(_Exchange, answers, [home.start(answers)], home, 1.0 / ranks)
+        return routes.unpack(out, len(x)), other
 
     module.compute = compute  # type: ignore[assignment]
+
+
+def _check_rows(most: int, max_rows: int) -> None:
+    """Raise if tokens may choose more rows of one rank's experts than a padded part holds."""
+    if most > max_rows:
+        raise ConfigurationError(
+            "LP319",
+            f"expert_max_rows={max_rows}: the tokens of this forward may need {most} rows of the "
+            f"experts of one rank. Use expert_max_rows={most} or more, or smaller batches, or "
+            "expert_max_rows=None, by which the host reads from the device how many there are.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Parts:
+    """The parts of an all-to-all of rows.
+
+    Attributes:
+        sent: [n], number of rows for every rank, in the order of the ranks.
+        received: [n], number of rows from every rank.
+        group: The ``ep`` axis.
+    """
+
+    sent: list[int]
+    received: list[int]
+    group: dist.ProcessGroup
+
+    def reverse(self) -> "_Parts":
+        """Return the parts of the answers."""
+        return _Parts(sent=self.received, received=self.sent, group=self.group)
+
+    def start(self, x: Tensor) -> Tensor:
+        """Start an all-to-all of `x`; the result has to be waited for."""
+        x, name = x.detach().contiguous(), self.group.group_name
+        started: Tensor = _ops.all_to_all_single(x, self.received, self.sent, name)
+        return started
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Permutation:
+    """A permutation of rows, with padding among its inputs and outputs, or without.
+
+    Attributes:
+        order: Input row of every output row, int64; one past the last input row: a row of zeros.
+        back: Output row of every input row, likewise.
+        padded: Whether `order`, and whether `back`, names rows of zeros.
+    """
+
+    order: Tensor
+    back: Tensor
+    padded: tuple[bool, bool] = (False, False)
+
+    def inverse(self) -> "_Permutation":
+        """Return the permutation that brings every row back."""
+        return _Permutation(order=self.back, back=self.order, padded=self.padded[::-1])
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Permute rows."""
+        return apply_function(_Permute, x, self.order, self.back, self.padded)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,66 +147,98 @@ class _Routes:
     """The routes of the rows of one forward.
 
     Attributes:
-        sent: [n], number of rows for every rank, in the order of the ranks.
-        received: [n], number of rows from every rank.
+        by_rank: Brings the rows of this rank into parts; None: they are in parts already, and
+            after those that are sent there may be others, of no expert.
+        parts: What is sent.
+        by_expert: Sorts the rows that arrived by expert.
         counts: [E/n], number of rows of every local expert.
-        order: [M], int64: permutation that sorts the rows that arrived by expert.
-        back: [M], int64: its inverse.
-        group: The ``ep`` axis.
     """
 
-    sent: list[int]
-    received: list[int]
+    by_rank: _Permutation | None
+    parts: _Parts
+    by_expert: _Permutation
     counts: Tensor
-    order: Tensor
-    back: Tensor
-    group: dist.ProcessGroup
 
-    def reverse(self) -> "_Routes":
-        """Return the routes of the answers."""
-        return _Routes(
-            sent=self.received,
-            received=self.sent,
-            counts=self.counts,
-            order=self.order,
-            back=self.back,
-            group=self.group,
-        )
+    def pack(self, x: Tensor) -> Tensor:
+        """Return the rows that are sent, in parts."""
+        if self.by_rank is not None:
+            return self.by_rank.apply(x)
+        rows = sum(self.parts.sent)
+        return x if rows == len(x) else x[:rows]
 
-    def start(self, x: Tensor) -> Tensor:
-        """Start an all-to-all of the rows of `x`; `_Exchange` waits for the result."""
-        return _all_to_all(x.detach(), self.received, self.sent, self.group)
+    def unpack(self, answers: Tensor, rows: int) -> Tensor:
+        """Return the answers to all rows; 0 for those that were not sent."""
+        if self.by_rank is not None:
+            return self.by_rank.inverse().apply(answers)
+        missing = rows - len(answers)
+        if not missing:
+            return answers
+        return torch.cat([answers, answers.new_zeros(missing, *answers.shape[1:])])
 
 
-def _all_to_all(
-    x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    started: Tensor = _ops.all_to_all_single(x.contiguous(), received, sent, group.group_name)
-    return started
+def _exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the numbers [n, E/n] of rows that come from every rank for every local expert."""
+    ranks = group.size()
+    equal = [len(counts) // ranks] * ranks
+    arriving: Tensor = _ops.wait_tensor(
+        _Parts(sent=equal, received=equal, group=group).start(counts)
+    )
+    return arriving.view(ranks, -1)
+
+
+def _sort_by_expert(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the order of rows, by expert and then as they are, and its inverse.
+
+    Args:
+        counts: [n, k]: number of rows in every part of every kind; parts are sorted by kind.
+        size: Their sum.
+    """
+    kinds = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
+    order = kinds.repeat_interleave(counts.flatten(), output_size=size).argsort(stable=True)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(size, device=order.device)
+    return order, back
 
 
 @torch.no_grad()
-def _find_routes(counts: Tensor, group: dist.ProcessGroup) -> _Routes:
-    """Exchange the counts [E] of rows for every expert, and return the routes."""
-    ranks = group.size()
-    here = len(counts) // ranks
-    equal = [here] * ranks
-    arriving = _ops.wait_tensor(_all_to_all(counts, equal, equal, group))
-    by_rank = torch.stack([counts.view(ranks, here), arriving.view(ranks, here)]).sum(-1)
+def _exact_routes(counts: Tensor, group: dist.ProcessGroup) -> _Routes:
+    """Return the routes in parts of their own sizes, given the rows [E] of every expert."""
+    arriving = _exchange_counts(counts, group)
     # One copy to the host, which waits for the device: all-to-all needs its sizes there.
-    sent, received = by_rank.tolist()
-    experts = torch.arange(here, device=counts.device).repeat(ranks)
-    rows = experts.repeat_interleave(arriving, output_size=sum(received))
-    order = rows.argsort(stable=True)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
+    sent, received = torch.stack([counts.view_as(arriving), arriving]).sum(-1).tolist()
+    order, back = _sort_by_expert(arriving, sum(received))
     return _Routes(
-        sent=sent,
-        received=received,
-        counts=arriving.view(ranks, here).sum(0),
-        order=order,
-        back=back,
-        group=group,
+        by_rank=None,
+        parts=_Parts(sent=sent, received=received, group=group),
+        by_expert=_Permutation(order=order, back=back),
+        counts=arriving.sum(0),
+    )
+
+
+@torch.no_grad()
+def _padded_routes(rows: int, counts: Tensor, size: int, group: dist.ProcessGroup) -> _Routes:
+    """Return the routes of `rows` in parts of `size` rows, given the rows [E] of every expert."""
+    ranks = group.size()
+    total, places = ranks * size, torch.arange(rows, device=counts.device)
+    leaving = counts.view(ranks, -1).sum(1)
+    # Rows that no expert counts are those of one more rank, and are not sent.
+    leaving = torch.cat([leaving, (rows - leaving.sum()).view(1)])
+    rank = torch.arange(ranks + 1, device=counts.device)
+    rank = rank.repeat_interleave(leaving, output_size=rows)
+    slots = places + rank * size - (leaving.cumsum(0) - leaving)[rank]
+    slots = slots.clamp(max=total)
+    filled = torch.full((total + 1,), rows, device=counts.device).scatter(0, slots, places)
+    arriving = _exchange_counts(counts, group)
+    padding = size - arriving.sum(1, keepdim=True)
+    order, back = _sort_by_expert(torch.cat([arriving, padding], 1), total)
+    here = arriving.sum(0)
+    return _Routes(
+        by_rank=_Permutation(order=filled[:-1], back=slots, padded=(True, True)),
+        parts=_Parts(sent=[size] * ranks, received=[size] * ranks, group=group),
+        by_expert=_Permutation(
+            order=order, back=torch.where(back < here.sum(), back, total), padded=(False, True)
+        ),
+        counts=here,
     )
 
 
@@ -130,16 +246,14 @@ class _Exchange(torch.autograd.Function):
     """Waits for an all-to-all that was started; its gradient is sent back, times a factor."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, pending: list[Tensor], routes: _Routes, factor: float
-    ) -> Tensor:
-        ctx.routes, ctx.factor = routes, factor
+    def forward(ctx: Any, x: Tensor, pending: list[Tensor], parts: _Parts, factor: float) -> Tensor:
+        ctx.parts, ctx.factor = parts, factor
         arrived: Tensor = _ops.wait_tensor(pending.pop())
         return arrived
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back = _ops.wait_tensor(ctx.routes.reverse().start(grad))
+        back = _ops.wait_tensor(ctx.parts.reverse().start(grad))
         return back * ctx.factor, None, None, None
 
 
@@ -147,11 +261,19 @@ class _Permute(torch.autograd.Function):
     """Permutes rows; the backward gathers by the inverse, where autograd's would add up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, back: Tensor, padded: tuple[bool, bool]
+    ) -> Tensor:
         ctx.save_for_backward(back)
-        return x[order]
+        ctx.padded = padded[1]
+        return _take(x, order, padded[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        return grad[back], None, None
+        return _take(grad, back, ctx.padded), None, None, None
+
+
+def _take(x: Tensor, rows: Tensor, padded: bool) -> Tensor:
+    """Return the rows of `x` at these places, of which one past the last is a row of zeros."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[rows] if padded else x[rows]

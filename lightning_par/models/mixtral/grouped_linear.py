@@ -57,21 +57,23 @@ def grouped_product(
     """Multiply the rows of every expert by the transpose of its own weight.
 
     Args:
-        x: [M, K], rows sorted by expert.
+        x: [M, K], rows sorted by expert; after those of the last one there may be padding.
         weight: [E, N, K].
-        counts: [E], int64: number of rows of every expert; the sum is M.
+        counts: [E], int64: number of rows of every expert; the sum is M less the padding.
         backend: ``"grouped"``: `F.grouped_mm` where it supports device, dtype and sizes (not
             float64), else the loop; ``"loop"``: one product per expert; ``"auto"``: the faster one.
 
     Returns:
-        [M, N].
+        [M, N]; the rows of the padding have no meaning, and may be NaN.
     """
     if _use_grouped_mm(x, weight, backend):
         offsets = counts.cumsum(0).to(torch.int32)
         product: Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
         return product
-    parts = x.split(counts.tolist())
-    return torch.cat([F.linear(p, w) for p, w in zip(parts, weight.unbind(), strict=True)])
+    sizes = counts.tolist()
+    *parts, padding = x.split([*sizes, len(x) - sum(sizes)])
+    products = [F.linear(p, w) for p, w in zip(parts, weight.unbind(), strict=True)]
+    return torch.cat([*products, products[0].new_zeros(len(padding), weight.shape[1])])
 
 
 class GroupedLinear(nn.Module):

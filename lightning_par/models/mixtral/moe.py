@@ -35,16 +35,21 @@ class RoutedTokens(NamedTuple):
     """Assignment of tokens to experts.
 
     Attributes:
-        tokens: [A], int64: index of the token in [N]; sorted by expert, then by token.
+        tokens: [A], int64: index of the token in [N]; sorted by expert, then by token. Assignments
+            beyond the capacity of their expert are at the end.
         weights: [A]: gate weight of the expert's output.
-        counts: [E], int64: number of assignments of every expert; the sum is A.
+        counts: [E], int64: number of assignments of every expert within its capacity.
         losses: [2], float32 or wider: balance loss and z-loss.
+        capacity: The most assignments that an expert can have, by the shapes alone; None: A.
+        kept: [A], bool: which assignments are within the capacity; None: all.
     """
 
     tokens: Tensor
     weights: Tensor
     counts: Tensor
     losses: Tensor
+    capacity: int | None = None
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,9 @@ class Router(nn.Module):
         losses = self._losses(logits, probabilities, chosen, mask, kept)
         if self.config.routing == "expert_choice":
             return _by_expert_choice(chosen, weights, logits.shape[1], losses)
-        return _by_token_choice(chosen, weights, kept, self.config.num_experts, losses)
+        batch, length, experts = logits.shape
+        capacity = batch * (length if kept is None else self.config.capacity(length))
+        return _by_token_choice(chosen, weights, kept, experts, losses, capacity)
 
     def _choose(
         self, scores: Tensor, probabilities: Tensor
@@ -217,7 +224,7 @@ class Router(nn.Module):
             each = counted[..., None].expand(chosen.shape)
             load = counted.new_zeros(self.config.num_experts)
             load = load.scatter_add(0, chosen.flatten(), each.flatten())
-            dropped = counted.new_zeros(()) if kept is None else each[~kept].sum()
+            dropped = counted.new_zeros(()) if kept is None else (each * ~kept).sum()
         if not self.training:
             return load
         # One all-reduce for all of them.
@@ -249,19 +256,25 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 def _by_token_choice(
-    chosen: Tensor, weights: Tensor, kept: Tensor | None, num_experts: int, losses: Tensor
+    chosen: Tensor,
+    weights: Tensor,
+    kept: Tensor | None,
+    num_experts: int,
+    losses: Tensor,
+    capacity: int,
 ) -> RoutedTokens:
-    """Sort the assignments [B, T, k] by expert, without those beyond capacity."""
-    # Stable: within an expert tokens keep their order, so sums do too.
+    """Sort the assignments [B, T, k] by expert, those beyond capacity behind all others."""
     experts, flat = chosen.flatten(), weights.flatten()
-    if kept is None:
-        order = experts.argsort(stable=True)
-    else:
-        left = kept.flatten().nonzero().squeeze(1)
-        order = left[experts[left].argsort(stable=True)]
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-    counts = counts.scatter_add(0, experts[order], torch.ones_like(order))
-    return RoutedTokens(order // chosen.shape[-1], flat[order], counts, losses)
+    if kept is not None:  # left where they are, as the host would wait for how many are kept
+        experts = experts.where(kept.flatten(), num_experts)
+    # Stable: within an expert tokens keep their order, so sums do too.
+    order = experts.argsort(stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
+    counts = counts.scatter_add(0, experts, torch.ones_like(experts))[:num_experts]
+    if kept is not None:
+        kept = kept.flatten()[order]
+    tokens = order // chosen.shape[-1]
+    return RoutedTokens(tokens, flat[order], counts, losses, capacity, kept)
 
 
 def _by_expert_choice(chosen: Tensor, weights: Tensor, length: int, losses: Tensor) -> RoutedTokens:
@@ -270,7 +283,12 @@ def _by_expert_choice(chosen: Tensor, weights: Tensor, length: int, losses: Tens
     starts = torch.arange(batch, device=chosen.device)[:, None, None] * length
     tokens, flat = ((chosen + starts).transpose(0, 1).flatten(), weights.transpose(0, 1).flatten())
     counts = torch.full((experts,), batch * room, dtype=torch.int64, device=chosen.device)
-    return RoutedTokens(tokens, flat, counts, losses)
+    return RoutedTokens(tokens, flat, counts, losses, batch * room)
+
+
+def _keep(rows: Tensor, kept: Tensor | None) -> Tensor:
+    """Return 0 in place of the rows of no expert, also as their gradient: both may be NaN."""
+    return rows if kept is None else torch.where(kept[:, None], rows, 0)
 
 
 class Experts(nn.Module):
@@ -299,6 +317,8 @@ class Experts(nn.Module):
         tokens: Tensor,
         counts: Tensor,
         beside: Beside = None,
+        capacity: int | None = None,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Permute tokens to their experts, compute them, and sum the weighted outputs per token.
 
@@ -308,30 +328,39 @@ class Experts(nn.Module):
             tokens: [A], int64; see `RoutedTokens`.
             counts: [E], int64; see `RoutedTokens`.
             beside: Work that overlaps with the communication; see `compute`.
+            capacity: See `RoutedTokens`.
+            kept: See `RoutedTokens`.
 
         Returns:
             [B, T, D], 0 for a token without an expert; and the result of `beside`, or None.
         """
         flat = hidden.flatten(0, 1)
-        outputs, other = self.compute(flat[tokens], counts, beside)
+        rows = _keep(flat[tokens], kept)
+        outputs, other = self.compute(rows, counts, beside, capacity)
+        outputs = _keep(outputs, kept)
         weighted = (outputs * weights[:, None].to(outputs.dtype)).to(flat.dtype)
         # A token has up to k outputs, which index_add sums.
         return torch.zeros_like(flat).index_add(0, tokens, weighted).view_as(hidden), other
 
     def compute(
-        self, x: Tensor, counts: Tensor, beside: Beside = None
+        self,
+        x: Tensor,
+        counts: Tensor,
+        beside: Beside = None,
+        capacity: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Map [A, D] to [A, D], each row by its expert.
 
-        With expert parallelism a strategy wraps it in the two all-to-alls.
+        With expert parallelism a strategy wraps it in the two all-to-alls, which need `capacity`.
 
         Args:
-            x: [A, D], rows sorted by expert.
+            x: [A, D], rows sorted by expert; behind them may be others, of no expert.
             counts: [E], int64: number of rows of every expert.
             beside: Work to overlap with the all-to-all, such as shared experts.
+            capacity: See `RoutedTokens`.
 
         Returns:
-            [A, D], and the result of `beside`, or None.
+            [A, D], and the result of `beside`, or None. Rows of no expert have no meaning.
         """
         other = None if beside is None else beside()
         gated = F.silu(self.gate(x, counts)) * self.up(x, counts)
@@ -370,6 +399,7 @@ class MoELayer(nn.Module):
         shared = self.shared
         # Not computed here: the experts call it while their all-to-all is in flight.
         beside = None if shared is None else lambda: shared(hidden)
-        tokens, weights, counts, losses = self.router(hidden, noise, counted)
-        mixed, other = self.experts(hidden, weights, tokens, counts, beside)
+        routed: RoutedTokens = self.router(hidden, noise, counted)
+        tokens, weights, counts, losses, capacity, kept = routed
+        mixed, other = self.experts(hidden, weights, tokens, counts, beside, capacity, kept)
         return mixed if other is None else mixed + other, losses

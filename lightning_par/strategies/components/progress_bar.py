@@ -1,8 +1,8 @@
 """A bar for what takes long before, between and after the steps of a run.
 
 It is on rank 0, on the terminal of the standard error. Where Lightning's own bars are off
-(``Trainer(enable_progress_bar=False)``), or standard error is no terminal, there is none. While
-Lightning's rich bars are drawn, it is one of them.
+(``Trainer(enable_progress_bar=False)``), or standard error is no terminal, there is none; commands
+write lines there. While Lightning's rich bars are drawn, it is one of them.
 
 Bytes begin to move at once: their bar waits for a second, so that short work shows none. What is
 counted in pieces, as blocks that are compiled, has its first piece late: its bar is there at once.
@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,11 +21,13 @@ from tqdm import tqdm
 
 from lightning_par.checkpoint.progress import Advance, Show
 
-__all__ = ["progress_bar", "progress_of"]
+__all__ = ["progress_bar", "progress_of", "progress_of_command"]
 
 _DELAY = 1.0
 """Seconds before a bar of bytes appears."""
 _PERIOD = 0.1
+_LINES = 10.0
+"""Seconds between two lines of a log."""
 _MEGA = 1e6
 
 
@@ -53,6 +55,39 @@ def progress_bar(name: str, total: int | None, unit: str) -> Iterator[Advance]:
     silent = not sys.stderr.isatty()
     with _Bar(total=total, desc=name, disable=silent, file=sys.stderr, **size) as bar:
         yield bar.update
+
+
+def progress_of_command(name: str, total: int | None, unit: str) -> AbstractContextManager[Advance]:
+    """Show a bar on a terminal; elsewhere, as in a log, write lines.
+
+    Args:
+        name: What is done.
+        total: Bytes or pieces; None: nobody knows.
+        unit: "B", or the name of the pieces.
+    """
+    return (progress_bar if sys.stderr.isatty() else _lines)(name, total, unit)
+
+
+@contextmanager
+def _lines(name: str, total: int | None, unit: str) -> Iterator[Advance]:
+    """Write how much is done: at once where it is counted in pieces, then every few seconds."""
+    due, completed = time.monotonic() + (_DELAY if unit == "B" else 0), 0
+
+    def size(count: int) -> str:
+        return f"{tqdm.format_sizeof(count)}B" if unit == "B" else str(count)
+
+    def done(count: int) -> None:
+        nonlocal due, completed
+        completed += count
+        if time.monotonic() >= due:
+            due = time.monotonic() + _LINES
+            words = [size(completed), *([] if total is None else ["of", size(total)])]
+            words += [] if unit == "B" else [unit]
+            sys.stderr.write(f"{name}: {' '.join(words)}\n")
+            sys.stderr.flush()
+
+    done(0)
+    yield done
 
 
 def progress_of(trainer: pl.Trainer | None) -> Show:

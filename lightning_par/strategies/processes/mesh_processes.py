@@ -157,13 +157,12 @@ class MeshProcesses:
 
     @property
     def speaks(self) -> bool:
-        """Whether errors that all processes of this node find alike are said by this one."""
-        environment = self._environment
-        return (
-            environment is None
-            or environment.local_rank() == 0
-            or environment.creates_processes_externally
-        )
+        """Whether what all processes of this node find alike is said by this one: by each that no
+        process of ours has started, as its log may be another.
+        """
+        environment, launcher = self._environment, self._launcher
+        is_first = environment is None or environment.local_rank() == 0
+        return is_first or launcher is None or not launcher.sees_processes
 
     @property
     def device(self) -> torch.device:
@@ -293,7 +292,9 @@ class MeshProcesses:
             given = self.rank, local_rank, self.activity, sizes, server
             file, others = open_status_file(*given)
             if file is not None:
-                self._watch = RankWatch(file, sizes, self._options.timeout, others, server)
+                self._watch = RankWatch(
+                    file, sizes, self._options.timeout, others, server, speaks=self.speaks
+                )
                 self._observe_children(False)
             elif server is not None:
                 server.close()

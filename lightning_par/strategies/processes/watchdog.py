@@ -4,6 +4,9 @@ Note [Two ways to end]: a rank whose peer is gone fails in its next collective, 
 Then the exception goes its way through Lightning and gets a note about the culprit. Where a
 collective waits on (NCCL, or a rank that only computes), a thread ends the process after a grace.
 
+Note [One traceback]: where a rank raised, the others fail because it is gone, and their tracebacks,
+printed after its own, would be read first. One line of one rank of the node stands for them.
+
 Note [A busy machine]: graces are counted in looks at the other ranks, a fixed time apart. Where the
 machine is so busy that looks come late, the others are as late, and have more time to end.
 """
@@ -14,6 +17,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -113,6 +117,7 @@ class RankWatch:
         timeout: Timeout of the process groups.
         others: The other hosts of the run, which are asked if no rank here is the cause.
         server: Answers them; closed with this.
+        speaks: Whether this process says what all ranks of this node find alike.
 
     Attributes:
         sizes: As given.
@@ -125,8 +130,11 @@ class RankWatch:
         timeout: timedelta | None,
         others: Sequence[OtherHost] = (),
         server: HostStatusServer | None = None,
+        *,
+        speaks: bool = True,
     ) -> None:
         self._file, self.sizes, self._others_hosts, self._server = file, sizes, others, server
+        self._speaks = speaks
         self._host = f" on host {socket.gethostname()}" if others else ""
         if server is not None:
             server.tell = lambda: self._causes(self._file.look())
@@ -147,17 +155,25 @@ class RankWatch:
         """Tell the other ranks of an exception of this one, and the user of its cause.
 
         If this rank failed in communication and no rank of the node died or raised, it waits up to
-        3 s for the others; those that neither failed nor ended by then are killed.
+        3 s for the others; those that neither failed nor ended by then are killed. It
+        waits as long for the end of one that raised; see Note [One traceback].
         """
         cut_off = is_communication_error(error)
         status = RankStatus.CUT_OFF if cut_off else RankStatus.FAILED
-        self._file.say(status, f"{type(error).__name__}: {error}".partition("\n")[0])
+        # What ends a process without a word may have a cause.
+        fault = error.__cause__ if isinstance(error, SystemExit) and error.__cause__ else error
+        self._file.say(status, f"{type(fault).__name__}: {fault}".partition("\n")[0])
         if not cut_off:
             if not isinstance(error, LightningParError) and self.sizes.world_size > 1:
                 error.add_note(f"on {self._name(self._mine())}, in {self._mine().activity}")
             return
         _look_for(_SETTLE, self._is_settled)
-        error.add_note(self._describe(self._file.look()))
+        causes = self._find_causes(self._file.look())
+        said = self._describe(causes)
+        error.add_note(said)
+        if causes.failed and not causes.dead:
+            _print_instead_of_traceback(said, said if self._speaks else "")
+            _look_for(_KILL, lambda: not self._raised())
         _look_for(_KILL - _SETTLE, lambda: self._is_settled() or not self._unresponsive())
         if not self._is_settled():
             self._kill_unresponsive()
@@ -171,6 +187,10 @@ class RankWatch:
 
     def _others(self) -> list[RankState]:
         return [s for s in self._file.look() if s.rank != self._file.rank]
+
+    def _raised(self) -> list[RankState]:
+        """Return the ranks that have not yet ended after an exception of their own."""
+        return [s for s in self._others() if s.status is RankStatus.FAILED and s.is_alive]
 
     def _unresponsive(self) -> list[RankState]:
         return [s for s in self._others() if s.status is RankStatus.RUNNING and s.is_alive]
@@ -203,11 +223,12 @@ class RankWatch:
 
     def _end(self, states: Sequence[RankState]) -> None:
         """End this process, whose main thread waits for ranks that are gone."""
-        if any(state.status is RankStatus.FAILED for state in states):  # its traceback says more
-            _logger.critical("%s", self._describe(states))
-        else:
-            _logger.critical("%s\nThis rank waited here:", self._describe(states))
+        said = self._describe(self._find_causes(states))
+        if not any(state.status is RankStatus.FAILED for state in states):
+            _logger.critical("%s\nThis rank waited here:", said)
             faulthandler.dump_traceback(all_threads=True)
+        elif self._speaks:  # see Note [One traceback]
+            _logger.critical("%s", said)
         time.sleep(_KILL - _GRACE)
         self._kill_unresponsive()
         os._exit(1)
@@ -231,12 +252,16 @@ class RankWatch:
             ended=[f"{self._name(s)} has ended" for s in ended],
         )
 
-    def _describe(self, states: Sequence[RankState]) -> str:
-        """Say which rank or host is the cause, what it was doing, and what to do."""
-        own = next(s for s in states if s.rank == self._file.rank)
+    def _find_causes(self, states: Sequence[RankState]) -> Causes:
+        """Return what the ranks of this node say or, if none of them is the cause, all others."""
         causes = self._causes(states)
         if not causes.dead and not causes.failed:
             causes.add(ask_hosts(self._others_hosts))
+        return causes
+
+    def _describe(self, causes: Causes) -> str:
+        """Say which rank or host is the cause, what it was doing, and what to do."""
+        own = self._mine()
         return f"{self._name(own)}, in {own.activity}, could not go on: {self._say(causes)}"
 
     def _say(self, causes: Causes) -> str:
@@ -266,6 +291,19 @@ class RankWatch:
     def _say_unresponsive(self, state: RankState, seconds: float) -> str:
         why = f", and its process {state.pid} is stopped by a signal" if state.is_stopped else ""
         return f"{self._name(state)} has been in {state.activity} for {seconds:.0f} s{why}"
+
+
+def _print_instead_of_traceback(note: str, text: str) -> None:
+    """Let Python log `text`, or nothing, for an error with this note that nobody has caught."""
+    print_traceback = sys.excepthook
+
+    def log_text(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if note not in getattr(error, "__notes__", ()):
+            print_traceback(kind, error, traceback)
+        elif text:
+            _logger.critical("%s", text)
+
+    sys.excepthook = log_text
 
 
 def _look_for(seconds: float, is_over: Callable[[], bool]) -> None:

@@ -75,6 +75,8 @@ def first_samples(module: nn.Module) -> Any:
             if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
                 return None
             dataset: Any = loader.dataset
+            if loader.batch_sampler is None:  # `batch_size=None`: the dataset has batches
+                return loader.collate_fn(dataset[0])
             batch = loader.collate_fn([dataset[i] for i in range(min(_SAMPLES, len(dataset)))])
         except Exception:  # of a loader or dataset of the user; the run will meet it again
             return None

@@ -170,7 +170,7 @@ def _apply(
     """
     stages, bounds, rank_of_stage = _split_stages(module, resolved, mesh, options)
     apply_replica_sums(module, resolved, mesh.token_group)
-    experts = apply_expert_parallel(module, resolved, mesh)
+    experts = apply_expert_parallel(module, resolved, mesh, options.expert_max_rows)
     tensor = _apply_tensor(module, resolved, mesh, sequence_parallel=options.sequence_parallel)
     sequence = _apply_context(module, resolved, mesh, options)
     return _Parts(

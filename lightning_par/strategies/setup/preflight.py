@@ -49,9 +49,9 @@ def one_speaks(processes: MeshProcesses) -> Iterator[None]:
     """
     try:
         yield
-    except LightningParError:
+    except LightningParError as error:
         if not processes.speaks:
-            raise SystemExit(1) from None
+            raise SystemExit(1) from error  # the first process tells it if it is not found there
         raise
 
 

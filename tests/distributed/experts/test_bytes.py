@@ -1,11 +1,14 @@
 """Rows travel to the experts of other ranks and back, twice, and nothing else does."""
 
+import re
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_par
+from lightning_par.errors import ConfigurationError
 from tests.distributed.profiling.test_bytes import _Counter
 from tests.support.models.mixture import DIM, EXPERTS, layout, make, VOCAB
 from tests.support.parity import quiet_trainer
@@ -28,12 +31,13 @@ class _Watch(_Counter):
             self.counts.append(routed.counts)
 
 
-def count(rank: int, world: int, zero_stage: int) -> Any:
+def count(rank: int, world: int, zero_stage: int, max_rows: int | None = None) -> Any:
     torch.manual_seed(5)
     module, samples = make()
     sizes = {n: p.numel() for n, p in module.named_parameters()}
     watch = _Watch(module)
-    strategy = lightning_par.Hybrid3DStrategy(**layout(dp=world, ep=RANKS, zero=zero_stage))
+    options = layout(dp=world, ep=RANKS, zero=zero_stage, expert_max_rows=max_rows)
+    strategy = lightning_par.Hybrid3DStrategy(**options)
     trainer = quiet_trainer(
         devices=world, strategy=strategy, max_epochs=1, callbacks=[watch], limit_val_batches=0
     )
@@ -66,6 +70,29 @@ def test_rows_that_leave_a_rank_travel_out_and_back_forward_and_backward() -> No
         assert found["dp_shard", "reduce_scatter"][1] == others
         assert found["dp_shard", "all_gather"][1] == others
         assert not {axis for axis, _ in found} & {"expert_shard", "expert_replicate"}
+
+
+def test_padded_parts_have_one_size_whatever_tokens_choose() -> None:
+    rows, results = 40, run_ranks(count, 2, 1, 40, timeout=120)
+    assert not torch.equal(results[0][1], results[1][1])
+    for found, _, _ in results:
+        ((calls, payload, sent),) = [v for (_, what), v in found.items() if what == "all_to_all"]
+        assert calls == 5 * LAYERS
+        assert payload == LAYERS * (4 * RANKS * rows * DIM * FLOAT + EXPERTS * NUMBER)
+        assert sent == payload // RANKS
+
+
+def refused(rank: int, world: int) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        count(rank, world, 1, 39)
+    return str(caught.value)
+
+
+def test_more_rows_than_a_part_holds_are_refused_with_their_number() -> None:
+    # 2 samples of 10 tokens, which may all choose the 2 experts of one rank.
+    said = r"expert_max_rows=39: .* 40 rows .* Use expert_max_rows=40 or more"
+    for text in run_ranks(refused, 2, timeout=120):
+        assert re.search(said, text), text
 
 
 def test_experts_are_reduced_over_the_ranks_that_hold_the_same_ones() -> None:

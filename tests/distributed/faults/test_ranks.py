@@ -60,6 +60,7 @@ def test_rank_that_raises_ends_every_process_and_is_named(tmp_path: Path) -> Non
     assert run.blames(r"on rank 2 \(pp 1, tp 0\), in start of the batch, step 3") == [2]
     says = r"rank 2 \(pp 1, tp 0\) raised KeyError: 'no such key' in start of the batch, step 3\."
     assert run.blames(says) == [0, 1, 3]
+    assert run.blames("Traceback") == [2], "stacks of ranks that are not the cause"
     if sys.platform == "linux":  # reads /proc
         listened = {a for log in run.logs for a in re.findall("listens on (.*)", log)}
         assert {a for addresses in listened for a in addresses.split(", ")} == {"127.0.0.1"}

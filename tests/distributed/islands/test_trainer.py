@@ -261,16 +261,17 @@ def killed_island(rank: int, world: int, outer: dict[str, Any], ends: list[int])
     for most in ends:
         torch.manual_seed(0)
         module, callbacks = Momenta(), [Samples(most)]
-        strategy = Hybrid3DStrategy(outer=outer)
+        strategy = Hybrid3DStrategy(**ONES, zero_stage=3, outer=outer)
         options: dict[str, Any] = {"max_epochs": 3, "limit_val_batches": 0}
-        trainer = quiet_trainer(devices=1, strategy=strategy, callbacks=callbacks, **options)
+        trainer = quiet_trainer(devices=world, strategy=strategy, callbacks=callbacks, **options)
         with suppress(KeyError):
             trainer.fit(module)
     return {n: p.detach().clone() for n, p in module.named_parameters()}
 
 
+@pytest.mark.parametrize("world", [1, 2], ids=["one rank", "sharded states"])
 def test_an_island_that_keeps_its_optimizer_goes_on_as_if_it_had_not_been_killed(
-    tmp_path: Path,
+    world: int, tmp_path: Path
 ) -> None:
     (tmp_path / "key").write_bytes(KEY)
     outer = {"every": 2, "island": 0, "islands": 1, "key_file": str(tmp_path / "key")}
@@ -280,7 +281,7 @@ def test_an_island_that_keeps_its_optimizer_goes_on_as_if_it_had_not_been_killed
         with serving() as server:
             told = {**outer, "server": f"127.0.0.1:{server.port}"}
             told["keep"] = None if keep is None else str(keep)
-            found += run_ranks(killed_island, 1, told, ends, timeout=60)
+            found.append(run_ranks(killed_island, world, told, ends, timeout=180)[0])
     calm, kept, anew = found
     # The exchange subtracts movements from the shared weights, in float32.
     torch.testing.assert_close(kept, calm, rtol=0, atol=1e-5)

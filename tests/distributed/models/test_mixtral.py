@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.exhaustive import some
-from tests.support.models.mixture import DIM, EXPERTS, FF, layout, make
+from tests.support.models.mixture import DIM, EXPERTS, FF, layout, LENGTH, make
 from tests.support.module_parity import assert_model_parity, train_model_rank
 from tests.support.ranks.api import run_ranks
 
@@ -16,9 +16,11 @@ SWITCH = {"routing": "switch", "experts_per_token": 1, "capacity_factor": 1.0}
 CHOICE = {"routing": "expert_choice", "balance": "none"}
 SKEWED = {"balance": "bias", "experts_per_token": 1, "skewed": True}
 ALL = {"experts_per_token": EXPERTS}
+TOKENS = 2 * LENGTH
+"""Of a rank in a step, where two replicas share four samples."""
 
-
-LARGE = {"pp2", "dp2", "cp2", "ep2 zero0", "ep2 dp2 zero1"}
+LARGE = {"pp2", "dp2", "cp2", "ep2 zero0", "ep2 dp2 zero1", "ep2 tp2 padded"}
+LARGE |= {"ep2 one expert has all, padded", "ep2 expert choice, padded"}
 """What fails here fails, too, where experts are divided, with other stages, or with more axes."""
 
 
@@ -83,6 +85,12 @@ DIVIDED = {
     "ep2 cp2": (layout(ep=2, context_parallel_size=2), AUXILIARY),
     "ep2 cp2 dp2": (layout(dp=2, ep=2, zero=2, context_parallel_size=2), BIAS),
     "ep2 replicated": (layout(dp=4, ep=2, zero=3, data_parallel_replicate_size=2), AUXILIARY),
+    "ep2 padded": (layout(dp=2, ep=2, zero=3, expert_max_rows=2 * TOKENS), BIAS),
+    "ep2 switch padded": (layout(dp=2, ep=2, expert_max_rows=2 * 2 * 3), SWITCH),
+    "ep2 one expert has all, padded": (layout(dp=2, ep=2, expert_max_rows=TOKENS), SKEWED),
+    "ep2 expert choice, padded": (layout(dp=2, ep=2, expert_max_rows=2 * 2 * 7), CHOICE),
+    "ep2 tp2 padded": (layout(tp=2, dp=2, ep=2, expert_max_rows=2 * TOKENS), AUXILIARY),
+    "ep2 pp2 padded": (layout(pp=2, dp=2, ep=2, zero=2, expert_max_rows=2 * TOKENS), BIAS),
 }
 
 

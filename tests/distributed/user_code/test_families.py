@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.models.plain_language_model import PlainModule
 from tests.support.user_code import Cases
 
-CASES = Cases()
+CASES = Cases(__name__)
 _V = 48
 _OFF = dict.fromkeys(
     ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout"), 0.0

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases()
+CASES = Cases(__name__)
 
 
 def hooked(act: Callable[[PlainModule], None], hook: str = "on_before_optimizer_step") -> Any:

@@ -10,7 +10,7 @@ from tests.support.models.plain_language_model import token_pairs
 from tests.support.models.structures import images, Planless
 from tests.support.user_code import Cases
 
-CASES = Cases()
+CASES = Cases(__name__)
 
 
 def padded_pairs() -> list[tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ from tests.distributed.user_code.test_batches import per_sample, stack, Undeclar
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases()
+CASES = Cases(__name__)
 
 
 def ragged(samples: Any) -> Any:

@@ -13,7 +13,7 @@ from lightning_par import ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases()
+CASES = Cases(__name__)
 ELSEWHERE = r"step uses net\..* at test_parameters.py:\d+, which is on another pipeline stage"
 
 

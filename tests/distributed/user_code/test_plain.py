@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases()
+CASES = Cases(__name__)
 
 
 @CASES.add(

@@ -11,7 +11,7 @@ from lightning_par import ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
-CASES = Cases()
+CASES = Cases(__name__)
 
 
 @CASES.add(equal="zero3")

@@ -74,9 +74,9 @@ def steady_step(
     return steady.traffic
 
 
-def experts() -> tuple[Any, Dataset[Any]]:
+def experts(**config: Any) -> tuple[Any, Dataset[Any]]:
     """A small Mixtral, of sizes that `F.grouped_mm` takes, and data for all steps in one epoch."""
-    module, data = mixture.make(adam=True, model_dim=48, ff_dim=16)
+    module, data = mixture.make(adam=True, model_dim=48, ff_dim=16, **config)
     return module, ConcatDataset([data] * 6)
 
 

@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -130,7 +129,7 @@ def _rank(rank: int, world: int, port: int, folder: Path, fault: Fault, timeout:
     try:
         trainer.fit(_Faulty(fault), loader(ToyData(4000), 4))
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as Python does
         sys.stderr.flush()
         raise SystemExit(1) from None
 

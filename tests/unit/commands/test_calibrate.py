@@ -28,6 +28,7 @@ def test_a_profile_is_written_beside_those_of_other_machines(tmp_path: Path, cap
     assert f"--profile {path} --device second" in said
     assert json.loads(path.read_text())["devices"]["first"] == first
     device = load_profile("second", path)
+    assert [load_profile(name, path).accelerator for name in ("second", "h100")] == ["cpu", "gpu"]
     assert device.calibration is not None
     assert reached(device) == device.calibration.constants
     assert device.calibration.slowdown == (1.0,)

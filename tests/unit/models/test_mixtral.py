@@ -165,14 +165,17 @@ def test_grouped_product_equals_the_loop_also_for_experts_without_rows():
         pytest.skip("this torch has no F.grouped_mm for float32 on the CPU")
     counts = torch.tensor([5, 0, 17, 3])
     x = torch.randn(25, 32, dtype=torch.float32)
+    padded = torch.cat([x, torch.full((4, 32), math.nan, dtype=torch.float32)])
     results = []
-    for backend in ("grouped", "loop"):
+    for backend, given in (("grouped", x), ("loop", x), ("grouped", padded), ("loop", padded)):
         torch.manual_seed(3)
-        layer, rows = GroupedLinear(4, 32, 48, backend).float(), x.clone().requires_grad_()
+        layer, rows = GroupedLinear(4, 32, 48, backend).float(), given.clone().requires_grad_()
         out = layer(rows, counts)
-        out.sin().sum().backward()
-        results.append((out, rows.grad, layer.weight.grad))
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+        assert len(out) == len(given)
+        out[:25].sin().sum().backward()
+        results.append((out[:25], rows.grad[:25], layer.weight.grad))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], atol=1e-5, rtol=1e-5)
     empty = GroupedLinear(4, 32, 48, "grouped").float()(x[:0], counts * 0)
     assert empty.shape == (0, 48)
 

@@ -61,6 +61,35 @@ def test_pieces_are_shown_before_the_first_is_done(monkeypatch: pytest.MonkeyPat
     assert "rehearsing: 0 operations" in stderr.getvalue()
 
 
+@pytest.mark.parametrize("period", [0.0, 60.0])
+def test_command_writes_lines_where_there_is_no_terminal(
+    period: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(progress_bar, "_LINES", period)
+    monkeypatch.setattr(progress_bar, "_DELAY", period)
+    with showing(progress_bar.progress_of_command):
+        with counted("steps", "training", 3):
+            assert stderr.getvalue() == "training: 0 of 3 steps\n"
+            advance("steps")
+        with counted("operations", "rehearsing", None):
+            advance("operations", 7)
+        with counted("write", "saving", 4_000_000):
+            advance("write", 1_000_000)
+    often = ["training: 0 of 3 steps", "training: 1 of 3 steps"]
+    often += ["rehearsing: 0 operations", "rehearsing: 7 operations"]
+    often += ["saving: 0.00B of 4.00MB", "saving: 1.00MB of 4.00MB"]
+    assert stderr.getvalue().splitlines() == (often[:4:2] if period else often)
+
+
+def test_command_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with showing(progress_bar.progress_of_command), counted("steps", "training", 3):
+        assert "training:   0%" in stderr.getvalue()
+
+
 class Saves(Callback):
     def __init__(self, delay: float) -> None:
         self.delay, self.tasks = delay, list[str]()
