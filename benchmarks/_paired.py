@@ -112,10 +112,21 @@ class _Round:
                     break
             self.changed.notify_all()
 
-    def wait_for(self, name: str) -> None:
-        """Wait until it is the turn of `name`."""
+    def wait_for(self, name: str, *, to_end: bool = False) -> None:
+        """Wait until it is the turn of `name`.
+
+        Args:
+            name: Of a contender.
+            to_end: Wait until those that began later have ended instead: a run replaces functions
+                of Lightning and puts back what it found, so the last to begin is the first to end.
+        """
+        later = set(self.names[self.names.index(name) + 1 :])
+
+        def is_turn() -> bool:
+            return later <= self.finished if to_end else self.names[self.current] == name
+
         with self.changed:
-            self.changed.wait_for(lambda: self.failed or self.names[self.current] == name)
+            self.changed.wait_for(lambda: self.failed or is_turn())
             if self.failed:
                 raise _StoppedError
 
@@ -135,7 +146,8 @@ class Turn:
             if self._count:
                 self._stop()
             self._round.hand_over()
-            self._round.wait_for(self._name)
+            is_last = self._count == arguments.total_steps - 1
+            self._round.wait_for(self._name, to_end=is_last)
             if arguments.profile and self._count == arguments.warmup * arguments.steps:
                 import cProfile
 

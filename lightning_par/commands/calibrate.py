@@ -141,7 +141,9 @@ def as_profile(
     entry["calibration"] = {
         "constants": asdict(reached),
         "attention_rates": list(found.attention),
+        "loss_rate": found.loss,
         "slowdown": list(found.slowdown),
+        "waits": list(found.waits),
         "overlaps": found.overlaps,
     }
     return entry, networks
@@ -181,6 +183,9 @@ def _report(found: Measures) -> str:
         "a kernel": f"{found.kernel * 1e6:.3g} us, of the host {found.host * 1e6:.3g} us",
         "slowdown": f"{slowdown}, with 1 to {len(found.slowdown)} devices of a node at work",
     }
+    if any(found.waits):
+        waits = ", ".join(f"{1e3 * wait:.3g}" for wait in found.waits)
+        rows["waits"] = f"{waits} ms of a collective, while so many compute"
     for name, link in (("inside a node", found.link), ("between nodes", found.network)):
         if link:
             rows[name] = (

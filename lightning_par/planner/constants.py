@@ -52,16 +52,22 @@ class Calibration:
     Attributes:
         constants: What is reached of the profile's numbers.
         attention_rates: Speed of attention, forward and backward, relative to a large product.
+        loss_rate: Bytes/s of the loss's softmax, relative to other element-wise work.
         slowdown: Entry k - 1: time of an operation while k devices of a node compute, over that of
             one that computes alone; more than 1 where they share cores or power.
         overlaps: Whether what ranks send moves beside their computation; a CPU sends with the cores
             that compute.
+        waits: Entry k - 1: seconds that a collective or a message takes longer between computations
+            of k devices of a node than in a loop of nothing else: a rank of a CPU waits for others
+            that wait for a core, and finds the caches cold. Empty: none.
     """
 
     constants: Constants
     attention_rates: tuple[float, float]
+    loss_rate: float = 1.0
     slowdown: tuple[float, ...] = (1.0,)
     overlaps: bool = True
+    waits: tuple[float, ...] = ()
 
     def crowding(self, busy: float) -> float:
         """Return the slowdown while so many devices of a node compute, on average.
@@ -69,11 +75,23 @@ class Calibration:
         Args:
             busy: From 1; between two entries on a straight line, beyond the last one that.
         """
-        at = min(max(busy, 1.0), float(len(self.slowdown)))
-        low = int(at)
-        high = min(low + 1, len(self.slowdown))
-        share = at - low
-        return self.slowdown[low - 1] * (1 - share) + self.slowdown[high - 1] * share
+        return _interpolate(self.slowdown, busy)
+
+    def wait(self, busy: float) -> float:
+        """Return the seconds that every collective and message waits.
+
+        Args:
+            busy: As for `crowding`.
+        """
+        return _interpolate(self.waits or (0.0,), busy)
+
+
+def _interpolate(entries: tuple[float, ...], busy: float) -> float:
+    at = min(max(busy, 1.0), float(len(entries)))
+    low = int(at)
+    high = min(low + 1, len(entries))
+    share = at - low
+    return entries[low - 1] * (1 - share) + entries[high - 1] * share
 
 
 FITTED: Mapping[str, Constants] = MappingProxyType(

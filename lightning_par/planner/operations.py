@@ -36,12 +36,14 @@ class Clock:
         constants: What is reached of it.
         width: Bytes of an element of products and hidden states.
         crowding: Slowdown by the other devices of the node that compute.
+        wait: What every collective and message takes longer because of them.
     """
 
     device: DeviceProfile
     constants: Constants
     width: float = 2.0
     crowding: float = 1.0
+    wait: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -89,21 +91,24 @@ class Clock:
         passes = 2 if kind == "all_reduce" else 1
         moved = passes * (ranks - 1) / ranks * size
         if ranks <= inside:
-            return passes * share.link_start + moved / (device.link * share.link)
+            return self.wait + passes * share.link_start + moved / (device.link * share.link)
         nodes = ranks / inside
         # Every group has the network ports of its ranks on the node.
         joint = share.network_joint if inside == device.node else share.network_part
         reached = share.network if inside == 1 else joint
         rate = min(device.link * share.link, device.network * reached * inside)
-        wait = 1 + share.network_wait * math.log2(nodes)
-        return passes * share.network_start * math.log2(nodes) + moved / rate * wait
+        slower = 1 + share.network_wait * math.log2(nodes)
+        start = self.wait + passes * share.network_start * math.log2(nodes)
+        return start + moved / rate * slower
 
     def message(self, size: float, *, between_nodes: bool) -> float:
         """Return the time of a message of `size` bytes to a neighbor on the pipeline axis."""
         share, device = self.constants, self.device
         if between_nodes:
-            return share.network_start + size / (device.network * share.network)
-        return share.link_start + size / (device.link * share.link)
+            start, rate = share.network_start, device.network * share.network
+        else:
+            start, rate = share.link_start, device.link * share.link
+        return self.wait + start + size / rate
 
 
 @lru_cache(maxsize=1 << 18)

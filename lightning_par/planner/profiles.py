@@ -98,13 +98,19 @@ def implementation(precision: str, device: DeviceProfile) -> Implementation:
 
     Args:
         precision: Such as ``"bf16-mixed"``.
-        device: What was measured on it holds for messages and attention.
+        device: What was measured on it holds for messages, attention and the loss.
     """
     code = _held(precision)
     if device.calibration is None:
         return code
-    rates, overlaps = device.calibration.attention_rates, device.calibration.overlaps
-    return replace(code, attention_rates=rates, overlap_data=overlaps, async_p2p=overlaps)
+    found = device.calibration
+    return replace(
+        code,
+        attention_rates=found.attention_rates,
+        loss_rate=found.loss_rate,
+        overlap_data=found.overlaps,
+        async_p2p=found.overlaps,
+    )
 
 
 def _held(precision: str) -> Implementation:
@@ -165,8 +171,12 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         constants = {key: float(value) for key, value in entry["constants"].items()}
         forward, backward = map(float, entry["attention_rates"])
         slowdown = tuple(map(float, entry["slowdown"]))
-        every = (*constants.values(), forward, backward, *slowdown)
+        loss = float(entry.get("loss_rate", 1.0))
+        every = (*constants.values(), forward, backward, loss, *slowdown)
         overlaps = entry["overlaps"]
+        waits = tuple(map(float, entry.get("waits", ())))
+        if min(waits, default=0.0) < 0:
+            raise ValueError("a rank cannot wait for less than 0 seconds")
         if set(constants) != numbers or not slowdown or min(every) <= 0:
             raise ValueError("a number is missing, unknown or not positive")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -178,8 +188,10 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
     return Calibration(
         constants=Constants(**constants),
         attention_rates=(forward, backward),
+        loss_rate=loss,
         slowdown=slowdown,
         overlaps=bool(overlaps),
+        waits=waits,
     )
 
 

@@ -93,16 +93,24 @@ class StepCost:
         alone = sizes.pipeline == 1
         return fullest + m.end_weights(sizes.tensor, first=True, last=alone, trained=trained)
 
-    def over_data(self, kind: Collective, size: float) -> float:
-        """Return the time of a collective over the replicas, sharded first, then replicated."""
+    def over_data(self, kind: Collective, size: float, pieces: int = 1) -> float:
+        """Return the time of a collective over the replicas, sharded first, then replicated.
+
+        Args:
+            kind: Which.
+            size: Bytes of the whole.
+            pieces: Collectives that share them, each of which waits; they start while others run.
+        """
         sizes, node = self.layout.sizes, self.clock.device.node
         shard = self.code.shards(self.layout)
         copies = sizes.data * sizes.context // shard
         inside = ranks_inside(shard, sizes.tensor, node)
         time = self.clock.collective(kind, size, shard, inside)
+        waits = (pieces - 1) * self.clock.wait
+        time += waits if shard > 1 else 0.0
         if copies > 1 and kind != "all_gather":
             inside = ranks_inside(copies, sizes.tensor * shard, node)
-            time += self.clock.collective("all_reduce", size / shard, copies, inside)
+            time += self.clock.collective("all_reduce", size / shard, copies, inside) + waits
         return time
 
     def replicas(self) -> float:
@@ -110,10 +118,15 @@ class StepCost:
         code, held, stage = self.code, self.held(trained=True), self.layout.zero_stage
         if stage == 0:
             return self.over_data("all_reduce", code.reduce_bytes * held)
-        reduced = self.over_data("reduce_scatter", code.reduce_bytes * held)
+        pieces = self._blocks() + 1  # every block, and what is around them
+        reduced = self.over_data("reduce_scatter", code.reduce_bytes * held, pieces)
         return reduced + (
-            self.over_data("all_gather", code.gather_bytes * held) if stage < 3 else 0
+            self.over_data("all_gather", code.gather_bytes * held, pieces) if stage < 3 else 0
         )
+
+    def _blocks(self) -> int:
+        """Return the blocks of the rank that has most of them."""
+        return max(self.layout.split(self.shape.layers)) * self.layout.stages_per_rank
 
     def gathers(self) -> float:
         """Return the time in which ZeRO stage 3 gathers a block twice for a micro-batch, and sums
@@ -142,8 +155,7 @@ class StepCost:
     def traffic(self) -> dict[str, float]:
         """Return the bytes that a rank sends in a step, by axis, as rings send them."""
         m, layout, code, sizes = self.shape, self.layout, self.code, self.layout.sizes
-        blocks = max(layout.split(m.layers)) * layout.stages_per_rank
-        passes = layout.microbatches * blocks
+        passes = layout.microbatches * self._blocks()
         again = 1 if layout.recompute == "full" else 0
         hidden, shares = self.block.hidden_bytes, code.shards(layout)
         of_tokens = passes * (2 + again) * hidden
@@ -217,11 +229,12 @@ class StepCost:
             return 0.0
         hides = body if self.code.overlap_data else 0.0
         if layout.zero_stage == 3:
-            blocks = max(layout.split(self.shape.layers)) * layout.stages_per_rank
-            traffic = m * blocks * self.gathers()
+            traffic = m * self._blocks() * self.gathers()
         elif self.code.reduces_each(layout) and m > 1:
             traffic = m * self.over_data(
-                "reduce_scatter", self.code.reduce_bytes * self.held(trained=True)
+                "reduce_scatter",
+                self.code.reduce_bytes * self.held(trained=True),
+                self._blocks() + 1,
             )
         else:
             # Gradients are whole in the last backward only; weights are gathered by the first
@@ -237,7 +250,7 @@ class StepCost:
         """Return the time of the step and what it is made of."""
         time, clock = self._compose(self.body()), self.clock
         idle = self._busy == 1.0 and time.bubble > 0
-        if not idle or clock.crowding == 1.0:
+        if not idle or (clock.crowding == 1.0 and not clock.wait):
             return time
         # Devices that share cores are faster while others wait in the pipeline.
         again = StepCost(
@@ -260,8 +273,7 @@ class StepCost:
         return body + self.exposed(body) + self.optimizer()
 
     def _compose(self, body: float) -> StepTime:
-        layout, busy, block = self.layout, self.busy(), self.block
-        blocks = max(layout.split(self.shape.layers)) * layout.stages_per_rank
+        layout, busy, block, blocks = self.layout, self.busy(), self.block, self._blocks()
         works = (block.forward, block.backward, block.recomputed)
         parts = {
             axis: layout.microbatches * blocks * sum(w.communication.get(axis, 0.0) for w in works)
@@ -295,8 +307,11 @@ def make_clock(
         busy: Devices of all nodes that compute at any time, on average.
     """
     calibration = device.calibration
-    crowding = calibration.crowding(min(busy, device.node)) if calibration else 1.0
-    return Clock(device, constants, code.activation_bytes, crowding)
+    if calibration is None:
+        return Clock(device, constants, code.activation_bytes)
+    busy = min(busy, device.node)
+    crowding, wait = calibration.crowding(busy), calibration.wait(busy)
+    return Clock(device, constants, code.activation_bytes, crowding, wait)
 
 
 def predict_step(

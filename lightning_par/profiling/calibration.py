@@ -18,9 +18,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_par.checkpoint.progress import advance, counted
-from lightning_par.engine.collectives import all_gather, all_reduce, reduce_scatter
+from lightning_par.engine.collectives import (
+    all_gather,
+    all_reduce,
+    gather_partial,
+    reduce_scatter,
+    reduce_to_shards,
+)
 
 __all__ = ["LinkMeasure", "Measures", "fit_positive", "measure"]
 
@@ -32,6 +40,8 @@ _PRODUCTS = ((512, 64), (512, 256), (512, 1024), (1024, 256), (1024, 1024))
 """Sizes of products: rows and columns, and the inner length."""
 _MESSAGES = (12, 15, 18, 20)
 """Elements of collectives, as powers of two."""
+_LAYERS = 4
+"""Layers whose collectives wait."""
 _ROUNDS = 5
 """Timed rounds of each measurement, of which the median counts."""
 
@@ -64,10 +74,13 @@ class Measures:
         host_link: Copies from the device to the host, bytes/s.
         elementwise: Share of `bandwidth` that norms, sums and activations reach.
         attention: Speed of attention, forward and backward, relative to a large product.
+        loss: Bytes/s of the softmax of a cross-entropy, relative to `elementwise`.
         kernel: Seconds of a kernel that has nothing to do.
         host: Seconds of the host for every kernel.
         slowdown: Entry k - 1: time of an operation while k devices of a node compute, over that of
             one alone. 1 on devices that share nothing.
+        waits: Entry k - 1: seconds that a collective takes longer between computations of k devices
+            of a node than `link` says. Empty where a device computes and the host's cores send.
         overlaps: Whether messages move beside computation: not where the same cores do both.
         link: Inside a node; None with one device.
         network: Between nodes; None on one node.
@@ -81,9 +94,11 @@ class Measures:
     host_link: float
     elementwise: float
     attention: tuple[float, float]
+    loss: float
     kernel: float
     host: float
     slowdown: tuple[float, ...]
+    waits: tuple[float, ...]
     overlaps: bool
     link: LinkMeasure | None
     network: LinkMeasure | None
@@ -107,12 +122,12 @@ def measure(
     with counted("measurements", "measuring", _count(device, local) if first else 0):
         of_one = alone.measure(local) if first else {}
         if _world() == 1:
-            return Measures(**of_one, slowdown=(1.0,), link=None, network=None)
+            return Measures(**of_one, slowdown=(1.0,), waits=(), link=None, network=None)
         link, network = _links(alone, local)  # the others wait here for the first
-        slowdown = _slowdown(alone, local)
+        slowdown, waits = _slowdown(alone, local), _waits(alone, local, link)
     found: list[Measures | None] = [None]
     if first:
-        found = [Measures(**of_one, slowdown=slowdown, link=link, network=network)]
+        found = [Measures(**of_one, slowdown=slowdown, waits=waits, link=link, network=network)]
     dist.broadcast_object_list(found, device=device)
     assert found[0] is not None
     return found[0]
@@ -120,10 +135,12 @@ def measure(
 
 def _count(device: torch.device, local: int) -> int:
     """Return the number of measurements that rank 0 takes part in."""
-    alone = len(_PRODUCTS) + (5 if device.type == "cpu" else 6)
+    alone = len(_PRODUCTS) + (6 if device.type == "cpu" else 7)
     pairs = 1 + (local > 2) if local > 1 else 0
     links = pairs + (_world() > local)
-    return alone + len(_counts_at_work(local)) + 3 * len(_MESSAGES) * links
+    at_work = _counts_at_work(local)
+    waits = len(at_work[1:]) if device.type == "cpu" else 0
+    return alone + len(at_work) + waits + 3 * len(_MESSAGES) * links
 
 
 # One device ---------------------------------------------------------------------------------------
@@ -142,6 +159,7 @@ class _Alone:
         block = self.seconds(self.block(tokens=1, width=8, heads=1))
         bandwidth = self.copy_rate(self.device)
         on_cpu = self.device.type == "cpu"
+        elementwise = self.elementwise_rate()
         return {
             "flops": flops,
             "inner_half": inner_half,
@@ -149,8 +167,9 @@ class _Alone:
             "bandwidth": bandwidth,
             "memory": memory,
             "host_link": bandwidth if on_cpu else self.copy_rate(torch.device("cpu")),
-            "elementwise": self.elementwise_rate() / bandwidth,
+            "elementwise": elementwise / bandwidth,
             "attention": self.attention(flops),
+            "loss": self.loss_rate() / elementwise,
             # A CPU runs a kernel when it starts it: what a small block takes is its kernels.
             "kernel": block / _BLOCK_KERNELS if on_cpu else kernel,
             "host": block / _BLOCK_STARTS,
@@ -227,6 +246,17 @@ class _Alone:
 
         size = (22 + 34) * n * D + (4 + 6) * n * 4 * D
         return size * self.dtype.itemsize / 2 / self.seconds(work)
+
+    def loss_rate(self) -> float:
+        """Return the bytes per second of a cross-entropy, as the cost model counts them."""
+        n, V = 128 * self.scale, 4096
+        logits, labels = self.tensor(n, V, grad=True), torch.zeros(n, dtype=torch.long)
+        labels = labels.to(self.device)
+
+        def work() -> None:
+            torch.autograd.grad(F.cross_entropy(logits.float(), labels), logits)
+
+        return (16 + 10) * n * V / self.seconds(work)
 
     def attention(self, flops: float) -> tuple[float, float]:
         """Return the speed of attention, forward and backward, relative to `flops`."""
@@ -344,15 +374,77 @@ def _collective_seconds(alone: _Alone, work: Callable[[], object]) -> float:
     """Return the median time of a collective; every rank of the default group calls this."""
     calls, rounds = 1, []
     for attempt in range(_ROUNDS + 2):
-        dist.barrier()
-        took = torch.tensor(alone.timed(work, calls), dtype=torch.float64, device=alone.device)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)  # all make as many calls
+        took = _slowest(alone, work, calls)
         if attempt == 1:  # the first one connects
-            calls = max(1, math.ceil(alone.round_seconds / 2 / float(took)))
+            calls = max(1, math.ceil(alone.round_seconds / 2 / took))  # of all ranks as many
         elif attempt > 1:
-            rounds.append(float(took))
+            rounds.append(took)
     advance("measurements")
     return statistics.median(rounds)
+
+
+def _slowest(alone: _Alone, work: Callable[[], object], calls: int) -> float:
+    """Return the seconds of a call on the slowest rank; every rank calls this."""
+    dist.barrier()
+    took = torch.tensor(alone.timed(work, calls), dtype=torch.float64, device=alone.device)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+def _waits(
+    alone: _Alone, local: int, link: LinkMeasure | None, width: int = 512
+) -> tuple[float, ...]:
+    """Return what a collective of a layer waits, while 1 to `local` ranks of a node are at work.
+
+    Layers of tensor-parallel ranks, less the same layers without collectives, less the line through
+    the times of collectives in a loop. A device that computes while the host's cores start kernels
+    and send waits for no core.
+    """
+    if alone.device.type != "cpu" or link is None:
+        return ()
+    counts, waits = _counts_at_work(local), [0.0]
+    for count in counts[1:]:
+        group = dist.new_group(list(range(count)))
+        works = _layers(alone, group, count, width) if _rank() < count else (_nothing, _nothing)
+        rounds = []
+        for _ in range(2 * _ROUNDS + 1):
+            parallel, computing = (_slowest(alone, work, 1) for work in works)
+            rounds.append((parallel - computing) / (4 * _LAYERS))
+        moved = width // count * width * alone.dtype.itemsize * (count - 1)
+        expected = link.start + moved / link.rate
+        waits.append(max(0.0, statistics.median(rounds[1:]) - expected))  # the first one connects
+        advance("measurements")
+    return tuple(np.interp(range(1, local + 1), counts, waits).tolist())
+
+
+def _layers(
+    alone: _Alone, group: dist.ProcessGroup, ranks: int, width: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return a call of some layers, forward and backward, with four collectives each; and without.
+
+    Weights are DTensors of which a layer takes the local part, as those of `engine.tensor`.
+    """
+    plain = [alone.tensor(width, width, grad=True) for _ in range(_LAYERS)]
+    mesh = DeviceMesh.from_group(group, alone.device.type)
+    placed: list[Any] = [
+        DTensor.from_local(w.detach(), mesh, [Replicate()]).requires_grad_() for w in plain
+    ]
+    part = alone.tensor(width // ranks, width, grad=True)
+
+    def parallel() -> None:
+        x = part
+        for weight in placed:
+            whole = gather_partial(x, 0, group)
+            x = reduce_to_shards(F.linear(whole, weight.to_local()), 0, group)
+        torch.autograd.grad(x.sum(), (part, *placed))
+
+    def computing() -> None:
+        x = part
+        for weight in plain:
+            x = F.linear(x.repeat(ranks, 1), weight)[: len(part)]
+        torch.autograd.grad(x.sum(), (part, *plain))
+
+    return parallel, computing
 
 
 # Fits ---------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Ranks that measure their machine agree on it, and predict from it."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lightning_par.commands.calibrate import as_profile
 from lightning_par.planner.profiles import load_profile
 from lightning_par.planner.shapes import Layout, TransformerShape
 from lightning_par.planner.step_time import predict_step
-from lightning_par.profiling.calibration import measure
+from lightning_par.profiling.calibration import _Alone, _waits, LinkMeasure, measure
 from lightning_par.sizes import ParallelSizes
 from tests.support.progress import Kept
 from tests.support.ranks.api import ranks
@@ -27,6 +28,8 @@ def test_ranks_agree_and_their_profile_predicts(rank, world, local, tmp_path):
         found = measure(torch.device("cpu"), torch.float32, local, round_seconds=0.001)
     assert [done - total for _, _, done, total in kept.works()] == [0] * (rank == 0)
     assert len(found.slowdown) == local
+    assert len(found.waits) == (local if local > 1 else 0)
+    assert all(wait >= 0 for wait in found.waits)
     assert (found.link is None) == (local == 1)
     assert (found.network is None) == (local == 3)
     every: list = [None] * world
@@ -37,5 +40,20 @@ def test_ranks_agree_and_their_profile_predicts(rank, world, local, tmp_path):
     path.write_text(json.dumps({"devices": {"here": entry}, "networks": networks}))
     device = load_profile("here", path)
     assert device.node == local
+    assert device.calibration.waits == found.waits
     layout = Layout(sizes=ParallelSizes(data_shard=3))
     assert predict_step(SHAPE, layout, device).seconds > 0
+
+
+@ranks(4)
+def test_layers_of_ranks_that_share_a_core_wait_for_their_collectives(rank, world):
+    """All ranks get one core; beside a link that takes no time, everything is waiting."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        alone = _Alone(torch.device("cpu"), torch.float32, 0.001)
+        waits = _waits(alone, world, LinkMeasure(start=0.0, rate=1e15, error=0.0), width=32)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert waits[0] == 0
+    assert min(waits[1:]) > 0

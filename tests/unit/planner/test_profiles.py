@@ -8,6 +8,9 @@ import pytest
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.constants import Constants
 from lightning_par.planner.profiles import device_names, implementation, load_profile, reached
+from lightning_par.planner.shapes import Layout, TransformerShape
+from lightning_par.planner.step_time import predict_step
+from lightning_par.sizes import ParallelSizes
 
 OWN = {
     "flops": 1e14,
@@ -98,11 +101,54 @@ def test_what_was_measured_is_read_and_used(tmp_path: Path) -> None:
         pytest.approx(1.1),
         *(1.6, 1.6),
     ]
+    assert [device.calibration.wait(busy) for busy in (1, 2, 8)] == [0.0, 0.0, 0.0]
+
+
+WAIT = 0.25
+SHAPE = TransformerShape(layers=2, model_dim=64, heads=4, length=128, vocab=256)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ({"tensor": 2}, 2 * 8 + 2),  # gathers and scatters both ways, sums of embedding and head
+        ({"data_shard": 2}, 2 * (2 + 1)),  # gradients and weights: of every block, of the rest
+        ({"data_replicate": 2}, 1),  # gradients, in one bucket
+        ({"pipeline": 2}, 2 * (2 + 2 - 1)),  # forward and backward, on the pipeline's longest way
+        ({}, 0),
+    ],
+)
+def test_every_collective_and_message_waits_where_ranks_do(
+    tmp_path: Path, sizes: dict, count: int
+) -> None:
+    constants = {**CALIBRATION["constants"], "host": 1e-9, "kernel": 1e-9, "link_start": 1e-9}
+    calibration = {**CALIBRATION, "constants": constants, "slowdown": [1.0]}
+
+    def seconds(**changes: object) -> float:
+        path = write(tmp_path, calibration={**calibration, **changes})
+        device = load_profile("v100", path)
+        code = implementation("32-true", device)
+        made = ParallelSizes(**sizes)
+        layout = Layout(
+            sizes=made, microbatches=made.pipeline, zero_stage=1 if made.data_shard > 1 else 0
+        )
+        return predict_step(SHAPE, layout, device, code).seconds
+
+    alone = seconds()
+    assert seconds(waits=[WAIT, WAIT]) - alone == pytest.approx(count * WAIT)
+    assert seconds(waits=[0.0, 0.0]) == alone
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"constants": {}}, {"slowdown": []}, {"attention_rates": [0.5]}, {"slowdown": [-1]}],
+    [
+        {"constants": {}},
+        {"slowdown": []},
+        {"attention_rates": [0.5]},
+        {"slowdown": [-1]},
+        {"waits": [-1]},
+        {"loss_rate": 0},
+    ],
 )
 def test_a_damaged_calibration_is_refused(tmp_path: Path, changes: dict) -> None:
     path = write(tmp_path, calibration={**CALIBRATION, **changes})
