@@ -141,7 +141,6 @@ def as_profile(
     entry["calibration"] = {
         "constants": asdict(reached),
         "attention_rates": list(found.attention),
-        "loss_rate": found.loss,
         "slowdown": list(found.slowdown),
         "waits": list(found.waits),
         "overlaps": found.overlaps,

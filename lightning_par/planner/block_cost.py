@@ -221,10 +221,9 @@ class BlockCost:
         table = Work(clock.stream(8 * hidden, 4), summed, 6)
         table_back = Work(clock.stream(10 * hidden, 3), {}, 6)
         # The loss: float32 logits are written, and read for their maximum, sum and labels.
-        logits = n * local / self.code.loss_rate
-        loss = clock.stream(16 * logits, 6)
+        loss = clock.stream(16 * n * local, 6)
         head = Work(clock.product(n, local, m.model_dim) + loss, {}, 16)
-        back = clock.product(n, m.model_dim, local) + weight + clock.stream(10 * logits, 4)
+        back = clock.product(n, m.model_dim, local) + weight + clock.stream(10 * n * local, 4)
         return table, table_back, head, Work(back, summed, 16), weight
 
     def chain(self, layers: int) -> tuple[list[float], tuple[float, float]]:

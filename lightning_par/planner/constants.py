@@ -52,7 +52,6 @@ class Calibration:
     Attributes:
         constants: What is reached of the profile's numbers.
         attention_rates: Speed of attention, forward and backward, relative to a large product.
-        loss_rate: Bytes/s of the loss's softmax, relative to other element-wise work.
         slowdown: Entry k - 1: time of an operation while k devices of a node compute, over that of
             one that computes alone; more than 1 where they share cores or power.
         overlaps: Whether what ranks send moves beside their computation; a CPU sends with the cores
@@ -64,7 +63,6 @@ class Calibration:
 
     constants: Constants
     attention_rates: tuple[float, float]
-    loss_rate: float = 1.0
     slowdown: tuple[float, ...] = (1.0,)
     overlaps: bool = True
     waits: tuple[float, ...] = ()

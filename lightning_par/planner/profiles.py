@@ -98,19 +98,13 @@ def implementation(precision: str, device: DeviceProfile) -> Implementation:
 
     Args:
         precision: Such as ``"bf16-mixed"``.
-        device: What was measured on it holds for messages, attention and the loss.
+        device: What was measured on it holds for messages and attention.
     """
     code = _held(precision)
     if device.calibration is None:
         return code
-    found = device.calibration
-    return replace(
-        code,
-        attention_rates=found.attention_rates,
-        loss_rate=found.loss_rate,
-        overlap_data=found.overlaps,
-        async_p2p=found.overlaps,
-    )
+    rates, overlaps = device.calibration.attention_rates, device.calibration.overlaps
+    return replace(code, attention_rates=rates, overlap_data=overlaps, async_p2p=overlaps)
 
 
 def _held(precision: str) -> Implementation:
@@ -171,8 +165,7 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         constants = {key: float(value) for key, value in entry["constants"].items()}
         forward, backward = map(float, entry["attention_rates"])
         slowdown = tuple(map(float, entry["slowdown"]))
-        loss = float(entry.get("loss_rate", 1.0))
-        every = (*constants.values(), forward, backward, loss, *slowdown)
+        every = (*constants.values(), forward, backward, *slowdown)
         overlaps = entry["overlaps"]
         waits = tuple(map(float, entry.get("waits", ())))
         if min(waits, default=0.0) < 0:
@@ -188,7 +181,6 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
     return Calibration(
         constants=Constants(**constants),
         attention_rates=(forward, backward),
-        loss_rate=loss,
         slowdown=slowdown,
         overlaps=bool(overlaps),
         waits=waits,

@@ -279,7 +279,6 @@ class Implementation:
         attention_rates: Speed of that kernel, forward and backward, relative to a large product.
             FlashAttention-2 (2307.08691) reaches 0.6 to 0.7 of the peak of an A100, and 0.35 to
             0.4 of that of an H100, where FlashAttention-3 (2407.08608) reaches 0.6 to 0.75.
-        loss_rate: Bytes/s of the loss's softmax, relative to other element-wise work.
         fused_elementwise: Share of the traffic of element-wise work that remains; 1: none is fused.
         fp8: Matrix products of blocks in 8 bits.
         async_tensor: The tensor-parallel collectives of the backward run beside the products that
@@ -311,7 +310,6 @@ class Implementation:
 
     fused_attention: bool = True
     attention_rates: tuple[float, float] = (0.62, 0.50)
-    loss_rate: float = 1.0
     fused_elementwise: float = 1.0
     fp8: bool = False
     async_tensor: bool = False

@@ -136,7 +136,7 @@ class _PartCost:
         compute += self._attention(backward=backward)
         words = factor * traffic.local(cost.layout) * cost._samples
         size = words * cost.code.activation_bytes * cost.code.fused_elementwise
-        logits = part.logits.local(cost.layout) * cost._samples / cost.code.loss_rate
+        logits = part.logits.local(cost.layout) * cost._samples
         size += (_LOSS_BYTES_BACK if backward else _LOSS_BYTES) * logits
         # Products and attention have counted their own kernels.
         small = max(0, part.kernels - len(part.products) - len(part.attentions))

@@ -74,7 +74,6 @@ class Measures:
         host_link: Copies from the device to the host, bytes/s.
         elementwise: Share of `bandwidth` that norms, sums and activations reach.
         attention: Speed of attention, forward and backward, relative to a large product.
-        loss: Bytes/s of the softmax of a cross-entropy, relative to `elementwise`.
         kernel: Seconds of a kernel that has nothing to do.
         host: Seconds of the host for every kernel.
         slowdown: Entry k - 1: time of an operation while k devices of a node compute, over that of
@@ -94,7 +93,6 @@ class Measures:
     host_link: float
     elementwise: float
     attention: tuple[float, float]
-    loss: float
     kernel: float
     host: float
     slowdown: tuple[float, ...]
@@ -127,7 +125,8 @@ def measure(
         slowdown, waits = _slowdown(alone, local), _waits(alone, local, link)
     found: list[Measures | None] = [None]
     if first:
-        found = [Measures(**of_one, slowdown=slowdown, waits=waits, link=link, network=network)]
+        at_work = {"slowdown": slowdown, "waits": waits}
+        found = [Measures(**of_one, **at_work, link=link, network=network)]
     dist.broadcast_object_list(found, device=device)
     assert found[0] is not None
     return found[0]
@@ -135,7 +134,7 @@ def measure(
 
 def _count(device: torch.device, local: int) -> int:
     """Return the number of measurements that rank 0 takes part in."""
-    alone = len(_PRODUCTS) + (6 if device.type == "cpu" else 7)
+    alone = len(_PRODUCTS) + (5 if device.type == "cpu" else 6)
     pairs = 1 + (local > 2) if local > 1 else 0
     links = pairs + (_world() > local)
     at_work = _counts_at_work(local)
@@ -159,7 +158,6 @@ class _Alone:
         block = self.seconds(self.block(tokens=1, width=8, heads=1))
         bandwidth = self.copy_rate(self.device)
         on_cpu = self.device.type == "cpu"
-        elementwise = self.elementwise_rate()
         return {
             "flops": flops,
             "inner_half": inner_half,
@@ -167,9 +165,8 @@ class _Alone:
             "bandwidth": bandwidth,
             "memory": memory,
             "host_link": bandwidth if on_cpu else self.copy_rate(torch.device("cpu")),
-            "elementwise": elementwise / bandwidth,
+            "elementwise": self.elementwise_rate() / bandwidth,
             "attention": self.attention(flops),
-            "loss": self.loss_rate() / elementwise,
             # A CPU runs a kernel when it starts it: what a small block takes is its kernels.
             "kernel": block / _BLOCK_KERNELS if on_cpu else kernel,
             "host": block / _BLOCK_STARTS,
@@ -246,17 +243,6 @@ class _Alone:
 
         size = (22 + 34) * n * D + (4 + 6) * n * 4 * D
         return size * self.dtype.itemsize / 2 / self.seconds(work)
-
-    def loss_rate(self) -> float:
-        """Return the bytes per second of a cross-entropy, as the cost model counts them."""
-        n, V = 128 * self.scale, 4096
-        logits, labels = self.tensor(n, V, grad=True), torch.zeros(n, dtype=torch.long)
-        labels = labels.to(self.device)
-
-        def work() -> None:
-            torch.autograd.grad(F.cross_entropy(logits.float(), labels), logits)
-
-        return (16 + 10) * n * V / self.seconds(work)
 
     def attention(self, flops: float) -> tuple[float, float]:
         """Return the speed of attention, forward and backward, relative to `flops`."""
@@ -426,9 +412,7 @@ def _layers(
     """
     plain = [alone.tensor(width, width, grad=True) for _ in range(_LAYERS)]
     mesh = DeviceMesh.from_group(group, alone.device.type)
-    placed: list[Any] = [
-        DTensor.from_local(w.detach(), mesh, [Replicate()]).requires_grad_() for w in plain
-    ]
+    placed = [DTensor.from_local(w.detach(), mesh, [Replicate()]).requires_grad_() for w in plain]
     part = alone.tensor(width // ranks, width, grad=True)
 
     def parallel() -> None:

@@ -147,7 +147,6 @@ def test_every_collective_and_message_waits_where_ranks_do(
         {"attention_rates": [0.5]},
         {"slowdown": [-1]},
         {"waits": [-1]},
-        {"loss_rate": 0},
     ],
 )
 def test_a_damaged_calibration_is_refused(tmp_path: Path, changes: dict) -> None:
