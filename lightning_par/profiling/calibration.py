@@ -125,8 +125,7 @@ def measure(
         slowdown, waits = _slowdown(alone, local), _waits(alone, local, link)
     found: list[Measures | None] = [None]
     if first:
-        at_work = {"slowdown": slowdown, "waits": waits}
-        found = [Measures(**of_one, **at_work, link=link, network=network)]
+        found = [Measures(**of_one, slowdown=slowdown, waits=waits, link=link, network=network)]
     dist.broadcast_object_list(found, device=device)
     assert found[0] is not None
     return found[0]
@@ -412,7 +411,9 @@ def _layers(
     """
     plain = [alone.tensor(width, width, grad=True) for _ in range(_LAYERS)]
     mesh = DeviceMesh.from_group(group, alone.device.type)
-    placed = [DTensor.from_local(w.detach(), mesh, [Replicate()]).requires_grad_() for w in plain]
+    placed: list[Any] = [
+        DTensor.from_local(w.detach(), mesh, [Replicate()]).requires_grad_() for w in plain
+    ]
     part = alone.tensor(width // ranks, width, grad=True)
 
     def parallel() -> None:
