@@ -1,7 +1,13 @@
 """Entry point of ``lightning-par``: Lightning's fit, validate, test, predict, and our commands."""
 
+# ruff: noqa: E402 - the imports are below what makes them quicker
+
+import gc
 import sys
 from pathlib import Path
+
+_collects = gc.isenabled()
+gc.disable()  # among the classes of Lightning and torch it finds nothing, and takes long
 
 from lightning_par.checkpoint.progress import showing
 from lightning_par.commands import COMMANDS, find_command
@@ -9,6 +15,9 @@ from lightning_par.commands.parallel_cli import make_cli, ParallelCLI
 from lightning_par.errors import CheckpointError, LightningParError
 from lightning_par.strategies.components.progress_bar import progress_of_command
 from lightning_par.version import __version__
+
+if _collects:
+    gc.enable()
 
 __all__ = ["ParallelCLI", "main", "make_cli"]
 
@@ -19,6 +28,8 @@ def main() -> None:
     Raises:
         SystemExit: With status 2 if an argument is wrong, and 1 if the configuration cannot run.
     """
+    if not gc.get_freeze_count():  # in a script that calls this again, what is rubbish by then goes
+        gc.freeze()  # and else neither a later collection nor the end looks at all these classes
     here = str(Path.cwd())
     if here not in sys.path:  # the user's modules, as for a script that lies there
         sys.path.append(here)

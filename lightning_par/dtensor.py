@@ -1,17 +1,35 @@
-"""Which part of a DTensor this rank holds."""
+"""Which part of a DTensor this rank holds, and the whole of it."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_par.errors import CheckpointError
+from lightning_par.upstream.distributed import functional_operators as _ops
 from lightning_par.upstream.dtensor import sharded_like
 
-__all__ = ["Box", "box_at", "cut_box", "local_box", "local_part", "shard_of", "whole"]
+__all__ = [
+    "Box",
+    "box_at",
+    "buckets",
+    "cut_box",
+    "full_tensors",
+    "local_box",
+    "local_part",
+    "shard_of",
+    "whole",
+]
+
+_BUCKET = 2**22
+"""Bytes: small tensors travel together, as a message of one takes as long as one of many."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +92,26 @@ def box_at(
     """
     place = mesh.get_coordinate()
     assert place is not None
-    shards: list[tuple[int, Any]] = [(i, p) for i, p in enumerate(placements) if hasattr(p, "dim")]
-    shards.sort(key=lambda shard: type(shard[1]) is not Shard)  # strided ones were made last
-    plain = {p.dim for _, p in shards if type(p) is Shard}
-    if any(p.dim not in plain for _, p in shards):  # nothing was cut before: these are strips
+    shards = _block_cuts(placements)
+    if shards is None:
         raise CheckpointError(
             "LP505",
             f"{name} is sharded as {tuple(placements)}: a rank holds several strips of a dim, not "
             "one block. Keep the weight whole, or store it with a dim of its own for the strips.",
         )
-    return cut_box(name, shape, [(p.dim, mesh.size(i), place[i]) for i, p in shards])
+    return cut_box(name, shape, [(dim, mesh.size(i), place[i]) for i, dim in shards])
+
+
+def _block_cuts(placements: Sequence[Placement]) -> list[tuple[int, int]] | None:
+    """Return the axis of the mesh and the dim of every cut, in the order in which they were made;
+    None if a rank would hold several strips of a dim.
+    """
+    shards: list[tuple[int, Any]] = [(i, p) for i, p in enumerate(placements) if hasattr(p, "dim")]
+    shards.sort(key=lambda shard: type(shard[1]) is not Shard)  # strided ones were made last
+    plain = {p.dim for _, p in shards if type(p) is Shard}
+    if any(p.dim not in plain for _, p in shards):  # nothing was cut before: these are strips
+        return None
+    return [(i, p.dim) for i, p in shards]
 
 
 def cut_box(name: str, shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> Box:
@@ -124,6 +152,103 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def _full_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@torch.no_grad()
+def full_tensors(tensors: Iterable[Tensor], *, bucket: int = _BUCKET) -> Iterator[Tensor]:
+    """Yield the `whole` of every tensor, without gradient; small ones are gathered together.
+
+    Args:
+        tensors: Like tensors in the same order on all ranks of their meshes.
+        bucket: Bytes of whole tensors up to which they are gathered together.
+
+    **Communicates**: for every bucket, one all-gather over each axis that shards its tensors, for
+    every mesh, dtype, and set of such axes; larger tensors, partial ones and strips as `whole`.
+    """
+    # What is no DTensor may differ between ranks, and must not decide what goes together.
+    sizes = lambda t: _full_bytes(t) if isinstance(t, DTensor) else 0  # noqa: E731
+    for members in buckets(tensors, bucket, sizes):
+        kinds: defaultdict[Any, dict[int, DTensor]] = defaultdict(dict)
+        for at, tensor in enumerate(members):
+            if isinstance(tensor, DTensor) and (axes := _gathered_axes(tensor, bucket)):
+                kinds[tensor.device_mesh, axes, tensor.dtype, tensor.device][at] = tensor
+        found: dict[int, Tensor] = {}
+        for (mesh, axes, *_), alike in kinds.items():
+            found.update(zip(alike, _gather_blocks(mesh, axes, [*alike.values()]), strict=True))
+        for at, tensor in enumerate(members):
+            yield found[at] if at in found else whole(tensor.detach())
+
+
+def buckets(
+    tensors: Iterable[Tensor],
+    most: int = _BUCKET,
+    size: Callable[[Tensor], int] = _full_bytes,
+) -> Iterator[list[Tensor]]:
+    """Yield tensors in lists that end where they have so many bytes.
+
+    Args:
+        tensors: Any tensors.
+        most: Bytes.
+        size: Bytes that a tensor counts; by default all that it has on all ranks.
+    """
+    members, held = [], 0
+    for tensor in tensors:
+        members.append(tensor)
+        held += size(tensor)
+        if held >= most:
+            yield members
+            members, held = [], 0
+    if members:
+        yield members
+
+
+def _gathered_axes(tensor: DTensor, bucket: int) -> tuple[int, ...]:
+    """Return the axes over which a small DTensor of blocks is sharded, else nothing."""
+    if _full_bytes(tensor) >= bucket or any(p.is_partial() for p in tensor.placements):
+        return ()
+    return tuple(sorted(axis for axis, _ in _block_cuts(tensor.placements) or ()))
+
+
+def _gather_blocks(
+    mesh: DeviceMesh, axes: Sequence[int], tensors: Sequence[DTensor]
+) -> list[Tensor]:
+    """Return tensors of one dtype, which the same axes shard into blocks, whole."""
+    sizes = [mesh.size(axis) for axis in axes]
+    boxes = []
+    for indices in product(*map(range, sizes)):
+        place = dict(zip(axes, indices, strict=True))
+        boxes.append([_box_of(t, place) for t in tensors])
+    length = max(sum(prod(box.shape) for box in held) for held in boxes)
+    parts = [local_part(tensor).flatten() for tensor in tensors]
+    flat = torch.cat([*parts, parts[0].new_zeros(length - sum(map(len, parts)))])
+    for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
+        group = mesh.get_group(axis).group_name
+        flat = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, size, group))
+    found = [flat.new_empty(tensor.shape) for tensor in tensors]
+    for held, row in zip(boxes, flat.view(-1, length), strict=True):
+        counts = [prod(box.shape) for box in held]
+        rows = row[: sum(counts)].split(counts)
+        for full, box, values in zip(found, held, rows, strict=True):
+            _narrow(full, box).copy_(values.view(box.shape))
+    return found
+
+
+def _box_of(tensor: DTensor, place: Mapping[int, int]) -> Box:
+    """Return which part the rank at a place, an index for each axis that shards it, holds."""
+    cuts = _block_cuts(tensor.placements) or ()
+    sizes = tensor.device_mesh.size
+    return cut_box("tensor", tensor.shape, [(dim, sizes(i), place[i]) for i, dim in cuts])
+
+
+def _narrow(tensor: Tensor, box: Box) -> Tensor:
+    """Return the part of a whole tensor that a box names, with the same memory."""
+    for dim, (low, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        tensor = tensor.narrow(dim, low, size)
+    return tensor
+
+
 def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of a whole tensor as `like` is sharded.
 
@@ -133,7 +258,4 @@ def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if not isinstance(like, DTensor):
         return tensor
-    box = local_box("tensor", like)
-    for dim, (low, size) in enumerate(zip(box.offset, box.shape, strict=True)):
-        tensor = tensor.narrow(dim, low, size)
-    return sharded_like(tensor.clone(), like)
+    return sharded_like(_narrow(tensor, local_box("tensor", like)).clone(), like)

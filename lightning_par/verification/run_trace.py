@@ -3,7 +3,7 @@
 import functools
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_par.checkpoint.progress import advance
+from lightning_par.dtensor import full_tensors
 from lightning_par.engine.batch import split_batch
 from lightning_par.errors import LightningParError
 from lightning_par.sizes import ParallelSizes
@@ -112,15 +113,15 @@ class _Recorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
     ) -> None:
         """Record the gradients; a collective, in the same order on all ranks."""
-        found = {n: _full_tensor(p.grad) for n, p in pl_module.named_parameters()}
-        self._trace.gradients.append(found)
+        found = {n: p.grad for n, p in pl_module.named_parameters()}
+        self._trace.gradients.append(_full_copies(found))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         """Record loss and weights."""
         self._trace.losses.append(float(trainer.callback_metrics[_LOSS_KEY]))
-        held = {n: _full_tensor(p.detach()) for n, p in pl_module.named_parameters()}
+        held = _full_copies(dict(pl_module.named_parameters()))
         self._trace.weights.append({n: w for n, w in held.items() if w is not None})
         advance("steps")
 
@@ -129,14 +130,16 @@ def _is_sharded(parameter: DTensor) -> bool:
     return any(not p.is_replicate() for p in parameter.placements)
 
 
-def _full_tensor(value: Tensor | None) -> Tensor | None:
-    """Return a copy of a tensor, gathered over its shards."""
-    if isinstance(value, DTensor):
-        if not _is_sharded(value):
-            # This rank's copy: whether the copies of other ranks are equal is what we verify.
-            return value.to_local().clone()
-        value = value.full_tensor()
-    return None if value is None else value.clone()
+def _full_copies(named: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return copies of tensors, gathered over their shards.
+
+    Of one that is not sharded, it is this rank's copy: whether those of other ranks are equal is
+    what we verify.
+    """
+    copies = {n: v for n, v in named.items() if isinstance(v, DTensor) and not _is_sharded(v)}
+    local: dict[str, Tensor | None] = {**named, **{n: v.to_local() for n, v in copies.items()}}
+    full = full_tensors(value for value in local.values() if value is not None)
+    return {n: None if value is None else next(full).clone() for n, value in local.items()}
 
 
 def _with_logged_loss(module: pl.LightningModule) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 
+from lightning_par.dtensor import full_tensors
 from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from tests.support.cuda_simulation import is_wanted
@@ -34,13 +35,11 @@ class Recorder(Callback):
         self.states: dict[str, tuple[int, ...]] = {}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        found = {}
-        for name, parameter in pl_module.named_parameters():
-            grad = parameter.grad
-            if isinstance(grad, DTensor):
-                grad = grad.full_tensor()
-            found[name] = None if grad is None else grad.clone().cpu()
-        self.gradients.append(found)
+        found = {name: p.grad for name, p in pl_module.named_parameters()}
+        held = full_tensors(grad for grad in found.values() if grad is not None)
+        self.gradients.append(
+            {n: None if g is None else next(held).clone().cpu() for n, g in found.items()}
+        )
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["train_loss"]))

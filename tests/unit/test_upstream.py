@@ -1,6 +1,7 @@
 """Private names of other packages: used in lightning_par/upstream only, few, and missed aloud."""
 
 import ast
+import functools
 import importlib.metadata
 import inspect
 import pkgutil
@@ -108,8 +109,8 @@ def spelled(node: ast.AST) -> list[str]:
     """Give names of attributes that a call of getattr and the like, or vars(), spells out."""
     given: list[ast.expr] = []
     if isinstance(node, ast.Call):
-        asks = ast.unparse(node.func) in ("delattr", "getattr", "hasattr", "setattr")
-        given = node.args[1:2] if asks else []
+        asked = node.func.id if isinstance(node.func, ast.Name) else ""
+        given = node.args[1:2] if asked in ("delattr", "getattr", "hasattr", "setattr") else []
     elif isinstance(node, ast.Subscript):
         place = ast.unparse(node.value)
         given = [node.slice] if place.endswith("__dict__") or place.startswith("vars(") else []
@@ -201,11 +202,17 @@ def test_own_names_are_those_that_are_defined() -> None:
     assert own_names([ast.parse(text)]) == {"_TABLE", "_A", "_field", "_f", "_x"}
 
 
+@functools.cache
+def source(kind: type) -> str:
+    """Give the text of a class, for which Python parses all of its file."""
+    return inspect.getsource(kind)
+
+
 def upstream_defines(kind: type, name: str) -> bool:
     """Whether a base of `kind` from `PACKAGES` has `name`, on the class or set by its methods."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in PACKAGES:
-            text = inspect.getsource(base) if inspect.isclass(base) and name else ""
+            text = source(base)
             if name in vars(base) or f"self.{name} =" in text or f"self.{name}:" in text:
                 return True
     return False
@@ -224,7 +231,7 @@ def test_private_names_of_a_base_are_overridden_only_where_upstream_looks_for_th
     looked_for = {name.partition(".")[0] for names in upstream_uses().values() for name in names}
     problems = []
     for kind in classes():
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+        tree = ast.parse(textwrap.dedent(source(kind)))
         private = {n for n in vars(kind) if is_private(n) and n not in CONVENTIONAL} - looked_for
         private |= {
             node.attr

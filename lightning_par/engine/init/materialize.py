@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.checkpoint.progress import advance
+from lightning_par.dtensor import buckets
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.init.deferred_init import ConstructionRecord
 from lightning_par.engine.pipeline.stage import StageStub
@@ -110,17 +111,25 @@ class Materializer:
 
 
 @torch.no_grad()
-def broadcast_values(tensors: Iterable[Tensor], device: torch.device) -> None:
+def broadcast_values(
+    tensors: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
     """Broadcast the real tensors of rank 0 to every rank.
 
     Args:
         tensors: Tensors in the same order on every rank; those on meta are skipped.
         device: Device that the process group can send from.
+        group: All ranks; None: the default group.
 
-    **Communicates**: one broadcast per tensor over all ranks.
+    **Communicates**: over all ranks, one broadcast per tensor; small ones of a dtype go together.
     """
-    for tensor in tensors:
-        if not tensor.is_meta and tensor.numel():
-            value = tensor.detach().to(device).contiguous()
-            dist.broadcast(value, 0)
-            tensor.copy_(value)
+    receives = dist.get_rank() != 0
+    for members in buckets(t for t in tensors if not t.is_meta and t.numel()):
+        for dtype in dict.fromkeys(t.dtype for t in members):
+            alike = [t for t in members if t.dtype is dtype]
+            flat = [t.detach().to(device).flatten() for t in alike]
+            sent = flat[0] if len(flat) == 1 else torch.cat(flat)
+            dist.broadcast(sent, 0, group=group)
+            for tensor, value in zip(alike, sent.split([t.numel() for t in alike]), strict=True):
+                if receives:
+                    tensor.copy_(value.view(tensor.shape))

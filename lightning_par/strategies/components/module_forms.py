@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.engine.init.materialize import broadcast_values
 from lightning_par.upstream.fsdp import attach_states, detach_states
 
 __all__ = ["ModuleForms", "broadcast_state"]
@@ -178,7 +179,7 @@ def broadcast_state(
         group: All ranks; None: the default group.
         device: Device that the process group can send from.
 
-    **Communicates**: an object, then one broadcast per tensor.
+    **Communicates**: an object, then the tensors, small ones together.
     """
     is_source = dist.get_rank() == 0
     described = {
@@ -187,14 +188,11 @@ def broadcast_state(
     }
     box: list[Any] = [described if is_source else None]
     dist.broadcast_object_list(box, 0, group=group)
-    found = {}
-    for name, about in box[0].items():
-        if not isinstance(about, tuple):
-            found[name] = about
-            continue
-        shape, dtype = about
-        empty = torch.empty(shape, dtype=dtype, device=device)
-        value = state[name].to(device).contiguous() if is_source else empty
-        dist.broadcast(value, 0, group=group)
-        found[name] = value.cpu()
+    found = {
+        name: torch.empty(about[0], dtype=about[1]) if isinstance(about, tuple) else about
+        for name, about in box[0].items()
+    }
+    if is_source:
+        found = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in state.items()}
+    broadcast_values((v for v in found.values() if isinstance(v, Tensor)), device, group)
     return found

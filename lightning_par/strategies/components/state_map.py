@@ -22,7 +22,7 @@ from lightning_par.checkpoint.pieces import cut_piece, Piece
 from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor, StoredTensors
 from lightning_par.checkpoint.unread_tensor import read_part, UnreadTensor
-from lightning_par.dtensor import local_box, local_part
+from lightning_par.dtensor import full_tensors, local_box, local_part
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.errors import CheckpointError
 from lightning_par.huggingface import adapt_weights
@@ -91,7 +91,7 @@ class StateMap:
 
     def gather_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the same as `gather_weights`, of a state dict that this rank has dumped."""
-        local = {name: self._whole(value) for name, value in state.items()}
+        local = _on_host(state)
         merged: dict[str, Any] = {}
         for part in self._gather_stages(local):
             merged.update(part)
@@ -269,10 +269,10 @@ class StateMap:
 
     def gather_local_optimizer(self, local: Mapping[str, Any]) -> dict[str, Any]:
         """Return the same as `gather_optimizer`, of what `local_optimizer` gave."""
-        states = {
-            name: {k: self._whole(v) for k, v in entries.items()}
-            for name, entries in local["state"].items()
-        }
+        flat = _on_host({(n, k): v for n, held in local["state"].items() for k, v in held.items()})
+        states: dict[str, dict[str, Any]] = {name: {} for name in local["state"]}
+        for (name, key), value in flat.items():
+            states[name][key] = value
         groups = [group["params"] for group in local["param_groups"]]
         parts = self._gather_stages((states, groups))
         if not parts:
@@ -371,11 +371,6 @@ class StateMap:
             for parts in zip(*stages, strict=True)
         ]
 
-    def _whole(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        return value.detach().cpu() if isinstance(value, Tensor) else value
-
     def _gather_stages(self, value: Any) -> list[Any]:
         """Return the values of all stages on rank 0, in order; elsewhere an empty list."""
         place = self._mesh.place
@@ -387,6 +382,12 @@ class StateMap:
         target = self._mesh.rank_at("pp", 0)
         dist.gather_object(value, parts, dst=target, group=self._mesh.group("pp"))
         return parts or []
+
+
+def _on_host(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the same with every tensor whole and on the CPU."""
+    found = full_tensors(v for v in values.values() if isinstance(v, Tensor))
+    return {k: next(found).cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:

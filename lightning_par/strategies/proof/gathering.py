@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from lightning_par.dtensor import full_tensors
 from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.mesh import ParallelMesh
 
@@ -26,16 +26,12 @@ def gather_tensors(
         canonical: FQN -> the name under which one process lists it.
         mesh: Mesh over which they are sharded.
 
-    **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline stages.
+    **Communicates**: all-gathers of the sharded tensors, then one gather over the pipeline stages.
     """
     keeps = all(at == 0 for axis, at in mesh.place.items() if axis != "pp")
+    held = {name: tensor for name, tensor in named if tensor is not None}
     found: dict[str, Tensor] = {}
-    for name, tensor in named:
-        if tensor is None:
-            continue
-        whole = tensor.detach()
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
+    for name, whole in zip(held, full_tensors(held.values()), strict=True):
         if keeps:
             found[canonical.get(name, name)] = whole.to("cpu", copy=True)
     if not keeps:

@@ -350,14 +350,14 @@ class SleepBlock(nn.Module):
 def test_measured_bubble_is_that_of_the_formula(rank, world, schedule):
     p, m = 4, 8
     staged = Staged(build(block=SleepBlock, blocks=4), ((0, 1), (1, 2), (2, 3), (3, 4)))
-    staged.train(data(m), m, schedule)
-    found = []
-    for _ in range(3):
+    wanted = (p - 1) / (m + p - 1)
+    # A busy machine, and a first step, only add idle time: the least of the runs is the schedule's.
+    found = [1.0]
+    while min(found) - wanted >= 0.03 and len(found) < 5:
         dist.barrier()
         events = [None] * world
         dist.all_gather_object(events, staged.train(data(m), m, schedule).events)
         kinds = {e.action.kind: e.end - e.start for e in events[rank]}
         assert kinds[ActionKind.FORWARD] >= FORWARD
         found.append(bubble_fraction(events))
-    # A busy machine only adds idle time between actions: the least of the runs is the schedule's.
-    assert abs(min(found) - (p - 1) / (m + p - 1)) < 0.03, found
+    assert abs(min(found) - wanted) < 0.03, (found, wanted)

@@ -181,14 +181,13 @@ def test_measured_bubble_is_that_of_the_simulation(rank, world, name):
         block.part = world / 8 if chunks == 1 else 2 * world / 8
         sleep_for_weights(block.linear, WEIGHT * block.part)
     staged = Staged(model, bounds_of(name, world, 8), schedule=name)
-    staged.train(data(m), m)
     measure = bubble_fraction if name == "interleaved" else span_bubble_fraction
-    found = []
-    for _ in range(3):
+    wanted = measure(simulate(build_schedule(name, world, m), forward=1, backward=2).events)
+    # A busy machine, and a first step, only add idle time: the least of the runs is the schedule's.
+    found = [1.0]
+    while min(found) - wanted >= 0.03 and len(found) < 5:
         dist.barrier()
         events = [None] * world
         dist.all_gather_object(events, staged.train(data(m), m).events)
         found.append(measure(events))
-    wanted = measure(simulate(build_schedule(name, world, m), forward=1, backward=2).events)
-    # A busy machine only adds idle time between actions: the least of the runs is the schedule's.
     assert abs(min(found) - wanted) < 0.03, (found, wanted)
