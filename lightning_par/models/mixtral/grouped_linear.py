@@ -36,7 +36,7 @@ class RowCounts:
         return self._on_host
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def supports_grouped(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether `F.grouped_mm` works on a device and dtype, forward and backward.
 
@@ -44,6 +44,11 @@ def supports_grouped(device_type: str, dtype: torch.dtype) -> bool:
         device_type: ``"cpu"`` or ``"cuda"``.
         dtype: Dtype of both factors.
     """
+    return _multiplies(device_type, dtype)
+
+
+@cache
+def _multiplies(device_type: str, dtype: torch.dtype) -> bool:
     # By trying: support depends on torch's version, the GPU and the dtype, and no query exists.
     if not hasattr(F, "grouped_mm"):
         return False
@@ -60,7 +65,9 @@ def supports_grouped(device_type: str, dtype: torch.dtype) -> bool:
 
 def _use_grouped_mm(x: Tensor, weight: Tensor, backend: GroupedBackend) -> bool:
     """Return whether to call `F.grouped_mm`, where it is supported and, for "auto", faster."""
-    if backend == "loop" or not len(x):
+    # Traced, it takes bfloat16 only.
+    traced = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
+    if backend == "loop" or traced or not len(x):
         return False
     # On the CPU it is faster in float32 only, see benchmarks/RESULTS.md. On CUDA it has a kernel in
     # bfloat16 only, else multiplies expert by expert and reads `counts` in each call.
