@@ -100,6 +100,16 @@ class ParallelSizes:
         """Number of parts, with tokens of their own, into which a batch of all replicas is cut."""
         return self.data * self.context
 
+    def exchanged_rows(self, chosen: float, max_rows: int | None) -> float:
+        """Return the rows of a rank in an all-to-all over ``ep``, those that stay included.
+
+        Args:
+            chosen: Rows that its tokens chose.
+            max_rows: Rows of the part for every rank, by padding; None: those that tokens chose,
+                of which as many arrive as leave if routing is even.
+        """
+        return chosen if max_rows is None or self.expert == 1 else self.expert * max_rows
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of a global rank on every axis; needs no process group.
 

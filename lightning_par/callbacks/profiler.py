@@ -178,6 +178,7 @@ class Recording:
             sequence_parallel=strategy.options.sequence_parallel
             and self.parallel_model.resolved.plan.sequence_region != "none",
             compiled=strategy.options.compile_blocks is not False,
+            expert_max_rows=strategy.options.expert_max_rows,
         )
 
     def _blocks(self) -> dict[int, Any]:

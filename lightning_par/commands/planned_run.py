@@ -83,6 +83,7 @@ class PlannedRun:
             recompute=self.recompute,
             sequence_parallel=options.sequence_parallel,
             offload=options.offload_options is not None,
+            expert_max_rows=options.expert_max_rows,
             blocks=tuple(options.stage_blocks or ()),
         )
 

@@ -53,6 +53,7 @@ def main(arguments: list[str]) -> int:
         node=options.devices,
         samples=options.samples or run.layout().samples,
         offload=options.offload,
+        expert_max_rows=run.options.expert_max_rows,
         accepts=run.accepts,
     )
     result = run.planner.search(space, keep=max(options.keep, options.tries))

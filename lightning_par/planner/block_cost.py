@@ -149,19 +149,15 @@ class BlockCost:
         """Return the time of norms, residual sums, dropout, activation and changes of layout."""
         m, n, t = self.shape, self.tokens, self.tensor
         between = n / (t if self.layout.sequence_parallel else 1) * m.model_dim
-        used = m.experts_per_token + m.shared_experts
-        inner = (
-            n
-            / t
-            * m.ff_dim
-            * used
-            * ((10 if m.gated else 6) if backward else (6 if m.gated else 4))
-        )
+        # Padding of experts is left out by products only.
+        rows = self.layout.expert_rows(m)
+        words = (10 if m.gated else 6) if backward else (6 if m.gated else 4)
+        inner = (rows + n * m.shared_experts) / t * m.ff_dim * words
         heads = 8 * n / t * (m.heads + 2 * m.kv_heads) / 3 * m.head_dim
         # Two norms 8, two sums with dropout 14; backward: 12, 10, and two sums of gradients 12.
         norms = (34 if backward else 22) * between
         # Tokens are sorted by expert, and back.
-        moved = (8 * n * m.model_dim * m.experts_per_token) if m.experts > 1 else 0
+        moved = 8 * rows * m.model_dim if m.experts > 1 else 0
         size = (norms + inner + heads + moved) * self.code.fused_elementwise * self._wider
         return self.clock.stream(size, 10 if backward else 8)
 
@@ -194,9 +190,9 @@ class BlockCost:
 
     def _expert_exchange(self) -> float:
         """Return the seconds of sending tokens to their experts and back."""
-        m, e = self.shape, self.layout.sizes.expert
-        size = self.hidden_bytes * m.experts_per_token / self.tensor
-        return 2 * self.clock.collective("all_to_all", size, e, self._expert_inside)
+        size = self.code.expert_bytes(self.shape, self.layout)
+        group = (self.layout.sizes.expert, self._expert_inside)
+        return 2 * self.clock.collective("all_to_all", size, *group)
 
     # Recomputation and the edges ------------------------------------------------------------------
 

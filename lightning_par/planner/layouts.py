@@ -30,6 +30,7 @@ class LayoutSpace:
         most_gathering_nodes: Nodes over which ZeRO stage 3 may shard: no measurement of more was at
             hand that the model could be held against.
         offload: Whether the optimizer is on the host.
+        expert_max_rows: See `Layout`; layouts for which it is too small are left out.
         sequence_parallel: Whether the parts between tensor-parallel layers are sharded, too, where
             the tokens divide.
         fixed: Name of a size of `ParallelSizes`, or "data" -> its only value.
@@ -52,6 +53,7 @@ class LayoutSpace:
     shortest_context: int = 2048
     most_gathering_nodes: int = 32
     offload: bool = False
+    expert_max_rows: int | None = None
     sequence_parallel: bool = True
     fixed: tuple[tuple[str, int], ...] = ()
     accumulated: int = 0
@@ -145,7 +147,7 @@ class LayoutSpace:
                 if schedule == "interleaved" and count % sizes.pipeline:
                     continue
                 for recompute in self.recompute:
-                    yield Layout(
+                    found = Layout(
                         sizes=sizes,
                         micro_batch=micro,
                         microbatches=count,
@@ -156,7 +158,10 @@ class LayoutSpace:
                         sequence_parallel=self.sequence_parallel
                         and shape.length // sizes.context % sizes.tensor == 0,
                         offload=self.offload,
+                        expert_max_rows=self.expert_max_rows,
                     )
+                    if found.holds_choices(shape):
+                        yield found
 
     def _cuts(self, sizes: ParallelSizes) -> list[tuple[int, int]]:
         """Return samples of a micro-batch, and micro-batches of a step of a replica."""

@@ -84,24 +84,27 @@ def _activations(
     whole = between if code.gathers_again else n * m.model_dim
     if recompute == "full":
         return 2 * between
-    used = m.experts_per_token + m.shared_experts
+    rows = layout.expert_rows(m)
+    passed = (rows + n * m.shared_experts) / t * m.ff_dim
     heads = 2 * (2 * m.heads + 2 * m.kv_heads) * m.head_dim
     selective = recompute == "selective"
     if selective and code.fused_attention:
         # Kept: the input, and what products and attention give; the rest is computed again.
-        mlp = 2 * used * m.ff_dim * (2 if m.gated else 1)
-        return 2 * between + 4 * whole + n / t * (heads + mlp)
+        mlp = 2 * passed * (2 if m.gated else 1)
+        return 2 * between + 4 * whole + n / t * heads + mlp
     # Inputs of norms 4 and of the layers after them 4, two dropout masks 2.
-    mlp = used * m.ff_dim * (8 if m.gated else 4)
-    sorted_tokens = 4 * m.experts_per_token * n * m.model_dim if m.experts > 1 else 0.0
+    mlp = passed * (8 if m.gated else 4)
+    # Rows sorted by expert, which may be padded; their outputs, and these weighted, are not.
+    routed = 2 * (rows + 2 * n * m.experts_per_token) * m.model_dim if m.experts > 1 else 0.0
     scores = (2 + 3 * m.dropout) * layout.micro_batch * m.heads / t * m.length**2
     scores /= layout.sizes.context
     written = not (code.fused_attention or selective)
     return (
         (4 + 2 * m.dropout) * between
         + 4 * whole
-        + n / t * (heads + mlp)
-        + sorted_tokens
+        + n / t * heads
+        + mlp
+        + routed
         + (scores if written else 0.0)
     )
 
@@ -277,6 +280,9 @@ def _buffers(shape: TransformerShape, layout: Layout, code: Implementation) -> f
     split = layout.sequence_parallel or code.sharded_p2p
     hidden = code.activation_bytes * n * shape.model_dim / (layout.sizes.tensor if split else 1)
     messages = 4 * hidden if layout.sizes.pipeline > 1 else 0.0
+    if layout.sizes.expert > 1:
+        # The parts that are sent to experts, and those that arrived.
+        messages += 2 * code.expert_bytes(shape, layout)
     if layout.sizes.shares == 1:
         return messages
     degrees = layout.sizes.tensor, layout.sizes.expert

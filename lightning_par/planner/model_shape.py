@@ -55,6 +55,7 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
     # transformers' gated models name SiLU; GPT-2 and BERT name GELU.
     gated = activation in ("swiglu", "silu")
     tied = _first(config, ("tied_head", "tie_word_embeddings"))
+    bounded = getattr(config, "routing", None) in ("switch", "expert_choice")
     dropout = _first(config, ("dropout", "attention_dropout", "attn_pdrop"))
     return TransformerShape(
         **found,
@@ -62,6 +63,7 @@ def read_shape(config: Any, length: int | None = None) -> TransformerShape:
         gated=gated,
         tied=True if tied is None else tied,
         causal=not _is_encoder(config),
+        expert_capacity=config.capacity(length) if bounded else 0,
         dropout=bool(dropout),
     )
 

@@ -23,6 +23,8 @@ def strategy_settings(layout: Layout) -> dict[str, Any]:
     }
     if sizes.expert > 1:
         chosen["expert_parallel_size"] = sizes.expert
+        if layout.expert_max_rows is not None:
+            chosen["expert_max_rows"] = layout.expert_max_rows
     if sizes.data_replicate > 1 and layout.zero_stage > 0:
         chosen["data_parallel_replicate_size"] = sizes.data_replicate
     if not layout.sequence_parallel:

@@ -37,6 +37,7 @@ class TransformerShape:
         experts: E; 1: dense.
         experts_per_token: Experts that a token passes.
         shared_experts: Experts that every token passes, besides.
+        expert_capacity: Tokens of a sequence that an expert takes at most; 0: all.
         dropout: Whether dropout masks are kept.
     """
 
@@ -54,6 +55,7 @@ class TransformerShape:
     experts: int = 1
     experts_per_token: int = 1
     shared_experts: int = 0
+    expert_capacity: int = 0
     dropout: bool = False
 
     def __post_init__(self) -> None:
@@ -189,6 +191,8 @@ class Layout:
         recompute: What blocks compute again in the backward.
         sequence_parallel: Whether the parts between tensor-parallel layers are sharded, too.
         offload: Whether the optimizer and its states are on the host.
+        expert_max_rows: Rows of every part that ranks send to experts of each other, by padding;
+            None: as many as tokens choose.
         blocks: Blocks of each stage; (): as equal as possible.
     """
 
@@ -201,6 +205,7 @@ class Layout:
     recompute: Recompute = "none"
     sequence_parallel: bool = True
     offload: bool = False
+    expert_max_rows: int | None = None
     blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -240,6 +245,30 @@ class Layout:
     def samples(self) -> int:
         """Samples of a step, of all replicas."""
         return self.sizes.data * self.micro_batch * self.microbatches
+
+    def expert_rows(self, shape: TransformerShape) -> float:
+        """Return the rows that a rank sends to experts, and gets, in a micro-batch, those that stay
+        included: padded, or of even routing.
+
+        Args:
+            shape: The model.
+        """
+        chosen = self.micro_batch * shape.length / self.sizes.context * shape.experts_per_token
+        return self.sizes.exchanged_rows(chosen, self.expert_max_rows)
+
+    def holds_choices(self, shape: TransformerShape) -> bool:
+        """Tell whether parts of `expert_max_rows` hold whatever tokens of a micro-batch choose.
+
+        Args:
+            shape: The model.
+        """
+        if self.expert_max_rows is None or self.sizes.expert == 1:
+            return True
+        tokens, here = self.micro_batch * shape.length, shape.experts // self.sizes.expert
+        most = tokens // self.sizes.context * min(shape.experts_per_token, here)
+        if shape.expert_capacity:
+            most = min(most, self.micro_batch * here * shape.expert_capacity)
+        return most <= self.expert_max_rows
 
     def spans(self, layers: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return, for every pipeline rank, first and one-past-last block of its stages.
@@ -330,6 +359,12 @@ class Implementation:
     logit_bytes: float = 16.0
     selective_share: float = 0.1
     kernels: tuple[int, int] = (22, 40)
+
+    def expert_bytes(self, shape: TransformerShape, layout: Layout) -> float:
+        """Return the bytes of a rank's rows in an all-to-all of a micro-batch to experts, or back;
+        tensor ranks each send whole rows.
+        """
+        return self.activation_bytes * layout.expert_rows(shape) * shape.model_dim
 
     def shards(self, layout: Layout) -> int:
         """Return how many ranks share the states of a weight."""

@@ -159,6 +159,7 @@ class StepCost:
         again = 1 if layout.recompute == "full" else 0
         hidden, shares = self.block.hidden_bytes, code.shards(layout)
         of_tokens = passes * (2 + again) * hidden
+        of_experts = passes * (2 + again) * 2 * code.expert_bytes(m, layout)
         keys = (
             2 * code.activation_bytes * self.block.tokens * m.kv_heads * m.head_dim / sizes.tensor
         )
@@ -181,7 +182,7 @@ class StepCost:
             "dp_shard": _sent(shares, sent),
             "cp": (sizes.context - 1) * passes * (3 + again) * keys
             + _sent(sizes.context, copied if code.fsdp else 0),
-            "ep": _sent(sizes.expert, 2 * of_tokens * m.experts_per_token / sizes.tensor),
+            "ep": _sent(sizes.expert, of_experts),
             "tp": _sent(sizes.tensor, 2 * m.tensor_sums * of_tokens),
         }
 

@@ -112,7 +112,7 @@ def _own_part(call: Call, payload: int, ranks: int, rank: int) -> Fraction:
 
 @cache
 def ring_bytes(operation: str, payload: int, ranks: int, is_root: bool) -> Fraction:
-    """Return the bytes that a rank sends under the ring algorithm; not for all-to-all.
+    """Return the bytes that a rank sends under the ring algorithm; all-to-all: of equal parts.
 
     Args:
         operation: As in the table of this module.
@@ -127,6 +127,7 @@ def ring_bytes(operation: str, payload: int, ranks: int, is_root: bool) -> Fract
         "all_reduce": 2 * others * whole,
         "all_gather": others * whole,
         "reduce_scatter": others * whole,
+        "all_to_all": others * whole,
         "broadcast": whole * is_root,
         "scatter": others * whole * is_root,
         "gather": whole / ranks * (not is_root),

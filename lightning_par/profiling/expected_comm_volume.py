@@ -17,6 +17,12 @@ exit of sharded weights    with sequence parallelism: reduce-scatter n y, all-ga
 Entries and exits are the rows of `lightning_par.plan.tensor_styles.TENSOR_STYLES` with a
 `crossing`. A backward communicates only if x or y requires grad.
 
+Rows travel to experts of other ranks in all-to-alls: rows and answers, and in the backward their
+gradients, after the number of rows of each expert. Padded by ``expert_max_rows``, these bytes are
+exact. Parts of their own sizes depend on what tokens choose, which is not known before: given is
+the expectation of even routing, in which as many rows arrive at a rank as its tokens choose. It is
+exact in sum over the ranks, but for rows that are dropped.
+
 A pipeline stage sends the output of its last block, and the gradient of the input of its first.
 The all-gathers and reduce-scatters of the ZeRO stages (see `lightning_par.engine.data.fsdp`) are
 counted for every unit of sharding: a block, or all that is outside of the blocks. FSDP pads a
@@ -42,7 +48,7 @@ from lightning_par.dtensor import local_part
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.data.gradient_reduction import SharedGradients
 from lightning_par.engine.pipeline.actions import Action, ActionKind
-from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.pipeline.stage import matching_modules, StageStub
 from lightning_par.engine.pipeline.stage_links import group_name
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
@@ -76,6 +82,7 @@ class Parts:
         zero_stage: 0 to 3.
         sequence_parallel: Whether activations between the blocks are sharded along T.
         compiled: Whether the blocks are compiled; hooks inside them would not run then.
+        expert_max_rows: Rows of every part sent to experts, by padding; None: as many as chosen.
         compresses: Whether gradients are compressed on their way to other replicas.
         takes_norm: Whether the norm of all gradients is taken before the optimizer steps.
     """
@@ -89,6 +96,7 @@ class Parts:
     zero_stage: int
     sequence_parallel: bool
     compiled: bool
+    expert_max_rows: int | None
     compresses: bool
     takes_norm: bool
 
@@ -122,6 +130,9 @@ class Forecast:
         hooks = ExitStack()
         for module, hook in self._hooks():
             hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        for module in self._experts():
+            hooks.callback(setattr, module, "compute", module.compute)
+            module.compute = _ExpertHook(self, module.compute)
         return hooks
 
     def rows(self, actions: Sequence[Action], *, synchronizes: bool) -> tuple[CommVolumeEntry, ...]:
@@ -175,6 +186,13 @@ class Forecast:
                 yield parts.module.get_submodule(names[lo]), _BoundaryHook(self, stage - 1, False)
             if stage < len(parts.bounds) - 1:
                 yield parts.module.get_submodule(names[hi - 1]), _BoundaryHook(self, stage, True)
+
+    def _experts(self) -> list[Any]:
+        """Return the modules here whose experts are divided over ranks."""
+        parts = self.parts
+        if parts.mesh.expert_mesh is None or parts.compiled:
+            return []
+        return list(matching_modules(parts.module, parts.resolved.plan.experts).values())
 
     def _foresee_shared(self, shared: SharedGradients) -> None:
         by_dtype: dict[torch.dtype, int] = {}
@@ -295,6 +313,27 @@ class _BoundaryHook:
                 if kind == "activations" or tensor.requires_grad:
                     group = self.forecast.ledger.group_of(group_name(kind, *ends))
                     self.forecast._add(group, operation, _bytes(tensor))
+
+
+@dataclass(frozen=True)
+class _ExpertHook:
+    """Adds the all-to-alls of one call of `compute` of a module with experts, which it calls."""
+
+    forecast: Forecast
+    inner: Callable[..., tuple[Tensor, Any]]
+
+    def __call__(self, x: Tensor, counts: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Any]:
+        parts, add = self.forecast.parts, self.forecast._add
+        assert parts.mesh.expert_mesh is not None
+        out, other = self.inner(x, counts, *more, **named)
+        group = parts.mesh.expert_mesh.get_group("ep")
+        rows = int(parts.mesh.sizes.exchanged_rows(len(x), parts.expert_max_rows))
+        add(group, "all_to_all", _bytes(counts))
+        for tensor in (x, out):
+            size = rows * tensor.shape[1:].numel() * tensor.element_size()
+            returns = tensor.requires_grad and not _recomputes()
+            add(group, "all_to_all", size, 2 if returns else 1)
+        return out, other
 
 
 def _recomputes() -> bool:

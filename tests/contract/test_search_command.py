@@ -99,6 +99,31 @@ def test_forecast_takes_the_layout_of_the_configuration(
     assert sum(found["memory"].values()) == pytest.approx(found["peak_bytes"])
 
 
+def test_forecast_and_search_charge_padded_parts_of_experts(
+    config: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    path = config.with_name("experts.yaml")
+    words = ("--config", path, "--devices", 2, "--json")
+    found = []
+    # 8 samples of 64 tokens on each of two ranks choose 2 experts each.
+    for rows in ("null", 512, 1024):
+        options = f"data_parallel_size: 2, expert_parallel_size: 2, expert_max_rows: {rows}"
+        kind = f"{{class_path: lightning_par.Hybrid3DStrategy, init_args: {{{options}}}}}"
+        text = TINY.replace("GPTModule", "MixtralModule").replace("hybrid3d", kind)
+        path.write_text(text.replace("devices: 1", "devices: 2"))
+        status, said, _ = command(monkeypatch, capsys, "forecast", *words)
+        assert status == 0
+        found.append(json.loads(said))
+    exact, same, double = (one["traffic"]["ep"] for one in found)
+    assert (same, double) == (exact, 2 * exact)
+    exact, same, double = (one["peak_bytes"] for one in found)
+    assert exact == same < double
+    status, said, _ = command(monkeypatch, capsys, "search", *words)
+    layouts = [one["layout"] for one in json.loads(said)["best"]]
+    assert status == 0
+    assert {one["expert_max_rows"] for one in layouts if one["sizes"]["expert"] > 1} == {1024}
+
+
 def test_forecast_says_what_does_not_fit(config: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ("--model.init_args.preset=gpt3-13b", "--device", "h100", "--devices", 1)
     status, said, _ = command(monkeypatch, capsys, "forecast", "--config", config, *words)

@@ -2,7 +2,9 @@
 
 The one wait is for the verdict on the step: whether its loss and gradients are finite. Where tokens
 go to experts of other ranks in parts of their own sizes, it waits once more for each layer: NCCL
-takes sizes from the host. Padded parts have one size, which the host knows.
+takes sizes from the host. Padded parts have one size, which the host knows. In other dtypes than
+bfloat16 experts are multiplied one by one, and the host reads once for each layer how many rows
+each has.
 """
 
 import sys
@@ -32,6 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, layout(context_parallel_size=2)),
     "offload": (1, layout(offload_options={})),
     "zero3, offload": (2, layout(dp=2, zero=3, offload_options={})),
+    "experts, float32": (1, layout()),
     "experts ep2": (2, layout(dp=2, ep=2)),
     "experts ep2, zero3": (2, layout(dp=2, ep=2, zero=3)),
     "experts ep2, padded": (2, layout(dp=2, ep=2, zero=3, expert_max_rows=40)),
@@ -78,10 +81,11 @@ class Copying(ToyModule):
 def test_a_steady_step_waits_once(name: str) -> None:
     world, options = LAYOUTS[name]
     reads = options["expert_parallel_size"] > 1 and "expert_max_rows" not in options
-    routed = EXPERT_LAYERS if reads else 0
+    precision = "32-true" if "float32" in name else "bf16-mixed"
+    routed = EXPERT_LAYERS * (reads + (precision == "32-true"))
     has_experts = name.startswith("experts")
     made = partial(experts, **SWITCH) if "switch" in name else experts
-    kind = {"kind": made, "precision": "bf16-mixed"} if has_experts else {}
+    kind = {"kind": made, "precision": precision} if has_experts else {}
     found = run_ranks(steady_step, world, options, **kind, timeout=120)
     for rank, traffic in enumerate(found):
         sys.stdout.write(f"{name}, rank {rank}: {traffic}\n")

@@ -49,6 +49,10 @@ function split(layers, stages) {
 
 const tokens = (m, l) => (l.micro_batch * m.length) / l.sizes.context;
 
+// Bytes of a rank's rows in an all-to-all of a micro-batch to experts, or back.
+const expertBytes = (m, l, code) =>
+  code.activation_bytes * tokens(m, l) * m.experts_per_token * m.model_dim;
+
 // Bytes that a block keeps of one micro-batch from its forward to its backward.
 function blockActivations(m, l, code, recompute) {
   const t = l.sizes.tensor;
@@ -65,7 +69,8 @@ function blockActivations(m, l, code, recompute) {
     return wider * (2 * between + 4 * whole + (n / t) * (heads + kept));
   }
   const mlp = used * m.ff_dim * (m.gated ? 8 : 4);
-  const sorted = m.experts > 1 ? 4 * m.experts_per_token * n * m.model_dim : 0;
+  // Rows sorted by expert, their outputs, and these weighted.
+  const sorted = m.experts > 1 ? 6 * m.experts_per_token * n * m.model_dim : 0;
   const written = !(code.fused_attention || selective);
   const rows = ((2 + (m.dropout ? 3 : 0)) * l.micro_batch * m.heads) / t;
   const scores = written ? (rows * m.length ** 2) / l.sizes.context : 0;
@@ -95,7 +100,8 @@ function buffers(m, l, code, weights) {
   const s = l.sizes;
   const parts = l.sequence_parallel || code.sharded_p2p ? s.tensor : 1;
   const hidden = (code.activation_bytes * tokens(m, l) * m.model_dim) / parts;
-  const messages = s.pipeline > 1 ? 4 * hidden : 0;
+  const exchanged = s.expert > 1 ? 2 * expertBytes(m, l, code) : 0;
+  const messages = (s.pipeline > 1 ? 4 * hidden : 0) + exchanged;
   if (shares(s) === 1) return messages;
   const gathered = l.zero_stage === 3 ? 2 * code.gather_bytes * weights : 0;
   return messages + gathered + code.reduce_bytes * weights;
@@ -156,7 +162,7 @@ function traffic(m, l, code) {
     dp_replicate: sent(s.data_replicate, copied),
     dp_shard: sent(over, (reductions * code.reduce_bytes + gathers * code.gather_bytes) * held),
     cp: (s.context - 1) * passes * (3 + again) * keys + sent(s.context, copied),
-    ep: sent(s.expert, (2 * ofTokens * m.experts_per_token) / s.tensor),
+    ep: sent(s.expert, 2 * passes * (2 + again) * expertBytes(m, l, code)),
     tp: sent(s.tensor, 4 * ofTokens),
   };
 }

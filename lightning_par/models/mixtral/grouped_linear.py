@@ -10,14 +10,33 @@ import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 
-__all__ = ["GroupedBackend", "GroupedLinear", "grouped_product", "supports_grouped"]
+__all__ = ["GroupedBackend", "GroupedLinear", "RowCounts", "grouped_product", "supports_grouped"]
 
 GroupedBackend = Literal["auto", "grouped", "loop"]
 _ALIGNMENT = 16
 """Bytes of which the rows of both factors have to be a multiple for `F.grouped_mm`."""
 
 
-@cache
+class RowCounts:
+    """Number of rows of every expert, which the host reads from the device once, if at all.
+
+    Args:
+        on_device: [E], int64.
+    """
+
+    def __init__(self, on_device: Tensor) -> None:
+        self.on_device = on_device
+        self._on_host: list[int] | None = None
+
+    @property
+    def on_host(self) -> list[int]:
+        """The numbers; the first time, the host waits for the device."""
+        if self._on_host is None:
+            self._on_host = self.on_device.tolist()
+        return self._on_host
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def supports_grouped(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether `F.grouped_mm` works on a device and dtype, forward and backward.
 
@@ -25,6 +44,11 @@ def supports_grouped(device_type: str, dtype: torch.dtype) -> bool:
         device_type: ``"cpu"`` or ``"cuda"``.
         dtype: Dtype of both factors.
     """
+    return _multiplies(device_type, dtype)
+
+
+@cache
+def _multiplies(device_type: str, dtype: torch.dtype) -> bool:
     # By trying: support depends on torch's version, the GPU and the dtype, and no query exists.
     if not hasattr(F, "grouped_mm"):
         return False
@@ -41,10 +65,14 @@ def supports_grouped(device_type: str, dtype: torch.dtype) -> bool:
 
 def _use_grouped_mm(x: Tensor, weight: Tensor, backend: GroupedBackend) -> bool:
     """Return whether to call `F.grouped_mm`, where it is supported and, for "auto", faster."""
-    # On the CPU it is faster in float32 only, see benchmarks/RESULTS.md.
-    if backend == "loop" or not len(x):
+    # Traced, it takes bfloat16 only.
+    traced = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
+    if backend == "loop" or traced or not len(x):
         return False
-    if backend == "auto" and x.device.type != "cuda" and x.dtype != torch.float32:
+    # On the CPU it is faster in float32 only, see benchmarks/RESULTS.md. On CUDA it has a kernel in
+    # bfloat16 only, else multiplies expert by expert and reads `counts` in each call.
+    fast = torch.bfloat16 if x.device.type == "cuda" else torch.float32
+    if backend == "auto" and x.dtype != fast:
         return False
     rows = (weight.shape[1] * weight.element_size(), weight.shape[2] * weight.element_size())
     fits = not any(size % _ALIGNMENT for size in rows)
@@ -52,14 +80,14 @@ def _use_grouped_mm(x: Tensor, weight: Tensor, backend: GroupedBackend) -> bool:
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, counts: Tensor, backend: GroupedBackend = "auto"
+    x: Tensor, weight: Tensor, counts: RowCounts, backend: GroupedBackend = "auto"
 ) -> Tensor:
     """Multiply the rows of every expert by the transpose of its own weight.
 
     Args:
         x: [M, K], rows sorted by expert; after those of the last one there may be padding.
         weight: [E, N, K].
-        counts: [E], int64: number of rows of every expert; the sum is M less the padding.
+        counts: Number of rows of every expert; the sum is M less the padding.
         backend: ``"grouped"``: `F.grouped_mm` where it supports device, dtype and sizes (not
             float64), else the loop; ``"loop"``: one product per expert; ``"auto"``: the faster one.
 
@@ -67,10 +95,10 @@ def grouped_product(
         [M, N]; the rows of the padding have no meaning, and may be NaN.
     """
     if _use_grouped_mm(x, weight, backend):
-        offsets = counts.cumsum(0).to(torch.int32)
+        offsets = counts.on_device.cumsum(0).to(torch.int32)
         product: Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
         return product
-    sizes = counts.tolist()
+    sizes = counts.on_host
     *parts, padding = x.split([*sizes, len(x) - sum(sizes)])
     products = [F.linear(p, w) for p, w in zip(parts, weight.unbind(), strict=True)]
     return torch.cat([*products, products[0].new_zeros(len(padding), weight.shape[1])])
@@ -94,12 +122,12 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: RowCounts) -> Tensor:
         """Map [M, K], sorted by expert, to [M, N].
 
         Args:
             x: [M, K], rows sorted by expert.
-            counts: [E], int64: number of rows of every expert.
+            counts: Number of rows of every expert.
         """
         # Autocast has no rule for F.grouped_mm, so its casts are made here.
         if torch.is_autocast_enabled(x.device.type):

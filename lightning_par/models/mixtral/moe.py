@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from lightning_par.models.layers import SwiGLU
 from lightning_par.models.mixtral.config import MixtralConfig
-from lightning_par.models.mixtral.grouped_linear import GroupedBackend, GroupedLinear
+from lightning_par.models.mixtral.grouped_linear import GroupedBackend, GroupedLinear, RowCounts
 from lightning_par.upstream.autograd import is_in_backward
 
 __all__ = ["Beside", "Experts", "MoELayer", "ReplicaSum", "RoutedTokens", "Router", "RouterRecord"]
@@ -363,8 +363,9 @@ class Experts(nn.Module):
             [A, D], and the result of `beside`, or None. Rows of no expert have no meaning.
         """
         other = None if beside is None else beside()
-        gated = F.silu(self.gate(x, counts)) * self.up(x, counts)
-        return self.down(gated, counts), other
+        rows = RowCounts(counts)
+        gated = F.silu(self.gate(x, rows)) * self.up(x, rows)
+        return self.down(gated, rows), other
 
 
 class MoELayer(nn.Module):

@@ -290,6 +290,7 @@ class LayoutChooser:
                 recompute=("none", "selective", "full") if kept is None else (kept.mode,),
                 shortest_context=1 if "context" in fixed else 2048,
                 offload=options.offload_options is not None,
+                expert_max_rows=options.expert_max_rows,
                 fixed=tuple({**fixed, "data": data}.items()),
                 accumulated=self._accumulated,
                 pieces=self._pieces,
@@ -322,6 +323,7 @@ class LayoutChooser:
                     microbatches=pieces * self._accumulated,
                     sequence_parallel=self._data.is_even,
                     schedule=self.options.schedule,
+                    expert_max_rows=self.options.expert_max_rows,
                 )
                 refusal = self._refusal(layout, fits=True)
                 if refusal is None and planner is not None:

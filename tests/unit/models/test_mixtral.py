@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from lightning_par.engine.activations.checkpointing import recompute
 from lightning_par.errors import ConfigurationError
 from lightning_par.models import from_hugging_face_mixtral, Mixtral, MixtralConfig
-from lightning_par.models.mixtral.grouped_linear import GroupedLinear, supports_grouped
-from lightning_par.models.mixtral.moe import MoELayer, Router
+from lightning_par.models.mixtral.grouped_linear import GroupedLinear, RowCounts, supports_grouped
+from lightning_par.models.mixtral.moe import Experts, MoELayer, Router
 from lightning_par.plan.resolved_plan import check_plan
 from lightning_par.sizes import ParallelSizes
 
@@ -170,14 +170,33 @@ def test_grouped_product_equals_the_loop_also_for_experts_without_rows():
     for backend, given in (("grouped", x), ("loop", x), ("grouped", padded), ("loop", padded)):
         torch.manual_seed(3)
         layer, rows = GroupedLinear(4, 32, 48, backend).float(), given.clone().requires_grad_()
-        out = layer(rows, counts)
+        out = layer(rows, RowCounts(counts))
         assert len(out) == len(given)
         out[:25].sin().sum().backward()
         results.append((out[:25], rows.grad[:25], layer.weight.grad))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], atol=1e-5, rtol=1e-5)
-    empty = GroupedLinear(4, 32, 48, "grouped").float()(x[:0], counts * 0)
+    empty = GroupedLinear(4, 32, 48, "grouped").float()(x[:0], RowCounts(counts * 0))
     assert empty.shape == (0, 48)
+
+
+# Of torch itself, where a graph breaks at what has a gradient function.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_compile_and_without_a_break_where_their_products_are_one_kernel(dtype):
+    if not supports_grouped("cpu", dtype):
+        pytest.skip(f"this torch has no F.grouped_mm for {dtype} on the CPU")
+    experts = Experts(4, 32, 48, "grouped").to(dtype)
+    whole = dtype == torch.bfloat16
+    compiled = torch.compile(experts.compute, backend="aot_eager", fullgraph=whole)
+    counts, x = torch.tensor([5, 0, 17, 3]), torch.randn(25, 32).to(dtype)
+    results = []
+    for compute in (experts.compute, compiled):
+        rows = x.clone().requires_grad_()
+        out, _ = compute(rows, counts)
+        out.sin().sum().backward()
+        results.append((out, rows.grad))
+    torch.testing.assert_close(results[1], results[0])
 
 
 @pytest.mark.parametrize("stacked", [True, False])

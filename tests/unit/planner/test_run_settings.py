@@ -15,6 +15,7 @@ RICH = Layout(
     recompute="selective",
     sequence_parallel=False,
     offload=True,
+    expert_max_rows=96,
     blocks=(1, 2, 2, 2, 2, 1),
 )
 
@@ -27,6 +28,7 @@ def test_the_strategy_makes_the_sizes_of_the_layout() -> None:
         assert options.zero_stage == layout.zero_stage
         assert options.sequence_parallel == layout.sequence_parallel
         assert (options.offload_options is not None) == layout.offload
+        assert options.expert_max_rows == layout.expert_max_rows
     options = MeshOptions(**strategy_settings(RICH))
     assert options.place_stages(2) == RICH.owners
     assert options.microbatches(2) == 8

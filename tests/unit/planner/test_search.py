@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_par.checkpoint.progress import showing
 from lightning_par.errors import MeshError
+from lightning_par.models.mixtral.config import MixtralConfig
 from lightning_par.planner.layouts import LayoutSpace
+from lightning_par.planner.model_shape import read_shape
 from lightning_par.planner.profiles import load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Layout, TransformerShape
@@ -64,6 +67,23 @@ def test_every_layout_divides() -> None:
     assert {one.sizes.expert for one in found} == {1, 2, 4}
     assert {one.zero_stage for one in found} == {1, 2, 3}
     assert any(one.sizes.data_replicate > 1 for one in found)
+
+
+def test_layouts_whose_tokens_may_need_more_rows_than_parts_of_experts_hold_are_left_out() -> None:
+    config = {"num_layers": 2, "model_dim": 64, "num_heads": 4, "num_experts": 8}
+    switch = {"routing": "switch", "experts_per_token": 1, "capacity_factor": 1.0}
+    every = LayoutSpace(devices=4, samples=16)
+    # 8 tokens may all choose 2 experts of a rank, or send 1 to each of its 4 or 2 experts.
+    for more, rows, most in (({}, 32, 2), (switch, 16, 4)):
+        shape = read_shape(MixtralConfig(**config, **more), 8)
+        space = replace(every, expert_max_rows=rows)
+        allowed = {one for one in every.layouts(shape) if one.sizes.expert > 1}
+        found = {one for one in space.layouts(shape) if one.sizes.expert > 1}
+        assert found
+        assert {one.expert_max_rows for one in found} == {rows}
+        left = {replace(one, expert_max_rows=None) for one in found}
+        assert left < allowed
+        assert max(one.micro_batch for one in found) == most
 
 
 def test_zero_3_shards_over_no_more_nodes_than_were_measured() -> None:
