@@ -111,13 +111,14 @@ def measure(
     alone, first = _Alone(device, dtype, round_seconds), rank() == 0
     with counted("measurements", "measuring", _count(device, local) if first else 0):
         of_one = alone.measure(local) if first else {}
+        eager = of_one.get("eager", math.inf)  # what rank 0 finds counts
         link, rates = measure_inside(alone, local)  # the others wait here for the first
         together = {
             "link": link,
             "network": measure_network(alone, local),
             "collectives": rates,
             "slowdown": _slowdown(alone, local),
-            "waits": measure_waits(alone, local, rates),
+            "waits": measure_waits(alone, local, rates, eager),
             "exchange": measure_exchange(alone, local, rates),
         }
     found: list[Measures | None] = [Measures(**of_one, **together) if first else None]
@@ -180,10 +181,10 @@ class _Alone(Rounds):
         rows, times = [], []
         for size, inner in _PRODUCTS:
             M, K = size * self.scale, inner * self.scale
-            # A step comes back to an operand when the caches hold others.
+            # A step comes back to an operand when the caches hold others, and writes new tensors.
             held = (2 * M * K + M * M) * self.dtype.itemsize
             operands = [
-                (self.tensor(M, K), self.tensor(K, M), self.tensor(M, M))
+                [self.tensor(M, K), self.tensor(K, M), self.tensor(M, M)]
                 for _ in range(math.ceil(_CACHED * self.scale / held))
             ]
             turns = cycle(operands)
@@ -270,9 +271,9 @@ class _Alone(Rounds):
         return work
 
 
-def _multiply_next(operands: Iterator[tuple[Tensor, Tensor, Tensor]]) -> None:
-    a, b, out = next(operands)
-    torch.mm(a, b, out=out)
+def _multiply_next(operands: Iterator[list[Tensor]]) -> None:
+    kept = next(operands)
+    kept[2] = kept[0] @ kept[1]
 
 
 class _Layer(nn.Module):
@@ -295,7 +296,7 @@ def _slowdown(alone: _Alone, local: int) -> tuple[float, ...]:
     if not counts:
         return (1.0,)
     # A training step passes through many blocks: their weights and activations leave the caches.
-    blocks = [alone.block(tokens=256 * alone.scale, width=512, heads=8) for _ in range(4)]
+    blocks = [alone.block(tokens=128 * alone.scale, width=512, heads=8) for _ in range(4)]
 
     def work() -> None:
         for block in blocks:

@@ -42,7 +42,7 @@ _MESSAGES = (12, 15, 18, 20)
 """Elements of collectives, as powers of two."""
 _LAYERS = 4
 """Layers whose collectives wait."""
-_WAIT_ROUNDS = 10
+_WAIT_ROUNDS = 7
 
 Rates = Mapping[str, tuple[tuple[float, float], ...]]
 """Kind of a collective -> for 1 to all ranks of a node at work: its start and its rate."""
@@ -160,17 +160,20 @@ def _collectives(
         yield "reduce_scatter", 1.0, moved, partial(reduce_scatter, whole, 0, group)
 
 
-def measure_waits(rounds: Rounds, local: int, rates: Rates, width: int = 512) -> tuple[float, ...]:
+def measure_waits(
+    rounds: Rounds, local: int, rates: Rates, eager: float, width: int = 512
+) -> tuple[float, ...]:
     """Return what a collective of a layer waits, while 1 to `local` ranks of a node are at work.
 
     Layers of tensor-parallel ranks, less the same layers without collectives, less the times of
-    such collectives in a loop. A device that computes while the host's cores start kernels and send
-    waits for no core.
+    such collectives in a loop and of the copies that join their parts. A device that computes while
+    the host's cores start kernels and send waits for no core.
 
     Args:
         rounds: Of this rank.
         local: Ranks of a node.
         rates: Of collectives in a loop.
+        eager: Bytes/s of copies.
         width: Of the layers.
     """
     if rounds.device.type != "cpu" or not rates:
@@ -180,9 +183,10 @@ def measure_waits(rounds: Rounds, local: int, rates: Rates, width: int = 512) ->
         group = dist.new_group(list(range(count)))
         works = _layers(rounds, group, count, width) if rank() < count else (nothing, nothing)
         pairs = zip(*rounds.together(*works, rounds=_WAIT_ROUNDS), strict=True)
-        moved = width // count * width * rounds.dtype.itemsize * (count - 1)
+        moved = width // count // 4 * 4 * width * rounds.dtype.itemsize * (count - 1)
         lines = [rates[kind][count - 1] for kind in ("all_gather", "reduce_scatter")]
         expected = statistics.mean(start * math.log2(count) + moved / rate for start, rate in lines)
+        expected += 2 * width * width * rounds.dtype.itemsize / eager
         # Of a layer's four collectives.
         took = statistics.median(parallel - alone for parallel, alone in pairs) / (4 * _LAYERS)
         waits.append(max(0.0, took - expected))
@@ -251,19 +255,19 @@ def _layers(
     placed: list[Any] = [
         DTensor.from_local(w.detach(), mesh, [Replicate()]).requires_grad_() for w in plain
     ]
-    part = rounds.tensor(width // ranks, width, grad=True)
+    part = rounds.tensor(4, width // ranks // 4, width, grad=True)
 
     def parallel() -> None:
         x = part
         for weight in placed:
-            whole = gather_partial(x, 0, group)
-            x = reduce_to_shards(F.linear(whole, weight.to_local()), 0, group)
+            whole = gather_partial(x, 1, group)
+            x = reduce_to_shards(F.linear(whole, weight.to_local()), 1, group)
         torch.autograd.grad(x.sum(), (part, *placed))
 
     def computing() -> None:
         x = part
         for weight in plain:
-            x = F.linear(x.repeat(ranks, 1), weight)[: len(part)]
+            x = F.linear(x.repeat(1, ranks, 1), weight)[:, : part.shape[1]]
         torch.autograd.grad(x.sum(), (part, *plain))
 
     return parallel, computing

@@ -55,7 +55,7 @@ def test_layers_of_ranks_that_share_a_core_wait_for_their_collectives(rank, worl
     try:
         rounds = Rounds(torch.device("cpu"), torch.float32, 0.001)
         rates = dict.fromkeys(KINDS, ((0.0, 1e15),) * world)
-        waits = measure_waits(rounds, world, rates, width=32)
+        waits = measure_waits(rounds, world, rates, 1e15, width=32)
     finally:
         os.sched_setaffinity(0, cores)
     assert waits[0] == 0
