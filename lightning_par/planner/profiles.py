@@ -175,6 +175,10 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         waits = tuple(map(float, entry.get("waits", ())))
         eager = float(entry.get("eager", 0.0))
         exchange = tuple(map(float, entry.get("exchange", ())))
+        collectives = {
+            kind: tuple((float(start), float(rate)) for start, rate in lines)
+            for kind, lines in entry.get("collectives", {}).items()
+        }
         if min((*waits, eager, *exchange)) < 0:
             raise ValueError("no wait and no rate can be less than 0")
         if set(constants) != numbers or not slowdown or min(every) <= 0:
@@ -185,7 +189,6 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
             f"device {name}: its calibration cannot be read ({error}); write it again by "
             "lightning-par calibrate.",
         ) from error
-    collectives = entry.get("collectives", {})
     return Calibration(
         constants=Constants(**constants),
         attention_rates=(forward, backward),
@@ -194,10 +197,7 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         waits=waits,
         eager=eager,
         exchange=exchange,
-        collectives={
-            kind: tuple((float(start), float(rate)) for start, rate in lines)
-            for kind, lines in collectives.items()
-        },
+        collectives=collectives,
     )
 
 

@@ -17,7 +17,7 @@ from lightning_par.plan.inference import tracing
 from lightning_par.plan.inference.infer import infer_plan
 from lightning_par.plan.lookup import find_plan
 from lightning_par.planner.block_trace import shape_of, trace_shape
-from lightning_par.planner.constants import Constants
+from lightning_par.planner.constants import Calibration, Constants
 from lightning_par.planner.memory import predict_memory
 from lightning_par.planner.operations import Clock
 from lightning_par.planner.profiles import implementation, load_profile
@@ -211,6 +211,19 @@ def test_eager_operators_move_what_a_hand_counts_forward_and_backward(
     # Softmax 2 and 3; the loss of the labels writes one; and what has a few numbers in all.
     assert shape.after.eager.total == pytest.approx(2 * T * V, abs=2 * T + 4)
     assert shape.after.eager_backward.total == pytest.approx(4 * T * V, abs=2 * T + 4)
+    code, layout = implementation("32-true", DEVICE), Layout(micro_batch=3)
+    slow, fast = (
+        cost_of_parts(shape, layout, code, Clock(replace(DEVICE, calibration=one), Constants(), 4))
+        for one in (
+            Calibration(constants=Constants(), attention_rates=(1, 1), eager=rate)
+            for rate in (1, 2)
+        )
+    )
+    assert slow.forward.compute - fast.forward.compute == pytest.approx(
+        3 * 4 * block.eager.total / 2
+    )
+    moved = 3 * block.eager_backward.total + block.eager_weights.total
+    assert slow.backward.compute - fast.backward.compute == pytest.approx(4 * moved / 2)
     forward = trace_shape(Written(V, D, F), plan, ids).blocks[0]
     assert (forward.operators, forward.eager.total) == ((0, 0), 0)
     assert forward.flops == block.flops
