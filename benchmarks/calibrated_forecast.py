@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _gpt import BenchModule, CONFIG, loader, TOKENS
+from _gpt import BenchModule, loader, TOKENS
 from _paired import add_arguments, Arguments, compare, fit, launch, read_arguments, Turn
 from torchmetrics.functional import spearman_corrcoef
 
 from lightning_par.commands.calibrate import as_profile
-from lightning_par.planner.model_shape import read_shape
-from lightning_par.planner.profiles import implementation, load_profile
+from lightning_par.plan.lookup import find_plan
+from lightning_par.planner.block_trace import shape_of
+from lightning_par.planner.profiles import DeviceProfile, implementation, load_profile
 from lightning_par.planner.search import Candidate, Planner
-from lightning_par.planner.shapes import Layout
+from lightning_par.planner.shapes import Layout, TransformerShape
 from lightning_par.profiling.calibration import measure
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies import Hybrid3DStrategy
@@ -89,6 +90,20 @@ def predict(planner: Planner, ranks: int, options: Options) -> Candidate:
     return planner.predict(layout)
 
 
+def _shape(device: DeviceProfile) -> TransformerShape:
+    module = BenchModule()
+    module.configure_model()
+    batch, plan = next(iter(loader(2))), find_plan(module)
+    assert plan is not None
+    return shape_of(
+        module,
+        TOKENS,
+        plan=lambda: plan,
+        example=lambda: batch,
+        eager=device.runs_eagerly,
+    )
+
+
 def main() -> None:
     """Measure, predict, and print both."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -103,7 +118,7 @@ def main() -> None:
             launch(partial(train, times), arguments, ranks=ranks)
             measured |= json.loads(times.read_text())
     code = implementation("32-true", device)
-    planner = Planner(shape=read_shape(CONFIG, TOKENS), device=device, code=code)
+    planner = Planner(shape=_shape(device), device=device, code=code)
     predicted = {name: predict(planner, *LAYOUTS[name]).time for name in measured}
     print(f"{'':14}  measured  predicted  error  where the prediction goes, ms")
     for name, seconds in measured.items():

@@ -143,6 +143,9 @@ def as_profile(
         "attention_rates": list(found.attention),
         "slowdown": list(found.slowdown),
         "waits": list(found.waits),
+        "exchange": list(found.exchange),
+        "eager": found.eager,
+        "collectives": {kind: list(map(list, lines)) for kind, lines in found.collectives.items()},
         "overlaps": found.overlaps,
     }
     return entry, networks
@@ -178,10 +181,13 @@ def _report(found: Measures) -> str:
         f"{found.inner_half:.3g}",
         "memory": f"{found.bandwidth / 1e9:.4g} GB/s, of which norms, sums and activations reach "
         f"{found.elementwise:.0%}",
+        "operators": f"{found.eager / 1e9:.4g} GB/s, where each runs by itself",
         "attention": f"{forward:.0%} and {backward:.0%} of products, forward and backward",
         "a kernel": f"{found.kernel * 1e6:.3g} us, of the host {found.host * 1e6:.3g} us",
         "slowdown": f"{slowdown}, with 1 to {len(found.slowdown)} devices of a node at work",
     }
+    if not found.eager:
+        del rows["operators"]
     if any(found.waits):
         waits = ", ".join(f"{1e3 * wait:.3g}" for wait in found.waits)
         rows["waits"] = f"{waits} ms of a collective, while so many compute"

@@ -137,7 +137,7 @@ def read_run(
     traced = _Traced(run)
     trainer: Any = run.trainer
     callbacks = [c for c in trainer.callbacks if isinstance(c, ActivationCheckpointing)]
-    shape = traced.shape(options.length or data.get("length"))
+    shape = traced.shape(options.length or data.get("length"), eager=device.runs_eagerly)
     batch_size = data.get("batch_size") or traced.batch_size
     return PlannedRun(
         planner=Planner(
@@ -160,16 +160,22 @@ class _Traced:
         self._run, self._checked = run, dict[tuple[Any, ...], bool]()
         self._is_traced = False
 
-    def shape(self, length: int | None) -> TransformerShape:
+    def shape(self, length: int | None, *, eager: bool) -> TransformerShape:
         """Return the model's shape: from a configuration, or from a trace of its step."""
         module = self._run.model
         config = getattr(module, "config", None)
         own = type(module).__module__.startswith("lightning_par.")
-        if own and config is not None and not isinstance(config, str):
+        if own and not eager and config is not None and not isinstance(config, str):
             return read_shape(config, length)  # it trains all of its weights: no need to build it
         with record_construction(), self._run.trainer.precision_plugin.module_init_context():
             module.configure_model()
-        return shape_of(module, length, plan=self._find_plan, example=lambda: self._example)
+        return shape_of(
+            module,
+            length,
+            plan=self._find_plan,
+            example=lambda: self._example,
+            eager=eager,
+        )
 
     @cached_property
     def _example(self) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lightning_par.planner.operations import Clock, ranks_inside
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
 
-__all__ = ["BlockCost", "StageTime", "Work"]
+__all__ = ["BlockCost", "StageTime", "Work", "ring_seconds"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,28 @@ class StageTime:
     weight: float
 
 
+def ring_seconds(
+    clock: Clock, code: Implementation, layout: Layout, size: float, work: float, *, backward: bool
+) -> float:
+    """Return what a ring of keys and values takes beyond the attention that hides it.
+
+    Args:
+        clock: Times of operations.
+        code: What the training code does.
+        layout: The layout.
+        size: Bytes of the keys and values of a rank.
+        work: Seconds of a rank's attention.
+        backward: Their gradients go round as well.
+    """
+    c, t = layout.sizes.context, layout.sizes.tensor
+    if c == 1:
+        return 0.0
+    between = ranks_inside(c, t, clock.device.node) < c
+    hop = clock.message(size, between_nodes=between) * (2 if backward else 1)
+    hidden = work / c if code.async_p2p else 0.0
+    return (c - 1) * max(0.0, hop - hidden)
+
+
 class BlockCost:
     """The work of a model's parts on one rank of a layout.
 
@@ -63,7 +85,6 @@ class BlockCost:
         self.tokens = layout.micro_batch * shape.length / sizes.context
         self.tensor, self.context = sizes.tensor, sizes.context
         self._tensor_inside = ranks_inside(self.tensor, 1, node)
-        self._context_inside = ranks_inside(self.context, self.tensor, node)
         self._expert_inside = ranks_inside(sizes.expert, self.tensor, node)
         self.weight_compute = self._weight_gradients()
         self.forward = self._block(backward=False)
@@ -178,15 +199,10 @@ class BlockCost:
 
     def _context_exchange(self, *, backward: bool) -> float:
         """Return what a ring of keys and values takes beyond the attention that hides it."""
-        m, c = self.shape, self.context
-        if c == 1:
-            return 0.0
-        width = self.code.activation_bytes
+        m, width = self.shape, self.code.activation_bytes
         block = 2 * width * self.tokens * m.kv_heads * m.head_dim / self.tensor
-        between = self._context_inside < c
-        hop = self.clock.message(block, between_nodes=between) * (2 if backward else 1)
-        work = self._attention(backward=backward) / c
-        return (c - 1) * max(0.0, hop - work)
+        work = self._attention(backward=backward)
+        return ring_seconds(self.clock, self.code, self.layout, block, work, backward=backward)
 
     def _expert_exchange(self) -> float:
         """Return the seconds of sending tokens to their experts and back."""

@@ -5,6 +5,7 @@ the package's FLOP counter, what autograd keeps by its hooks for saved tensors, 
 axis divides by following the shards from modules that make them to those that take them.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from lightning_par.sizes import ParallelSizes
 
 __all__ = ["shape_of", "trace_shape"]
 
+_logger = logging.getLogger(__name__)
+
 _DEGREES = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 36, 64, 72)
 """Tensor-parallel degrees that are looked at: the sizes of nodes and their divisors."""
 
@@ -39,21 +42,32 @@ def shape_of(
     *,
     plan: Callable[[], ParallelPlan],
     example: Callable[[], Any],
+    eager: bool = False,
 ) -> TransformerShape:
     """Return the shape of a model: from its configuration, if that describes it, or from a trace.
 
-    What a configuration does not tell is traced: frozen weights, and models that are none of equal
-    blocks.
+    What a configuration does not tell is traced: frozen weights, models that are none of equal
+    blocks, and what operators move where nothing fuses them.
 
     Args:
         module: Parameters may be on meta.
         length: T; None: the longest that a configuration allows, or that of the example.
         plan: Returns the plan; called where a trace is needed.
         example: Returns what `trace_shape` takes; likewise.
+        eager: Trace forward and backward wherever that is possible.
 
     Raises:
         ConfigurationError: There is no such configuration, and the step cannot be traced.
     """
+    if eager:
+        try:
+            found = trace_shape(module, plan(), example(), backward=True)
+            if length in (None, found.length):
+                return found
+            why = f"the example has T={found.length}, not {length}"
+        except ConfigurationError as error:
+            why = error.message
+        _logger.info("fused norms and activations are assumed: %s", why)
     unread = ""
     if all(parameter.requires_grad for parameter in module.parameters()):
         try:
@@ -67,7 +81,12 @@ def shape_of(
 
 
 def trace_shape(
-    model: nn.Module, plan: ParallelPlan, example: Any, length: int | None = None
+    model: nn.Module,
+    plan: ParallelPlan,
+    example: Any,
+    length: int | None = None,
+    *,
+    backward: bool = False,
 ) -> TracedShape:
     """Return the shape of a model from a trace of its step.
 
@@ -76,6 +95,7 @@ def trace_shape(
         plan: Its own, or the one inferred from its structure.
         example: As for `infer_plan`: a few samples of the training data; None: a guess.
         length: T of a sample; None: as many as enter the first block.
+        backward: Whether to run the backward, too, and to count what operators read and write.
 
     Raises:
         ConfigurationError: The step cannot be traced, or routes tokens to experts.
@@ -90,7 +110,7 @@ def trace_shape(
     resolved = resolve_plan(model, plan)
     recorder, samples, reason = None, 1, "nothing says what its forward takes"
     for run, given in runs_of(model, example):
-        recorder = StepRecorder(model, resolved)
+        recorder = StepRecorder(model, resolved, backward=backward)
         try:
             trace_forward(model, recorder.recorded(run), given)
         except Exception as error:  # whatever a stranger's forward raises

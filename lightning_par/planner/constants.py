@@ -1,7 +1,8 @@
 """The fitted constants of the cost model, apart from the physics of `DeviceProfile`."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 __all__ = ["FITTED", "Calibration", "Constants", "fitted_constants"]
@@ -59,6 +60,13 @@ class Calibration:
         waits: Entry k - 1: seconds that a collective or a message takes longer between computations
             of k devices of a node than in a loop of nothing else: a rank of a CPU waits for others
             that wait for a core, and finds the caches cold. Empty: none.
+        eager: Bytes/s of what operators other than products and attention read and write, where
+            each runs by itself; 0: they are fused as on the devices of published runs.
+        collectives: Kind -> entry k - 1: start and bytes/s of a collective inside a node while k of
+            its devices are at work: gloo's reduce-scatter takes as long as its all-reduce, and
+            devices that share cores share what these can send. Empty: as the link says.
+        exchange: Entry k - 1: how many times longer than that the collectives of k sharded replicas
+            take between computations, with the copies around them. Empty: they wait as others do.
     """
 
     constants: Constants
@@ -66,6 +74,9 @@ class Calibration:
     slowdown: tuple[float, ...] = (1.0,)
     overlaps: bool = True
     waits: tuple[float, ...] = ()
+    eager: float = 0.0
+    collectives: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    exchange: tuple[float, ...] = ()
 
     def crowding(self, busy: float) -> float:
         """Return the slowdown while so many devices of a node compute, on average.
@@ -82,6 +93,29 @@ class Calibration:
             busy: As for `crowding`.
         """
         return _interpolate(self.waits or (0.0,), busy)
+
+    def shared(self, busy: float) -> float | None:
+        """Return by how much sharded replicas slow their collectives down; None: not measured.
+
+        Args:
+            busy: As for `crowding`.
+        """
+        return _interpolate(self.exchange, busy) if self.exchange else None
+
+    def collective(self, kind: str, ranks: int, moved: float, busy: float) -> float | None:
+        """Return the seconds of a collective inside a node; None: its kind was not measured.
+
+        Args:
+            kind: Which.
+            ranks: Of its group.
+            moved: Bytes that a rank of a ring sends.
+            busy: As for `crowding`.
+        """
+        lines = self.collectives.get(kind)
+        if not lines:
+            return None
+        start, rate = (_interpolate(entries, busy) for entries in zip(*lines, strict=True))
+        return start * math.log2(ranks) + moved / rate
 
 
 def _interpolate(entries: tuple[float, ...], busy: float) -> float:

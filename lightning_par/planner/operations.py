@@ -37,6 +37,7 @@ class Clock:
         width: Bytes of an element of products and hidden states.
         crowding: Slowdown by the other devices of the node that compute.
         wait: What every collective and message takes longer because of them.
+        busy: How many devices of the node compute.
     """
 
     device: DeviceProfile
@@ -44,6 +45,7 @@ class Clock:
     width: float = 2.0
     crowding: float = 1.0
     wait: float = 0.0
+    busy: float = 1.0
 
     @property
     def flops(self) -> float:
@@ -76,6 +78,17 @@ class Clock:
         """Return the time of element-wise work that moves `size` bytes through memory."""
         return size / self.bandwidth + kernels * self.kernel
 
+    @property
+    def shared(self) -> float | None:
+        """By how much sharded replicas slow their collectives down; None: it was not measured."""
+        calibration = self.device.calibration
+        return calibration.shared(self.busy) if calibration else None
+
+    def eager(self, size: float, operators: float) -> float:
+        """Return the time of operators that move `size` bytes, each by itself."""
+        assert self.device.calibration is not None
+        return size * self.crowding / self.device.calibration.eager + operators * self.kernel
+
     def collective(self, kind: Collective, size: float, ranks: int, inside: int) -> float:
         """Return the time of a collective.
 
@@ -91,6 +104,11 @@ class Clock:
         passes = 2 if kind == "all_reduce" else 1
         moved = passes * (ranks - 1) / ranks * size
         if ranks <= inside:
+            measured = device.calibration and device.calibration.collective(
+                kind, ranks, moved, self.busy
+            )
+            if measured is not None:
+                return self.wait + measured
             return self.wait + passes * share.link_start + moved / (device.link * share.link)
         nodes = ranks / inside
         # Every group has the network ports of its ranks on the node.

@@ -55,6 +55,11 @@ class DeviceProfile:
     accelerator: str = "auto"
     calibration: Calibration | None = None
 
+    @property
+    def runs_eagerly(self) -> bool:
+        """Whether every operator reads and writes its tensors by itself; else some are fused."""
+        return self.calibration is not None and self.calibration.eager > 0
+
 
 def load_profile(name: str, path: str | Path | None = None) -> DeviceProfile:
     """Return a device's profile by name.
@@ -168,8 +173,14 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         every = (*constants.values(), forward, backward, *slowdown)
         overlaps = entry["overlaps"]
         waits = tuple(map(float, entry.get("waits", ())))
-        if min(waits, default=0.0) < 0:
-            raise ValueError("a rank cannot wait for less than 0 seconds")
+        eager = float(entry.get("eager", 0.0))
+        exchange = tuple(map(float, entry.get("exchange", ())))
+        collectives = {
+            kind: tuple((float(start), float(rate)) for start, rate in lines)
+            for kind, lines in entry.get("collectives", {}).items()
+        }
+        if min((*waits, eager, *exchange)) < 0:
+            raise ValueError("no wait and no rate can be less than 0")
         if set(constants) != numbers or not slowdown or min(every) <= 0:
             raise ValueError("a number is missing, unknown or not positive")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -184,6 +195,9 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         slowdown=slowdown,
         overlaps=bool(overlaps),
         waits=waits,
+        eager=eager,
+        exchange=exchange,
+        collectives=collectives,
     )
 
 

@@ -1,8 +1,11 @@
 """Records the operators of a step by the part of a model that calls them: see `block_trace`."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from lightning_par.planner.traced_shape import (
     TracedProduct,
 )
 from lightning_par.profiling.flops import FlopCounter
+from lightning_par.upstream.autograd import is_in_backward
 from lightning_par.upstream.dispatch import operator_schema
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.tensor import storage_key
@@ -32,6 +36,12 @@ _SHARDS = ("colwise", "colwise_alone", "colwise_transposed", "fused_qkv_transpos
 """Styles of modules whose output is a shard."""
 _SUMS = ("rowwise", "rowwise_transposed", "vocab_embedding")
 """Styles of modules whose partial outputs are summed."""
+_LOOKUPS = ("embedding", "index", "index_select", "gather")
+"""Operators that read as much of a table as they return."""
+_WRITES = ("fill_", "zero_", "copy_", "bernoulli_")
+"""Operators that write their first argument without reading it."""
+_FOLLOWED = "lightning_par.followed"
+"""Key of the metadata of a node of autograd that has its prehook."""
 BEFORE, AFTER = -1, -2
 """Where a step is outside of the blocks, which have numbers."""
 
@@ -44,8 +54,11 @@ class RecordedPart:
     attentions: list[TracedAttention] = field(default_factory=list)
     words: dict[tuple[str, Cut], float] = field(default_factory=dict)
     summed: float = 0.0
+    sums: int = 0
     gathered: float = 0.0
+    gathers: int = 0
     kernels: int = 0
+    operators: list[int] = field(default_factory=lambda: [0, 0])
 
     def add(self, what: str, cut: Cut, words: float) -> None:
         """Add words to one of the amounts of `TracedPart`."""
@@ -58,14 +71,19 @@ class RecordedPart:
             cuts: tuple[Cut, ...] = ("tensor", "tokens", "whole")
             return Amount(*(self.words.get((what, cut), 0.0) / samples for cut in cuts))
 
-        names = ("traffic", "gradient_traffic", "saved", "kept", "entered", "logits")
+        names = ("traffic", "gradient_traffic", "eager", "eager_backward")
+        names += ("saved", "kept", "entered", "logits")
         return TracedPart(
             products=tuple(_for_one(p, samples) for p in self.products),
             attentions=tuple(_for_one(a, samples) for a in self.attentions),
             **{name: amount(name) for name in names},
+            eager_weights=amount("eager_weights").times(samples),
             summed=self.summed / samples,
+            sums=self.sums,
             gathered=self.gathered / samples,
+            gathers=self.gathers,
             kernels=self.kernels,
+            operators=(self.operators[0], self.operators[1]),
             weights=weights,
             trained=trained,
         )
@@ -74,16 +92,16 @@ class RecordedPart:
 def _for_one(made: Any, samples: int) -> Any:
     """Return a product or attention of a batch as that of one sample."""
     given = dict(vars(made))
-    name = "rows" if isinstance(made, TracedProduct) else "heads"
-    return type(made)(**{**given, name: given[name] / samples})
+    names = ("rows",) if isinstance(made, TracedProduct) else ("heads", "kv_heads")
+    return type(made)(**{**given, **{name: given[name] / samples for name in names}})
 
 
 class StepRecorder(FlopCounter):
     """Records the operators of a step by the part of the model that calls them."""
 
-    def __init__(self, model: nn.Module, resolved: ResolvedPlan) -> None:
+    def __init__(self, model: nn.Module, resolved: ResolvedPlan, *, backward: bool = False) -> None:
         super().__init__()
-        self._model, self._resolved = model, resolved
+        self._model, self._resolved, self._backward = model, resolved, backward
         self._number = {name: number for number, name in enumerate(resolved.block_names)}
         self.parts: dict[int, RecordedPart] = {}
         self.hidden: tuple[int, int] | None = None
@@ -93,11 +111,15 @@ class StepRecorder(FlopCounter):
         # By the key of a storage; kept alive, as keys are used again.
         self._alive: dict[int, Any] = {}
         self._parameters: dict[int, bool] = {}
+        self._sizes = {p.shape for p in model.parameters()}
         self._cuts: dict[int, Cut] = {}
         self._needs: dict[int, bool] = {}
         self._saved: set[int] = set()
         self._logits: set[int] = set()
         self._masks: set[int] = set()
+        # Of the node whose backward runs: the part that made it, and the key of what it returned;
+        # None: of attention. What adds up gradients has no node: it follows what made them.
+        self._running: tuple[int, int] | None = None
 
     def recorded(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a function that runs a step and records it."""
@@ -112,11 +134,15 @@ class StepRecorder(FlopCounter):
                 )
                 attend = F.scaled_dot_product_attention
                 stack.enter_context(
-                    replaced(F, "scaled_dot_product_attention", _Attention(self, attend).call)
+                    replaced(F, "scaled_dot_product_attention", _Functions(self, attend).call)
                 )
-                stack.enter_context(_Attention(self, attend))
+                stack.enter_context(_Functions(self, attend))
                 stack.enter_context(self)
-                return run(given)
+                result = run(given)
+                if self._backward:
+                    outputs = [t for t in tensors_in(result) if t.requires_grad]
+                    torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+                return result
 
         return inside
 
@@ -157,8 +183,10 @@ class StepRecorder(FlopCounter):
             cut = self._region(style in _SUMS)
             if style in _SUMS:
                 self._part.summed += words
+                self._part.sums += 1
             else:
                 self._part.gathered += words
+                self._part.gathers += 1
         else:
             return
         for tensor in outputs:
@@ -196,6 +224,9 @@ class StepRecorder(FlopCounter):
     def _on_operator(
         self, func: Any, args: Any, kwargs: Any, result: Any, flops: int | None
     ) -> None:
+        if is_in_backward():
+            self._on_backward(func, tensors_in((args, kwargs)), tensors_in(result), flops)
+            return
         if self.attends:
             return
         given, made = tensors_in((args, kwargs)), tensors_in(result)
@@ -209,6 +240,8 @@ class StepRecorder(FlopCounter):
         needs = torch.is_grad_enabled() and any(self._is_needed(t) for t in given)
         for key in new:
             self._cuts[key], self._needs[key] = cut, needs
+        if flops is None:
+            self._move(name, given, made, cut)
         if name == "bernoulli_":  # which a device draws with the product
             self._masks.add(self._key(made[0]))
         elif name.startswith(("empty", "new_empty")) or self._key(made[0]) in self._masks:
@@ -217,6 +250,61 @@ class StepRecorder(FlopCounter):
             self._multiply(given, made[0], flops, cut)
         else:
             self._stream(name, given, made, cut, needs)
+
+    def follow(self, result: Any, *, attended: bool = False) -> None:
+        """Let the new nodes behind the result of a function say where their backward belongs."""
+        if not self._backward:
+            return
+        for tensor in tensors_in(result):
+            source = None if attended else (self._place, self._key(tensor))
+            nodes = [tensor.grad_fn]
+            while nodes:
+                node = nodes.pop()
+                if node is None or _FOLLOWED in node.metadata:
+                    continue
+                node.metadata[_FOLLOWED] = True
+                if node.next_functions:  # else it holds a parameter
+                    node.register_prehook(partial(self._enter_node, source))
+                nodes += [before for before, _ in node.next_functions]
+
+    def _enter_node(self, source: tuple[int, int] | None, _: Any) -> None:
+        self._running = source
+
+    def _on_backward(
+        self, func: Any, given: list[Tensor], made: list[Tensor], flops: int | None
+    ) -> None:
+        schema = operator_schema(func)
+        shared = {storage_key(t.untyped_storage()) for t in given}
+        new = any(storage_key(t.untyped_storage()) not in shared for t in made)
+        if flops is not None or self._running is None or not (new or schema.is_mutable):
+            return
+        self._place, key = self._running
+        cut = self._cuts.get(key) or self._region()
+        self._move(schema.name.rpartition("::")[2], given, made, cut)
+
+    def _move(self, name: str, given: list[Tensor], made: list[Tensor], cut: Cut) -> None:
+        """Count what an operator reads and writes where it runs by itself."""
+        if not self._backward or not made or name.startswith(("empty", "new_empty")):
+            return
+        in_backward = is_in_backward()
+        most = max(t.numel() for t in made)
+        read = given[name in _WRITES :]
+        if name.startswith("nll_loss"):
+            read = []  # an entry of each row
+        limit = most if name in _LOOKUPS else math.inf
+        words = sum(_words(t) for t in made) + sum(min(_words(t), limit) for t in read)
+        if in_backward:
+            of_weights = sum(_words(t) for t in (*made, *read) if self._is_of_weight(t))
+            self._part.add("eager_weights", cut, of_weights)
+            self._part.add("eager_backward", cut, words - of_weights)
+        else:
+            self._part.add("eager", cut, words)
+        self._part.operators[in_backward] += 1
+
+    def _is_of_weight(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of a backward has the size of a weight; sums keep dims of 1."""
+        dims = tuple(dropwhile((1).__eq__, tensor.shape))
+        return dims in self._sizes
 
     def _is_needed(self, tensor: Tensor) -> bool:
         key = self._key(tensor)
@@ -291,6 +379,7 @@ class StepRecorder(FlopCounter):
                 out = out.transpose(1, 2).contiguous().transpose(1, 2)
         finally:
             self.attends = False
+        self.follow(out, attended=True)
         self._cuts[self._key(out)], self._needs[self._key(out)] = cut, needs
         for tensor in (q, k, v, out) if needs else ():
             self._keep(tensor)
@@ -298,6 +387,7 @@ class StepRecorder(FlopCounter):
         self._part.attentions.append(
             TracedAttention(
                 heads=heads,
+                kv_heads=k.shape[:-2].numel(),
                 queries=q.shape[-2],
                 keys=k.shape[-2],
                 width=q.shape[-1],
@@ -325,8 +415,10 @@ class StepRecorder(FlopCounter):
             self._part.add("saved", self._cut(tensor), width * _words(tensor))
 
 
-class _Attention(TorchFunctionMode):
-    """Gives calls of `F.scaled_dot_product_attention` to a recorder, however they are imported."""
+class _Functions(TorchFunctionMode):
+    """Gives calls of `F.scaled_dot_product_attention` to a recorder, however they are imported, and
+    what other functions return.
+    """
 
     def __init__(self, recorder: StepRecorder, original: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -338,7 +430,10 @@ class _Attention(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is self._original and not self._recorder.attends:
             return self.call(*args, **options)
-        return func(*args, **options)
+        result = func(*args, **options)
+        if not self._recorder.attends:
+            self._recorder.follow(result)
+        return result
 
     def call(self, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Tensor:
         """Stand for the function itself, which torch's own layers look up in its module."""

@@ -105,9 +105,16 @@ class StepCost:
         shard = self.code.shards(self.layout)
         copies = sizes.data * sizes.context // shard
         inside = ranks_inside(shard, sizes.tensor, node)
-        time = self.clock.collective(kind, size, shard, inside)
         waits = (pieces - 1) * self.clock.wait
-        time += waits if shard > 1 else 0.0
+        slower = self.clock.shared if self.code.fsdp and shard <= inside else None
+        if slower is None:
+            time = self.clock.collective(kind, size, shard, inside)
+            time += waits if shard > 1 else 0.0
+        elif shard > 1:
+            piece = self.clock.collective(kind, size / pieces, shard, inside)
+            time = slower * pieces * (piece - self.clock.wait)
+        else:
+            time = 0.0
         if copies > 1 and kind != "all_gather":
             inside = ranks_inside(copies, sizes.tensor * shard, node)
             time += self.clock.collective("all_reduce", size / shard, copies, inside) + waits
@@ -312,7 +319,7 @@ def make_clock(
         return Clock(device, constants, code.activation_bytes)
     busy = min(busy, device.node)
     crowding, wait = calibration.crowding(busy), calibration.wait(busy)
-    return Clock(device, constants, code.activation_bytes, crowding, wait)
+    return Clock(device, constants, code.activation_bytes, crowding, wait, busy)
 
 
 def predict_step(

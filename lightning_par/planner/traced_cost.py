@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_par.planner.block_cost import BlockCost, StageTime, Work
-from lightning_par.planner.operations import Clock, ranks_inside
+from lightning_par.planner.block_cost import BlockCost, ring_seconds, StageTime, Work
+from lightning_par.planner.operations import Clock, Collective, ranks_inside
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
 from lightning_par.planner.traced_shape import TracedPart, TracedShape
 
@@ -134,6 +134,9 @@ class _PartCost:
             count *= _BACKWARD_KERNELS * bool(part.gradient_traffic.total or part.trained.total)
         compute = self.weight + self._products("input") if backward else self._products("forward")
         compute += self._attention(backward=backward)
+        if cost.clock.device.runs_eagerly and any(part.operators):
+            compute += self._eager(backward=backward)
+            return Work(compute, self._exchanges(backward=backward), count)
         words = factor * traffic.local(cost.layout) * cost._samples
         size = words * cost.code.activation_bytes * cost.code.fused_elementwise
         logits = part.logits.local(cost.layout) * cost._samples
@@ -141,7 +144,16 @@ class _PartCost:
         # Products and attention have counted their own kernels.
         small = max(0, part.kernels - len(part.products) - len(part.attentions))
         compute += cost.clock.stream(size, small * (factor if size else 0))
-        return Work(compute, {"tensor": self._exchange(backward=backward)}, count)
+        return Work(compute, self._exchanges(backward=backward), count)
+
+    def _eager(self, *, backward: bool) -> float:
+        """Return the seconds of the operators other than products and attention."""
+        cost, part = self._cost, self._part
+        words = (part.eager_backward if backward else part.eager).local(cost.layout)
+        words *= cost._samples
+        if backward:
+            words += part.eager_weights.local(cost.layout)
+        return cost.clock.eager(words * cost.code.activation_bytes, part.operators[backward])
 
     def _attention(self, *, backward: bool) -> float:
         cost, seconds = self._cost, 0.0
@@ -155,24 +167,42 @@ class _PartCost:
             seconds += 2 * cost.clock.kernel
         return seconds
 
-    def _exchange(self, *, backward: bool) -> float:
+    def _exchanges(self, *, backward: bool) -> dict[str, float]:
+        if backward and not self._part.gradient_traffic.total:
+            return {}
+        return {
+            "tensor": self._over_tensor(backward=backward),
+            "context": self._over_context(backward=backward),
+        }
+
+    def _over_context(self, *, backward: bool) -> float:
+        """Return the seconds in which keys and values go round the context axis."""
+        cost, sizes = self._cost, self._cost.layout.sizes
+        words = sum(2 * a.kv_heads * a.keys * a.width for a in self._part.attentions)
+        size = cost.code.activation_bytes * cost._samples * words / sizes.tensor
+        work = self._attention(backward=backward)
+        return ring_seconds(cost.clock, cost.code, cost.layout, size, work, backward=backward)
+
+    def _over_tensor(self, *, backward: bool) -> float:
         """Return the seconds of the sums and gathers over the tensor axis."""
-        cost, part = self._cost, self._part
-        if cost.layout.sizes.tensor == 1 or (backward and not part.gradient_traffic.total):
+        cost, part, clock = self._cost, self._part, self._cost.clock
+        if cost.layout.sizes.tensor == 1:
             return 0.0
         width = cost.code.activation_bytes * cost._samples
-        group = (cost.layout.sizes.tensor, cost._inside)
-        clock = cost.clock
-        gathered = clock.collective("all_gather", width * part.gathered, *group)
-        if not part.gathered:
-            gathered = 0.0
-        if not part.summed:
-            return gathered
+
+        def collectives(kind: Collective, words: float, count: int) -> float:
+            ranks = (cost.layout.sizes.tensor, cost._inside)
+            return count and count * clock.collective(kind, width * words / count, *ranks)
+
+        gathered = collectives("all_gather", part.gathered, part.gathers)
         if not cost.layout.sequence_parallel:
-            return gathered + clock.collective("all_reduce", width * part.summed, *group)
-        whole = clock.collective("all_gather", width * part.summed, *group)
-        summed = clock.collective("reduce_scatter", width * part.summed, *group)
+            return gathered + collectives("all_reduce", part.summed, part.sums)
+        whole = collectives("all_gather", part.summed, part.sums)
+        summed = collectives("reduce_scatter", part.summed, part.sums)
         seconds = gathered + whole + summed
+        if clock.device.runs_eagerly:
+            # Ranks cut the dim of tokens: the parts are joined before or after by a copy.
+            seconds += clock.eager(2 * width * (part.gathered + 2 * part.summed), 2 * part.sums)
         if backward and cost.code.async_tensor:
             seconds = max(0.0, seconds - self.weight)
         return seconds

@@ -99,6 +99,7 @@ class TracedAttention:
 
     Attributes:
         heads: Of one sample.
+        kv_heads: Heads of keys and values of one sample.
         queries: Their number.
         keys: Their number.
         width: H.
@@ -108,6 +109,7 @@ class TracedAttention:
     """
 
     heads: float
+    kv_heads: float
     queries: float
     keys: float
     width: float
@@ -130,12 +132,21 @@ class TracedPart:
         attentions: Calls of fused attention.
         traffic: Words that the other operations read and write.
         gradient_traffic: Those of them whose result needs a gradient.
+        eager: Words that operators other than products and attention read and write in a forward,
+            the loss included, where each runs by itself.
+        eager_backward: Those of its backward.
+        eager_weights: Words of gradients of weights that a backward moves besides, whatever the
+            number of samples.
+        operators: Number of these operators, of a forward and of a backward; zeros where the
+            backward was not traced, which leaves these amounts at 0.
         saved: Words kept for the backward.
         kept: Words that products and attention give.
         entered: Words that come in.
         logits: Words that a softmax of the loss takes.
         summed: Words that are summed over the tensor axis in a forward.
+        sums: In so many collectives.
         gathered: Words that are gathered over it.
+        gathers: In so many collectives.
         kernels: Number of operations.
         weights: Parameters.
         trained: Those of them that are trained.
@@ -145,12 +156,18 @@ class TracedPart:
     attentions: tuple[TracedAttention, ...] = ()
     traffic: Amount = Amount()
     gradient_traffic: Amount = Amount()
+    eager: Amount = Amount()
+    eager_backward: Amount = Amount()
+    eager_weights: Amount = Amount()
+    operators: tuple[int, int] = (0, 0)
     saved: Amount = Amount()
     kept: Amount = Amount()
     entered: Amount = Amount()
     logits: Amount = Amount()
     summed: float = 0.0
+    sums: int = 0
     gathered: float = 0.0
+    gathers: int = 0
     kernels: int = 0
     weights: Amount = Amount()
     trained: Amount = Amount()

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_par.upstream.aten import flash_cpu, flash_cpu_backward
 from lightning_par.upstream.autograd import is_in_backward
-from lightning_par.upstream.dispatch import TorchDispatchMode
+from lightning_par.upstream.dispatch import is_composite, TorchDispatchMode
 
 __all__ = ["FlopCounter"]
 
@@ -70,13 +70,11 @@ class FlopCounter(TorchDispatchMode):
         """Run an operator and add its FLOPs."""
         options = kwargs or {}
         formula = _FORMULAS.get(getattr(func, "overloadpacket", None))
-        if formula is None and hasattr(func, "decompose"):
+        if formula is None and hasattr(func, "decompose") and is_composite(func):
             # Composite operators such as `linear` have no formula, their parts do.
             # Inside __torch_dispatch__ the mode is off; entered again, it counts the parts.
             with self:
-                result = func.decompose(*args, **options)
-            if result is not NotImplemented:
-                return result
+                return func.decompose(*args, **options)
         result = func(*args, **options)
         count = None if formula is None else formula(*args, **options, out_val=result)
         self._on_operator(func, args, options, result, count)

@@ -32,6 +32,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "any_true_operator",
+    "is_composite",
     "item_operator",
     "lazy_keys",
     "operator_schema",
@@ -46,6 +47,15 @@ def operator_schema(operator: Any) -> Any:
     """
     with names_of("torch"):
         return operator._schema
+
+
+def is_composite(operator: Any) -> bool:
+    """Return whether an operator only calls others: it may be decomposed, and has no kernel.
+
+    Some have both, such as ``silu_backward``; torch runs the kernel.
+    """
+    has_kernel = operator.has_kernel_for_dispatch_key
+    return not has_kernel("CPU") and has_kernel("CompositeImplicitAutograd")
 
 
 def lazy_keys() -> Any:

@@ -41,6 +41,7 @@ ORDER = """
     plan.lookup  plan.inference
     planner.step_recorder
     planner.block_trace
+    profiling.calibration
     strategies  models
     callbacks  verification  demo
     planner.rehearsal.known_results

@@ -221,6 +221,7 @@ class LayoutChooser:
             self._data.length,
             plan=lambda: self.options.plan or find_plan(self.module) or self._inferred(),
             example=lambda: first_samples(self.module),
+            eager=device.runs_eagerly,
         )
         return Planner(shape=shape, device=_in_words(device, code.activation_bytes), code=code)
 

@@ -12,7 +12,9 @@ from lightning_par.commands.calibrate import as_profile
 from lightning_par.planner.profiles import load_profile
 from lightning_par.planner.shapes import Layout, TransformerShape
 from lightning_par.planner.step_time import predict_step
-from lightning_par.profiling.calibration import _Alone, _waits, LinkMeasure, measure
+from lightning_par.profiling.calibration import measure
+from lightning_par.profiling.link_rates import KINDS, measure_waits
+from lightning_par.profiling.rounds import Rounds
 from lightning_par.sizes import ParallelSizes
 from tests.support.progress import Kept
 from tests.support.ranks.api import ranks
@@ -51,8 +53,9 @@ def test_layers_of_ranks_that_share_a_core_wait_for_their_collectives(rank, worl
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        alone = _Alone(torch.device("cpu"), torch.float32, 0.001)
-        waits = _waits(alone, world, LinkMeasure(start=0.0, rate=1e15, error=0.0), width=32)
+        rounds = Rounds(torch.device("cpu"), torch.float32, 0.001)
+        rates = dict.fromkeys(KINDS, ((0.0, 1e15),) * world)
+        waits = measure_waits(rounds, world, rates, 1e15, width=32)
     finally:
         os.sched_setaffinity(0, cores)
     assert waits[0] == 0

@@ -9,7 +9,7 @@ from lightning_par.checkpoint.progress import showing
 from lightning_par.commands.calibrate import main
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.profiles import load_profile, reached
-from lightning_par.profiling.calibration import fit_positive
+from lightning_par.profiling.rounds import fit_positive
 from tests.support.progress import Kept
 
 QUICK = ["--accelerator=cpu", "--seconds=0.0005"]

@@ -13,10 +13,11 @@ from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.engine.memory.live import LiveBytes, PARAMETERS
 from lightning_par.errors import ConfigurationError
 from lightning_par.models import GPTModule, MixtralModule
+from lightning_par.plan.inference import tracing
 from lightning_par.plan.inference.infer import infer_plan
 from lightning_par.plan.lookup import find_plan
 from lightning_par.planner.block_trace import shape_of, trace_shape
-from lightning_par.planner.constants import Constants
+from lightning_par.planner.constants import Calibration, Constants
 from lightning_par.planner.memory import predict_memory
 from lightning_par.planner.operations import Clock
 from lightning_par.planner.profiles import implementation, load_profile
@@ -161,6 +162,71 @@ def test_frozen_weights_have_no_gradient_and_no_state() -> None:
         found[frozen] = memory.peak, time.seconds
     assert found[True][0] < 0.5 * found[False][0]
     assert found[True][1] < 0.9 * found[False][1]
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Written(nn.Module):
+    """A model whose element-wise operators are few enough to be counted by hand."""
+
+    def __init__(self, V: int, D: int, F: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
+        self.blocks = nn.ModuleList(
+            Residual(nn.Linear(D, F), nn.SiLU(), nn.Linear(F, D)) for _ in range(2)
+        )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.table(batch["ids"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch["ids"].flatten())
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_eager_operators_move_what_a_hand_counts_forward_and_backward(
+    on_meta: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_meta:
+        monkeypatch.setattr(tracing, "_RUN", 0)
+    V, D, F, T, samples = 19, 5, 7, 3, 2
+    ids = {"ids": torch.arange(samples * T).reshape(samples, T)}
+    plan = ParallelPlan(blocks="blocks")
+    shape = trace_shape(Written(V, D, F), plan, ids, backward=True)
+    block = shape.blocks[0]
+    assert block == shape.blocks[1]
+    # SiLU reads and writes; the residual sum reads two.
+    assert block.eager.total == 2 * T * F + 3 * T * D
+    # SiLU reads two; each bias sums its gradient; those of both paths of the residual are summed.
+    assert block.eager_backward.total == 3 * T * F + T * (F + D) + 3 * T * D
+    assert block.eager_weights.total == F + D
+    assert block.operators == (2, 4)
+    # Rows and 64-bit indices are read, rows are written; the gradient has the size of the table.
+    assert shape.before.eager.total == 2 * T * D + 2 * T
+    assert shape.before.eager_backward.total == T * D + 2 * T
+    assert shape.before.eager_weights.total == V * D
+    # Softmax 2 and 3; the loss of the labels writes one; and what has a few numbers in all.
+    assert shape.after.eager.total == pytest.approx(2 * T * V, abs=2 * T + 4)
+    assert shape.after.eager_backward.total == pytest.approx(4 * T * V, abs=2 * T + 4)
+    code, layout = implementation("32-true", DEVICE), Layout(micro_batch=3)
+    slow, fast = (
+        cost_of_parts(shape, layout, code, Clock(replace(DEVICE, calibration=one), Constants(), 4))
+        for one in (
+            Calibration(constants=Constants(), attention_rates=(1, 1), eager=rate)
+            for rate in (1, 2)
+        )
+    )
+    assert slow.forward.compute - fast.forward.compute == pytest.approx(
+        3 * 4 * block.eager.total / 2
+    )
+    moved = 3 * block.eager_backward.total + block.eager_weights.total
+    assert slow.backward.compute - fast.backward.compute == pytest.approx(4 * moved / 2)
+    forward = trace_shape(Written(V, D, F), plan, ids).blocks[0]
+    assert (forward.operators, forward.eager.total) == ((0, 0), 0)
+    assert forward.flops == block.flops
 
 
 class Uneven(nn.Module):

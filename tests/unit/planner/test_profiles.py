@@ -147,6 +147,9 @@ def test_every_collective_and_message_waits_where_ranks_do(
         {"attention_rates": [0.5]},
         {"slowdown": [-1]},
         {"waits": [-1]},
+        {"eager": -1},
+        {"exchange": [-1]},
+        {"collectives": {"all_gather": [1]}},
     ],
 )
 def test_a_damaged_calibration_is_refused(tmp_path: Path, changes: dict) -> None:
