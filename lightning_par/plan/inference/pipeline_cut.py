@@ -132,9 +132,12 @@ def _cut(model: nn.Module, trace: Trace, fqn: str, names: Sequence[str]) -> Cut:
     named = model.named_parameters(remove_duplicate=False)
     used = {name: uses.get(name, frozenset()) for name, _ in named}
     units = classify_units(model, ParallelPlan(blocks=fqn))
+    read_by_step = _read_by_step(trace)
     roles: dict[Place, list[str]] = {"first": [], "last": [], "every": []}
     for unit, default in units.items():
         for name, place in _roles(model, unit, used):
+            if place == "first" and name in read_by_step:
+                place = "every"
             if place == "last" and _is_called_early(trace, name, calls[0]):
                 place = "every"
             if place is not None and place != default:
@@ -147,9 +150,21 @@ def _cut(model: nn.Module, trace: Trace, fqn: str, names: Sequence[str]) -> Cut:
     )
     for unit, place in classify_units(model, _plan_of(cut)).items():
         # Later stages have a stand-in for it, which can be called, and not be taken apart.
-        if place == "first" and unit not in used and not trace.calls_of(unit):
+        is_used = any(where for name, where in used.items() if name.startswith(f"{unit}."))
+        if place == "first" and is_used and not trace.calls_of(unit):
             raise _UncuttableError(f"{unit} is used before the blocks, but not by calling it")
     return cut
+
+
+def _read_by_step(trace: Trace) -> set[str]:
+    """Return the parameters that code outside of every module reads, which each stage runs."""
+    return {
+        value.name
+        for operation in trace.operations
+        if not operation.calls
+        for value in operation.inputs
+        if value.kind == "parameter"
+    }
 
 
 def _is_called_early(trace: Trace, name: str, block: Call) -> bool:

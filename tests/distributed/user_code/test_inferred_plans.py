@@ -151,6 +151,32 @@ def condition_that_is_used_after_the_blocks() -> Any:
     return Planless(Net()), token_pairs()
 
 
+@CASES.add(equal="tp2 pp2")
+def parameters_of_the_step_itself() -> Any:
+    """Latents before the blocks, weights of two losses after them."""
+
+    class Module(Planless):
+        def __init__(self) -> None:
+            super().__init__(structures.LanguageModel())
+            self.latents = nn.Parameter(torch.linspace(-1, 1, 4 * 32).view(4, 32))
+            self.scales = nn.Parameter(torch.zeros(2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hidden = torch.cat([self.latents.expand(len(batch[0]), -1, -1)] * 3, 1)
+            for layer in self.net.layers:
+                hidden = layer(hidden + self.net.tokens(batch[0]))
+            logits = self.net.head(self.net.norm(hidden))
+            losses = (
+                F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()),
+                logits.square().mean(),
+            )
+            loss = (torch.stack(losses) * (-self.scales).exp() + self.scales).sum()
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    return Module(), token_pairs()
+
+
 @CASES.add(refused={"pp2": r"net\.layers: .*computes and does not return is used after the blocks"})
 def losses_that_blocks_keep() -> Any:
     class Block(nn.Module):
