@@ -233,11 +233,17 @@ def islands(folder: Path, seeds: list[int]) -> None:
             with run.islands(COUNT, restarts=kills) as process:
                 done = _kill(run, process, kills, random.Random(seed))
                 run.wait(process)
-            times = sorted(at for log in run.noted() for at, _ in log)
-            pauses = [after - before for before, after in pairwise(times)]
-            part = len(times) / COUNT / steps
-            print(f"seed {seed}, {done} kills: {part:.1%} of all steps, loss {run.loss(seed):.4f}")
-            print(f"    longest time without a step {max(pauses):.1f} s", flush=True)
+            _print_run(run, seed, done, steps)
+
+
+def _print_run(run: Run, seed: int, kills: int, steps: int) -> None:
+    """Print how many steps were made, the loss, and the longest times without a step."""
+    times = sorted(at for log in run.noted() for at, _ in log)
+    part = len(times) / COUNT / steps
+    print(f"seed {seed}, {kills} kills: {part:.1%} of all steps, loss {run.loss(seed):.4f}")
+    pauses = sorted(((after - at, at) for at, after in pairwise(times)), reverse=True)
+    found = [f"{pause:.1f} s at {at - times[0]:.0f} s" for pause, at in pauses[:3]]
+    print(f"    without a step for {', '.join(found)} of {times[-1] - times[0]:.0f} s", flush=True)
 
 
 def _kill(run: Run, process: subprocess.Popen[str], kills: int, seeded: random.Random) -> int:
@@ -257,7 +263,7 @@ def _kill(run: Run, process: subprocess.Popen[str], kills: int, seeded: random.R
 
 def away(folder: Path, seeds: list[int]) -> None:
     """Kill islands again and again, and let each be away for a minute."""
-    steps, options = 1500, {"min_islands": 2, "grace": 2, "keep": "kept"}
+    steps, options = 4000, {"min_islands": 2, "grace": 2, "keep": "kept"}
     for seed in seeds:
         calm = Run(folder / f"{seed}-calm", [0.0] * COUNT, steps, seed, **options)
         with calm.islands(COUNT) as process:
@@ -267,11 +273,7 @@ def away(folder: Path, seeds: list[int]) -> None:
     with ThreadPoolExecutor(len(runs)) as pool:
         list(pool.map(_send_away, runs, seeds))
     for seed, run in zip(seeds, runs, strict=True):
-        times = sorted(at for log in run.noted() for at, _ in log)
-        pauses = [after - before for before, after in pairwise(times)]
-        part = len(times) / COUNT / steps
-        print(f"seed {seed}, {KILLS} kills: {part:.1%} of all steps, loss {run.loss(seed):.4f}")
-        print(f"    longest time without a step {max(pauses):.1f} s", flush=True)
+        _print_run(run, seed, KILLS, steps)
 
 
 def _send_away(run: Run, seed: int) -> None:

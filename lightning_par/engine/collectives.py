@@ -18,13 +18,15 @@ all-gather       slice                   shard -> whole, used alike on every ran
 4.2.2.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.distributed import functional_operators
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_to_shards",
     "reduce_to_whole",
+    "refuses_second_gradient",
     "slice_to_shard",
     "split_sizes",
 ]
@@ -176,13 +179,25 @@ class _SliceToShard(torch.autograd.Function):
 class _GatherFromShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, size: int) -> Tensor:
-        ctx.dim, ctx.group, ctx.sizes = dim, group, split_sizes(size, group.size())
+        ctx.dim, ctx.group = dim, group
         return all_gather(x, dim, group, size)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.split(ctx.sizes, ctx.dim)[ctx.group.rank()].contiguous(), None, None, None
+        return apply_function(_ShardOfShared, grad, ctx.dim, ctx.group), None, None, None
+
+
+class _ShardOfShared(torch.autograd.Function):
+    """The shard of what every rank has alike, as its gradient: not partial, as of a slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
+        return _shard(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_from_shards(grad, ctx.dim, ctx.group, ctx.size), None, None
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -224,6 +239,43 @@ def gather_from_shards(x: Tensor, dim: int, group: dist.ProcessGroup, size: int)
         size: Whole size of `dim`; it may be uneven.
     """
     return apply_function(_GatherFromShards, x, dim, group, size)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, anchor: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ConfigurationError(
+            "LP320",
+            "the step takes the gradient of a gradient (create_graph=True) through an operation "
+            "that has none on a mesh: the cross-entropy of logits that are divided over the "
+            "vocabulary, tokens that go to experts of other ranks, attention on divided sequences, "
+            "or a sharded parameter that the step reads. Give the head the style "
+            "'colwise_gather_output'; or use expert_parallel_size=1, context_parallel_size=1 and "
+            "a zero_stage below 3.",
+        )
+
+
+def refuses_second_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the gradients that the backward of a `torch.autograd.Function` returns raise if they are
+    differentiated. Unlike torch's `once_differentiable` also where no gradient that comes in has a
+    graph, as behind a sum.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        anchor = torch.zeros((), requires_grad=True)
+        given = [g if g is None else apply_function(_NoGradient, g, anchor) for g in found]
+        return tuple(given)
+
+    return run
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:

@@ -104,11 +104,11 @@ class Clock:
         passes = 2 if kind == "all_reduce" else 1
         moved = passes * (ranks - 1) / ranks * size
         if ranks <= inside:
-            measured = device.calibration and device.calibration.collective(
-                kind, ranks, moved, self.busy
-            )
-            if measured is not None:
-                return self.wait + measured
+            calibrated = device.calibration
+            if calibrated is not None:
+                measured = calibrated.collective(kind, ranks, moved, self.busy)
+                if measured is not None:
+                    return self.wait + measured
             return self.wait + passes * share.link_start + moved / (device.link * share.link)
         nodes = ranks / inside
         # Every group has the network ports of its ranks on the node.

@@ -71,12 +71,12 @@ class RecordedPart:
             cuts: tuple[Cut, ...] = ("tensor", "tokens", "whole")
             return Amount(*(self.words.get((what, cut), 0.0) / samples for cut in cuts))
 
-        names = ("traffic", "gradient_traffic", "eager", "eager_backward")
-        names += ("saved", "kept", "entered", "logits")
+        of_traffic = "traffic", "gradient_traffic", "eager", "eager_backward"
+        of_memory = "saved", "kept", "entered", "logits"
         return TracedPart(
             products=tuple(_for_one(p, samples) for p in self.products),
             attentions=tuple(_for_one(a, samples) for a in self.attentions),
-            **{name: amount(name) for name in names},
+            **{name: amount(name) for name in (*of_traffic, *of_memory)},
             eager_weights=amount("eager_weights").times(samples),
             summed=self.summed / samples,
             sums=self.sums,
@@ -260,9 +260,12 @@ class StepRecorder(FlopCounter):
             nodes = [tensor.grad_fn]
             while nodes:
                 node = nodes.pop()
-                if node is None or _FOLLOWED in node.metadata:
+                if node is None:
                     continue
-                node.metadata[_FOLLOWED] = True
+                metadata: Any = node.metadata  # a dict, which torch annotates as a method
+                if _FOLLOWED in metadata:
+                    continue
+                metadata[_FOLLOWED] = True
                 if node.next_functions:  # else it holds a parameter
                     node.register_prehook(partial(self._enter_node, source))
                 nodes += [before for before, _ in node.next_functions]

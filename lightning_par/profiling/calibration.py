@@ -113,7 +113,7 @@ def measure(
         of_one = alone.measure(local) if first else {}
         eager = of_one.get("eager", math.inf)  # what rank 0 finds counts
         link, rates = measure_inside(alone, local)  # the others wait here for the first
-        together = {
+        together: dict[str, Any] = {
             "link": link,
             "network": measure_network(alone, local),
             "collectives": rates,

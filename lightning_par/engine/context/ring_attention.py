@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_par.engine.annotations import Bool, Float
+from lightning_par.engine.collectives import refuses_second_gradient
 from lightning_par.engine.context.kernels.aten import AttentionKernel, BlockOptions, wide
 from lightning_par.engine.context.kernels.select import choose_kernel
 from lightning_par.engine.context.ring_p2p import KeyValues, PendingExchange, RingChannel
@@ -172,7 +172,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @refuses_second_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, flat, out, logsum = ctx.saved_tensors
         own = KeyValues.over(flat, ((0, ctx.shapes[0][2]),), ctx.shapes)

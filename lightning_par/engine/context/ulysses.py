@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.engine.annotations import Float
+from lightning_par.engine.collectives import apply_function
 
 __all__ = ["gather_tokens", "scatter_tokens"]
 
@@ -35,7 +36,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         split, join = ctx.dims
-        return _exchange(grad, join, split, ctx.group), None, None, None
+        return apply_function(_Exchange, grad, join, split, ctx.group), None, None, None
 
 
 def gather_tokens(
@@ -52,8 +53,7 @@ def gather_tokens(
 
     **Communicates**: one all-to-all of `x`, and one of its gradient in the backward.
     """
-    out: Tensor = _Exchange.apply(x, 1, 2, group)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_Exchange, x, 1, 2, group)
 
 
 def scatter_tokens(
@@ -63,5 +63,4 @@ def scatter_tokens(
 
     **Communicates**: one all-to-all of `x`, and one of its gradient in the backward.
     """
-    out: Tensor = _Exchange.apply(x, 2, 1, group)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_Exchange, x, 2, 1, group)

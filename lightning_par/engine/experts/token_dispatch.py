@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
-from lightning_par.engine.collectives import apply_function
+from lightning_par.engine.collectives import apply_function, refuses_second_gradient
 from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.distributed import functional_operators
 
@@ -252,6 +252,7 @@ class _Exchange(torch.autograd.Function):
         return arrived
 
     @staticmethod
+    @refuses_second_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         back = _ops.wait_tensor(ctx.parts.reverse().start(grad))
         return back * ctx.factor, None, None, None

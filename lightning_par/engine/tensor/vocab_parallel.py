@@ -14,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.engine.annotations import Float, Int
-from lightning_par.engine.collectives import all_reduce, gather_from_shards, split_sizes
+from lightning_par.engine.collectives import (
+    all_reduce,
+    gather_from_shards,
+    refuses_second_gradient,
+    split_sizes,
+)
 from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.pytree import tree_map
 from lightning_par.upstream.tensor import make_wrapper, plain_functions
@@ -61,6 +66,7 @@ class _VocabParallelNLL(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @refuses_second_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         softmax, local, inside = ctx.saved_tensors
         out = softmax - ctx.smoothing / ctx.size if ctx.smoothing else softmax.clone()

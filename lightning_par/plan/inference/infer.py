@@ -1,7 +1,8 @@
 """`infer_plan`: the plan of a model by its structure, for models that declare none."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -161,6 +162,8 @@ class _Styles:
                 if value.kind != "parameter" or self.owners[value.name] & {*active}:
                     continue
                 reader = active[-1] if active else None
+                if reader is None and not self._are_called(self.owners[value.name]):
+                    continue  # every rank reads it whole, see ParameterReads
                 dot = f"{reader}." if reader else ""
                 inside = any(owner.startswith(dot) for owner in self.owners[value.name])
                 blocks = f"{self.cut.blocks or ''}."
@@ -175,6 +178,9 @@ class _Styles:
                 whole |= {n for n in names if n == reader or n.startswith(dot)}
         return frozenset(whole)
 
+    def _are_called(self, modules: Iterable[str]) -> bool:
+        return any(self.trace.calls_of(module) for module in modules)
+
     def _block_calls(self) -> Iterator[Call]:
         if self.cut.blocks is not None:
             for name, _ in self.model.get_submodule(self.cut.blocks).named_children():
@@ -186,6 +192,8 @@ class _Styles:
         lengths = set(tokens.values())
         if not calls or len(lengths) != 1 or self._own_styles:
             return False
+        if any(two.inputs[:1] != one.outputs[:1] for one, two in pairwise(calls)):
+            return False  # code between two blocks, which may want all tokens
         if len({type(call.module) for call in calls}) > 1 or any(
             _DROPS_SAMPLES.search(type(m).__name__) for c in calls for m in c.module.modules()
         ):

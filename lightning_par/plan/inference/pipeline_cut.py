@@ -64,7 +64,7 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
             "be another. Use data parallelism, or a norm over a sample (GroupNorm, LayerNorm)."
         )
     found: list[tuple[tuple[bool, float, int], Cut]] = []
-    refused: list[tuple[int, str]] = []
+    refused: list[tuple[int, str, str]] = []
     for fqn, container in model.named_modules():
         names = [f"{fqn}.{n}" if fqn else n for n, _ in container.named_children()]
         listed = isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential)
@@ -74,17 +74,19 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
         try:
             cut = _cut(model, trace, fqn, names)
         except _UncuttableError as error:
-            refused.append((_size(container), f"{fqn}: {error}"))
+            refused.append((_size(container), fqn, str(error)))
             continue
         found.append(((len(names) < stages, _load(model, cut, names, stages), -len(names)), cut))
     # Code between an outer list and an inner one would run on stand-ins of its own parts.
     lists = [f"{cut.blocks}." for _, cut in found]
+    # And a cut inside of one of many like blocks would leave the others on one stage.
+    lists += [f"{fqn}." for _, fqn, _ in refused if _are_blocks(model.get_submodule(fqn), trace)]
     found = [pair for pair in found if not f"{pair[1].blocks}".startswith(tuple(lists))]
     if found:
         return min(found, key=lambda pair: pair[0])[1]
     if refused:
-        reason = max(refused, key=lambda pair: pair[0])[1]
-        return Cut(refusal=f"{reason}. So nothing says where the model can be cut.")
+        _, fqn, reason = max(refused)
+        return Cut(refusal=f"{fqn}: {reason}. So nothing says where the model can be cut.")
     return Cut(
         refusal=f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential), "
         "so nothing says where it can be cut."
@@ -97,19 +99,24 @@ def _keeps_batch_statistics(module: nn.Module) -> bool:
     return tracked or (named and hasattr(module, "momentum"))
 
 
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _are_blocks(container: nn.Module, trace: Trace) -> bool:
+    blocks = set(container.children())
+    called = {call.module for call in trace.calls}
+    return len({type(block) for block in blocks}) == 1 and blocks <= called
+
+
+def _size(part: nn.Module | Tensor) -> int:
+    """Return what a part costs: with a gradient and two moments, if it is trained."""
+    parameters = [part] if isinstance(part, Tensor) else part.parameters()
+    return sum(p.numel() * (4 if p.requires_grad else 1) for p in parameters)
 
 
 def _load(model: nn.Module, cut: Cut, names: Sequence[str], stages: int) -> float:
-    """Return the parameters of the fullest stage."""
+    """Return the size of the fullest stage."""
     weights = [_size(model.get_submodule(name)) for name in names]
     edges = edge_weights(model, classify_units(model, _plan_of(cut)))
     parts = {**dict(model.named_modules()), **dict(model.named_parameters(remove_duplicate=False))}
-    everywhere = sum(
-        part.numel() if isinstance(part, Tensor) else _size(part)
-        for part in map(parts.__getitem__, cut.replicated)
-    )
+    everywhere = sum(_size(parts[name]) for name in cut.replicated)
     counts = partition_blocks(weights, edges, min(stages, len(names)))
     loads, start = [], 0
     for stage, count in enumerate(counts):
@@ -125,9 +132,14 @@ def _cut(model: nn.Module, trace: Trace, fqn: str, names: Sequence[str]) -> Cut:
     named = model.named_parameters(remove_duplicate=False)
     used = {name: uses.get(name, frozenset()) for name, _ in named}
     units = classify_units(model, ParallelPlan(blocks=fqn))
+    read_by_step = _read_by_step(trace)
     roles: dict[Place, list[str]] = {"first": [], "last": [], "every": []}
     for unit, default in units.items():
         for name, place in _roles(model, unit, used):
+            if place == "first" and name in read_by_step:
+                place = "every"
+            if place == "last" and _is_called_early(trace, name, calls[0]):
+                place = "every"
             if place is not None and place != default:
                 roles[place].append(name)
     cut = Cut(
@@ -138,9 +150,29 @@ def _cut(model: nn.Module, trace: Trace, fqn: str, names: Sequence[str]) -> Cut:
     )
     for unit, place in classify_units(model, _plan_of(cut)).items():
         # Later stages have a stand-in for it, which can be called, and not be taken apart.
-        if place == "first" and unit not in used and not trace.calls_of(unit):
+        is_used = any(where for name, where in used.items() if name.startswith(f"{unit}."))
+        if place == "first" and is_used and not trace.calls_of(unit):
             raise _UncuttableError(f"{unit} is used before the blocks, but not by calling it")
     return cut
+
+
+def _read_by_step(trace: Trace) -> set[str]:
+    """Return the parameters that code outside of every module reads, which each stage runs."""
+    return {
+        value.name
+        for operation in trace.operations
+        if not operation.calls
+        for value in operation.inputs
+        if value.kind == "parameter"
+    }
+
+
+def _is_called_early(trace: Trace, name: str, block: Call) -> bool:
+    """Tell whether a module is called before the first block, where only the first stage has one
+    that stages share.
+    """
+    calls = (call for call in trace.calls[: block.number] if call.number not in block.outer)
+    return any(call.fqn == name or call.fqn.startswith(f"{name}.") for call in calls)
 
 
 def _plan_of(cut: Cut) -> ParallelPlan:

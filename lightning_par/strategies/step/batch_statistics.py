@@ -157,4 +157,4 @@ class _SumOverGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
+        return apply_function(_SumOverGroup, grad, ctx.group), None

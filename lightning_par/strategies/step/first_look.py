@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from lightning_par.strategies.step.loss_rule import (
     Seen,
 )
 
-__all__ = ["FirstLook", "untouched"]
+__all__ = ["FirstLook", "StateOfParts", "untouched"]
 
 _LOG = logging.getLogger(__name__)
 _LOOKS = 4
@@ -45,6 +45,8 @@ _OWN = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold its parameters, buffers, children and hooks."""
 
 
+_Name = tuple[str, str]
+"""Of a buffer or attribute: the name of its module, and its own."""
 RunParts = Callable[[Sequence[tuple[Any, int]]], tuple[Seen, bool]]
 """Runs the step without gradients on some samples (and their number) and on their parts, and tells
 whether it drew random numbers that cannot be cut; the same on every rank of the replica.
@@ -52,7 +54,7 @@ whether it drew random numbers that cannot be cut; the same on every rank of the
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     """Leave parameters, buffers, hooks and attributes of a module and its children as they were.
 
     Parameters are put back where the copy of this rank's part is small. Tensors, arrays, random
@@ -60,23 +62,68 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
     Args:
         module: Code that changes it may run inside.
+        but: Buffers and attributes that stay as they are then; read at the end.
     """
-    restores: list[Callable[[], Any]] = []
     parameters = [local_part(parameter.detach()) for parameter in module.parameters()]
-    if sum(tensor.nbytes for tensor in parameters) <= _COPIED:
-        restores += [r for r in map(_restore, parameters) if r is not None]
-    for part in module.modules():
-        kept = {name: value for name, value in vars(part).items() if name not in _OWN}
-        buffers = dict(part.named_buffers(recurse=False))
-        restores += [partial(_drop_new, held, set(held)) for held in _hooks(part)]
-        values = [*kept.values(), *buffers.values()]
-        restores += [r for r in map(_restore, values) if r is not None]
-        restores.append(partial(_put_back, part, kept, buffers))
+    if sum(tensor.nbytes for tensor in parameters) > _COPIED:
+        parameters = []
+    contents = [_restore(parameter) for parameter in parameters]
+    hooks = [(held, set(held)) for part in module.modules() for held in _hooks(part)]
+    state = {name: (value, _restore(value)) for name, value in _state(module)}
     try:
         yield
     finally:
-        for restore in restores:
+        for restore in contents:
             restore()
+        for held, before in hooks:
+            _drop_new(held, before)
+        parts = dict(module.named_modules())
+        for place, name in [key for key, _ in _state(module) if key not in state]:
+            if (place, name) not in but:
+                delattr(parts[place], name)
+        for key, (value, restore) in state.items():
+            if key not in but:
+                restore()
+                place, name = key
+                _put_back(parts[place], name, value)
+
+
+def _state(module: nn.Module) -> Iterator[tuple[_Name, Any]]:
+    """Give the buffers and attributes of a module and its children."""
+    for place, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _OWN:
+                yield (place, name), value
+        for name, buffer in part.named_buffers(recurse=False):
+            yield (place, name), buffer
+
+
+class StateOfParts:
+    """The state in which the parts of a batch are looked at: each begins with the module as the
+    step does, as it does on every replica.
+
+    But what samples change in it, stays: if a loss depends on that, no rule will fit.
+
+    Args:
+        module: The user's LightningModule.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._ends: list[dict[_Name, Any]] = []
+        self._changed: set[_Name] = set()
+
+    @contextmanager
+    def next_part(self) -> Iterator[None]:
+        """Surrounds the step on the whole first, then on each part."""
+        with untouched(self._module, but=self._changed):
+            yield
+            self._ends.append({name: _copy(value) for name, value in _state(self._module)})
+            if len(self._ends) == 2:
+                one, other = self._ends
+                both = one.keys() & other.keys()
+                self._changed |= one.keys() ^ other.keys()
+                self._changed |= {name for name in both if not _equal(one[name], other[name])}
 
 
 def _hooks(module: nn.Module) -> list[dict[Any, Any]]:
@@ -89,33 +136,46 @@ def _drop_new(held: dict[Any, Any], before: set[Any]) -> None:
         del held[key]
 
 
-def _put_back(module: nn.Module, kept: dict[str, Any], buffers: dict[str, Any]) -> None:
-    held = vars(module)
-    for name in [name for name in held if name not in _OWN and name not in kept]:
-        del held[name]
-    held.update(kept)
-    for name, buffer in buffers.items():
-        if getattr(module, name) is not buffer:
-            setattr(module, name, buffer)
+def _put_back(part: nn.Module, name: str, value: Any) -> None:
+    held = vars(part)
+    buffers = held["_buffers"]
+    (buffers if name in buffers else held)[name] = value
 
 
-def _restore(value: Any) -> Callable[[], Any] | None:
+def _restore(value: Any) -> Callable[[], Any]:
     """Return a function that gives a mutable value its present contents again."""
-    if isinstance(value, nn.Parameter):
-        return None
+    is_kept = isinstance(value, Tensor) and (value.is_meta or value.requires_grad)
+    copied = value if is_kept else _copy(value)
+    if copied is value:
+        return lambda: None
     if isinstance(value, Tensor):
-        if value.is_meta or value.requires_grad:
-            return None
-        copied = value.detach().clone()
         return partial(value.data.copy_, copied)
     if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
+        return partial(value.set_state, copied)
     if isinstance(value, np.ndarray):
-        array = value.copy()
-        return partial(np.copyto, value, array)
-    if isinstance(value, list | deque) or type(value) in (dict, set):
-        return partial(_refill, value, copy.copy(value))
-    return None
+        return partial(np.copyto, value, copied)
+    return partial(_refill, value, copied)
+
+
+def _copy(value: Any) -> Any:
+    """Return what a mutable value holds; any other as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    is_container = isinstance(value, list | deque) or type(value) in (dict, set)
+    return copy.copy(value) if is_container else value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    try:
+        return one is other or bool(np.all(one == other))
+    except Exception:  # of a class of the user's, or of tensors in a container
+        return False
 
 
 def _refill(value: Any, items: Any) -> None:
@@ -194,10 +254,10 @@ class FirstLook:
         self._looks += 1
         rules = candidate_rules(batch, self._layout, dims, self._module)
         found = None
-        parts = [(batch, 1)]
-        if dims.size is not None and dims.size > 1 and not dims.unsure:
+        parts = [(batch, dims.size or 1)]
+        divides = microbatches > 1 or self._mesh.sizes.data > 1
+        if divides and dims.size is not None and dims.size > 1 and not dims.unsure:
             parts = _choose_parts(batch, dims, microbatches, rules)
-            parts = parts if microbatches > 1 or self._mesh.sizes.data > 1 else parts[:1]
         seen, is_random = run(parts)
         self._check_tensor_ranks(seen)
         if not self._finds_rule(microbatches):

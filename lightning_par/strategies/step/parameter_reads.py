@@ -23,6 +23,7 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_par.dtensor import local_part, shard_of, whole
+from lightning_par.engine.collectives import refuses_second_gradient
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.stage import Stage, StageStub
 from lightning_par.engine.wrapping import Forward, wrap_forward
@@ -340,6 +341,7 @@ class _Whole(torch.autograd.Function):
         return whole(parameter.detach()).detach().clone()
 
     @staticmethod
+    @refuses_second_gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the part of this rank."""
         return shard_of(ctx.average(grad), ctx.parameter), None

@@ -24,9 +24,8 @@ from lightning_par.engine.batch import (
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
-from lightning_par.engine.tensor.whole_parameters import explain_shards
 from lightning_par.engine.tensor_tree import TreeBroadcast
-from lightning_par.errors import ConfigurationError, LightningParError
+from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
@@ -39,14 +38,14 @@ from lightning_par.strategies.step.batch_weights import (
     declared_rule,
     weigh,
 )
-from lightning_par.strategies.step.first_look import FirstLook, untouched
+from lightning_par.strategies.step.first_look import FirstLook, StateOfParts, untouched
 from lightning_par.strategies.step.loss_rule import Seen
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
-from lightning_par.strategies.step.mixing import explain_inner_gradients, explain_mixing
 from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.step_errors import explained
 from lightning_par.strategies.step.step_random import StepRandom
 from lightning_par.strategies.step.step_traces import adjust_logs, LogCall, numbers_of, record_logs
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
@@ -248,7 +247,7 @@ class StepRunner:
                     check_batch_statistics(self.module, self._mesh, count)
             if not self._first_look.is_over and self._first_look.is_due(args[0], count):
                 found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
-                run = partial(self._look, context, args[1:])
+                run = partial(self._look, context, args[1:], found.size or 1)
                 self._first_look.look(args[0], found, count, run)
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
@@ -355,7 +354,7 @@ class StepRunner:
         )
 
     def _look(
-        self, context: StepContext, rest: Sequence[Any], parts: Sequence[tuple[Any, int]]
+        self, context: StepContext, rest: Sequence[Any], size: int, parts: Sequence[tuple[Any, int]]
     ) -> tuple[Seen, bool]:
         """Run the step on some samples, and on parts of them, without leaving a trace.
 
@@ -365,7 +364,7 @@ class StepRunner:
         with (
             untouched(self.module),
             torch.compiler.set_stance("force_eager"),
-            self._random.look([size for _, size in parts], self._tokens_of(batches[0])),
+            self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
         ):
             if self.pipeline is not None:
                 seen = self.pipeline.look(context, batches, rest, self._random.is_refused)
@@ -380,13 +379,14 @@ class StepRunner:
     def _look_whole(
         self, context: StepContext, batches: Sequence[Any], rest: Sequence[Any]
     ) -> Seen:
-        losses, logs = [], []
+        losses, logs, state = [], [], StateOfParts(self.module)
         for index, batch in enumerate(batches):
             calls: list[LogCall] = []
             step = partial(self._run, self.module.training_step, (batch, *rest))
             logging = record_logs(self.module, calls)
-            with context(), logging, self._user_step(_LOOK, index):
+            with state.next_part(), context(), logging, self._user_step(_LOOK, index):
                 losses.append(self._losses_of(step))
+                self._sharding.release()
             logs.append(numbers_of(calls))
         return Seen(losses=losses, logs=logs)
 
@@ -436,19 +436,10 @@ class StepRunner:
     def _user_step(self, key: Any, microbatch: int) -> Iterator[None]:
         """Surrounds the user's step."""
         self._in_step = True
+        refuse = None if self.pipeline is None else self._random.refuse
         try:
-            with self._random.user_step(key, microbatch):
+            with self._random.user_step(key, microbatch), explained(self.module, refuse):
                 yield
-        except RuntimeError as error:
-            told: LightningParError | None
-            told = explain_mixing(self.module, error) or explain_shards(self.module, error)
-            if told is None and self.pipeline is not None:
-                told = explain_inner_gradients(error)
-                if told is not None and self._random.refuse(told):
-                    return  # the other ranks, on which nothing failed, will be told
-            if told is None:
-                raise
-            raise told from error
         finally:
             self._in_step = False
 

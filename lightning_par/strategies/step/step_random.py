@@ -147,17 +147,20 @@ class StepRandom:
         return self._draws.replay(self._rows[microbatch])
 
     @contextmanager
-    def look(self, sizes: Sequence[int], tokens: int | None = None) -> Iterator[None]:
+    def look(
+        self, sizes: Sequence[int], batch_size: int, tokens: int | None = None
+    ) -> Iterator[None]:
         """Surrounds the first look at a step, which runs on some samples and on parts of them.
 
         Args:
             sizes: Numbers of samples, those of the whole first.
+            batch_size: Number of samples of the batch.
             tokens: As in `step`.
         """
         self._draws.tokens = self._own_tokens(tokens)
         starts = [0, *(sum(sizes[1:i]) for i in range(1, len(sizes)))]
         self._rows = [Rows(at, n, sizes[0]) for at, n in zip(starts, sizes, strict=True)]
-        self._looked = []
+        self._looked, self._batch_size = [], batch_size
         try:
             with fork_all_rng(self._device):
                 yield
@@ -194,15 +197,18 @@ class StepRandom:
         except LightningParError:
             raise
         except Exception as error:
-            if part == 0:  # the whole batch: the step fails on one process, too
+            size, of = self._rows[part].length, self._batch_size
+            if size == of:  # it fails on one process, too
                 raise
-            rows = self._rows[part]
             text = (
-                f"training_step runs on {rows.size} samples, but not on {rows.length} of them, "
-                f"which micro-batches and replicas need: {type(error).__name__}: {error} Write it "
-                "for any number of samples, or use num_microbatches=1 and data_parallel_size=1."
+                f"training_step does not run on {size} of the {of} samples of a batch, as "
+                f"micro-batches and replicas need: {type(error).__name__}: {error} If it runs on "
+                f"all {of}, write it for any number of samples, or use num_microbatches=1 and "
+                "data_parallel_size=1."
             )
-            self.refuse(ConfigurationError("LP303", text))
+            refusal = ConfigurationError("LP303", text)
+            refusal.__cause__ = error
+            self.refuse(refusal)
         finally:
             self._draws.learn()
             self._draws.rewind()
@@ -241,7 +247,7 @@ class StepRandom:
         if refused:
             errors: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(errors, self._draws.refusal)
-            raise next(filter(None, errors))
+            raise self._draws.refusal or next(filter(None, errors))  # with the traceback here
         if depends and divides:
             raise ConfigurationError(
                 "LP311",

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import nn, Tensor
+from torch.nn import functional as F
 
 from tests.support.models import structures
 from tests.support.models.plain_language_model import token_pairs
@@ -109,6 +111,95 @@ def recurrent() -> Any:
             return out
 
     return Planless(Net()), token_pairs()
+
+
+@CASES.add(equal="pp2")
+def student_of_a_larger_teacher() -> Any:
+    class Module(Planless):
+        def __init__(self) -> None:
+            super().__init__(structures.LanguageModel())
+            self.teacher = structures.LanguageModel()
+            self.teacher.layers.extend(structures.LanguageModel().layers)
+            self.teacher.requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self.net(batch[0])
+            with torch.no_grad():
+                wanted = self.teacher(batch[0]).softmax(-1)
+            loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2")
+def condition_that_is_used_after_the_blocks() -> Any:
+    class Net(structures.LanguageModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Embedding(64, 32)
+            del self.places
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.scale(x[:, :1])
+            hidden = self.tokens(x)
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return self.head(self.norm(hidden) * (1 + scale))
+
+    return Planless(Net()), token_pairs()
+
+
+@CASES.add(equal="tp2 pp2")
+def parameters_of_the_step_itself() -> Any:
+    """Latents before the blocks, weights of two losses after them."""
+
+    class Module(Planless):
+        def __init__(self) -> None:
+            super().__init__(structures.LanguageModel())
+            self.latents = nn.Parameter(torch.linspace(-1, 1, 4 * 32).view(4, 32))
+            self.scales = nn.Parameter(torch.zeros(2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hidden = torch.cat([self.latents.expand(len(batch[0]), -1, -1)] * 3, 1)
+            for layer in self.net.layers:
+                hidden = layer(hidden + self.net.tokens(batch[0]))
+            logits = self.net.head(self.net.norm(hidden))
+            losses = (
+                F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()),
+                logits.square().mean(),
+            )
+            loss = (torch.stack(losses) * (-self.scales).exp() + self.scales).sum()
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    return Module(), token_pairs()
+
+
+@CASES.add(refused={"pp2": r"net\.layers: .*computes and does not return is used after the blocks"})
+def losses_that_blocks_keep() -> Any:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.experts = nn.LayerNorm(32), nn.ModuleList(map(expert, range(2)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            self.loss = y.square().mean()
+            return x + sum(expert(y) for expert in self.experts)
+
+    class Module(Planless):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss + 0.01 * sum(layer.loss for layer in self.net.layers)
+
+    def expert(_: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))
+
+    net = structures.LanguageModel()
+    net.layers = nn.ModuleList(Block() for _ in range(4))
+    return Module(net), token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())

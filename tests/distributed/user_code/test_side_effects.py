@@ -4,10 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 
-from lightning_par import ParallelPlan
+from lightning_par import BatchLayout, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
@@ -101,6 +102,63 @@ def weights_read_by_the_module_around() -> Any:
     styles |= {"net.norm": "sequence_gather_output", "net.head.inner": "colwise_gather_output"}
     module.parallel_plan = lambda: replace(plan, tensor=styles)  # type: ignore[method-assign]
     return module, token_pairs()
+
+
+@CASES.add(equal="zero3", refused={"pp2": "the loss of some samples is neither"})
+def state_that_every_step_moves_on() -> Any:
+    """Power iterations and a count of steps, whatever the samples; and a mean of losses."""
+
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            nn.utils.parametrizations.spectral_norm(self.net.head)
+            self.steps, self.mean = 0, torch.zeros(())
+
+        def loss(self, batch: Any) -> Any:
+            self.steps += 1
+            logits = self.net(batch[0])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+            loss = loss + logits.square().mean() * min(1, self.steps / 3)
+            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+            return loss
+
+    return Module(), token_pairs()
+
+
+@CASES.add(refused={"zero3": "the loss of some samples is neither"})
+def state_that_samples_move_on() -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def loss(self, batch: Any) -> Any:
+            loss = super().loss(batch)
+            centered = loss * (1 + self.mean)
+            self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
+            return centered
+
+    return Module(), token_pairs()
+
+
+@CASES.add(
+    equal="tp2 pp2_one_microbatch", refused={"pp2 zero3": "does not run on . of the . samples"}
+)
+def a_count_of_samples_in_the_batch() -> Any:
+    class Module(PlainModule):
+        def parallel_plan(self) -> ParallelPlan:
+            return replace(super().parallel_plan(), batch=BatchLayout())
+
+        def loss(self, batch: Any) -> Any:
+            logits = self.net(batch["x"])
+            assert len(logits) == batch["count"], "nodes are missing"
+            return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
+
+    def collate(samples: Any) -> Any:
+        x, y = map(torch.stack, zip(*samples, strict=True))
+        return {"x": x, "y": y, "count": len(x)}
+
+    return Module(), token_pairs(), collate
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())

@@ -9,7 +9,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.support.models.plain_language_model import token_pairs
+from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.models.structures import LanguageModel, Planless
 from tests.support.user_code import Cases
 
@@ -73,7 +73,36 @@ def penalty_on_the_gradient_of_the_input() -> Any:
     return Module(), vectors()
 
 
-@CASES.add(equal="tp2", refused={"pp2": "samples, but not on 1 of them"})
+@CASES.add(equal="tp2 zero3")
+def penalty_on_the_gradient_of_one_score() -> Any:
+    class Module(Classifier):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            score = self.net(x)
+            (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+            return score.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+
+    return Module(nn.Sequential(nn.Linear(16, 32), nn.Softplus(), nn.Linear(32, 1))), vectors()
+
+
+@CASES.add(
+    equal="zero3", refused={"tp2_whole_sequence": "gradient of a gradient.*'colwise_gather_output'"}
+)
+def penalty_on_the_gradient_of_a_divided_cross_entropy() -> Any:
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            hidden: list[Tensor] = []
+            hook = self.net.head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+            logits = self.net(batch[0])
+            hook.remove()
+            losses = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="none")
+            (slope,) = torch.autograd.grad(losses.sum(), hidden[0], create_graph=True)
+            return losses.mean() + slope.square().mean()
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2", refused={"pp2": "does not run on 1 of the 8 samples"})
 def the_hardest_samples_of_a_batch() -> Any:
     class Module(Classifier):
         def loss(self, x: Tensor, y: Tensor) -> Tensor:

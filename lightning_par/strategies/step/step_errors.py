@@ -4,22 +4,48 @@ gradients inside of a step that a pipeline cuts.
 
 import re
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_par.engine.tensor.whole_parameters import failing_module
-from lightning_par.errors import ConfigurationError, PlanError
+from lightning_par.engine.tensor.whole_parameters import explain_shards, failing_module
+from lightning_par.errors import ConfigurationError, LightningParError, PlanError
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 
-__all__ = ["explain_inner_gradients", "explain_mixing"]
+__all__ = ["explain_mixing", "explained"]
 
 _MIXED = re.compile(r"(aten\.\w+)\S* got mixed torch\.Tensor and DTensor")
 
 
-def explain_inner_gradients(error: RuntimeError) -> ConfigurationError | None:
+@contextmanager
+def explained(
+    module: nn.Module, refuse: Callable[[LightningParError], bool] | None = None
+) -> Iterator[None]:
+    """Surrounds a step; raises instead of an error of torch what to do.
+
+    Args:
+        module: The user's LightningModule.
+        refuse: Under a pipeline: notes an error for all ranks, and returns whether that was done.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        told: LightningParError | None
+        told = explain_mixing(module, error) or explain_shards(module, error)
+        if told is None and refuse is not None:
+            told = _explain_inner_gradients(error)
+            if told is not None and refuse(told):
+                return  # the other ranks, on which nothing failed, will be told
+        if told is None:
+            raise
+        raise told from error
+
+
+def _explain_inner_gradients(error: RuntimeError) -> ConfigurationError | None:
     """Return what to do about a step that asks for gradients by itself, under a pipeline.
 
     Args:
@@ -50,11 +76,11 @@ def explain_mixing(module: nn.Module, error: RuntimeError) -> PlanError | None:
     return (
         None
         if found is None
-        else PlanError("LP208", _explain(module, found[1], error.__traceback__))
+        else PlanError("LP208", _mixed_text(module, found[1], error.__traceback__))
     )
 
 
-def _explain(module: nn.Module, operation: str, trace: TracebackType | None) -> str:
+def _mixed_text(module: nn.Module, operation: str, trace: TracebackType | None) -> str:
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(trace)
