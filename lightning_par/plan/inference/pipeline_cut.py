@@ -9,6 +9,7 @@ before it, or can be computed from the batch and from parameters that every stag
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn, Tensor
 
 from lightning_par.plan.block_partition import partition_blocks
@@ -23,6 +24,10 @@ from lightning_par.plan.stage_partition import (
 __all__ = ["Cut", "find_cut"]
 
 _Label = tuple[str, str | int]
+_CHOOSING = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"})
+"""Functions whose result has a size that depends on values."""
+_WRITES = ("index_add", "index_copy", "index_put", "masked_scatter", "scatter", "__setitem__")
+"""Functions whose result has the shape of their first argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,7 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
             "statistics over the batch, and a pipeline computes on micro-batches: the result would "
             "be another. Use data parallelism, or a norm over a sample (GroupNorm, LayerNorm)."
         )
+    chosen = _sized_by_values(trace)
     found: list[tuple[tuple[bool, float, int], Cut]] = []
     refused: list[tuple[int, str, str]] = []
     for fqn, container in model.named_modules():
@@ -73,14 +79,14 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
             continue
         try:
             cut = _cut(model, trace, fqn, names)
+            if any(value in chosen for call in trace.calls_of(names[1]) for value in call.inputs):
+                raise _UncuttableError("how many rows its blocks get is chosen by values")
         except _UncuttableError as error:
             refused.append((_size(container), fqn, str(error)))
             continue
         found.append(((len(names) < stages, _load(model, cut, names, stages), -len(names)), cut))
     # Code between an outer list and an inner one would run on stand-ins of its own parts.
     lists = [f"{cut.blocks}." for _, cut in found]
-    # And a cut inside of one of many like blocks would leave the others on one stage.
-    lists += [f"{fqn}." for _, fqn, _ in refused if _are_blocks(model.get_submodule(fqn), trace)]
     found = [pair for pair in found if not f"{pair[1].blocks}".startswith(tuple(lists))]
     if found:
         return min(found, key=lambda pair: pair[0])[1]
@@ -99,10 +105,28 @@ def _keeps_batch_statistics(module: nn.Module) -> bool:
     return tracked or (named and hasattr(module, "momentum"))
 
 
-def _are_blocks(container: nn.Module, trace: Trace) -> bool:
-    blocks = set(container.children())
-    called = {call.module for call in trace.calls}
-    return len({type(block) for block in blocks}) == 1 and blocks <= called
+def _sized_by_values(trace: Trace) -> set[Value]:
+    """Return the tensors with a size that depends on values, such as the rows of one expert.
+
+    Stages exchange tensors of one shape for every batch shape.
+    """
+    sizes: dict[Value, frozenset[int]] = {}
+    for operation in trace.operations:
+        whole = operation.inputs[: 1 if operation.name.startswith(_WRITES) else None]
+        chosen = frozenset().union(*(sizes.get(value, ()) for value in whole))
+        if _chooses(operation):
+            chosen |= {value.shape[0] for value in operation.outputs if value.shape}
+        for value in operation.outputs:
+            if chosen & {*value.shape}:
+                sizes[value] = chosen & {*value.shape}
+    return {*sizes}
+
+
+def _chooses(operation: Operation) -> bool:
+    if operation.name == "__getitem__":
+        return any(value.dtype == torch.bool for value in operation.inputs[1:])
+    conditions = operation.name == "where" and len(operation.args) == 1
+    return conditions or operation.name in _CHOOSING
 
 
 def _size(part: nn.Module | Tensor) -> int:

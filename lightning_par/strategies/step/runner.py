@@ -45,7 +45,7 @@ from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
-from lightning_par.strategies.step.step_errors import explained
+from lightning_par.strategies.step.step_errors import raise_explained
 from lightning_par.strategies.step.step_random import StepRandom
 from lightning_par.strategies.step.step_traces import adjust_logs, LogCall, numbers_of, record_logs
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
@@ -436,12 +436,14 @@ class StepRunner:
     def _user_step(self, key: Any, microbatch: int) -> Iterator[None]:
         """Surrounds the user's step."""
         self._in_step = True
-        refuse = None if self.pipeline is None else self._random.refuse
-        try:
-            with self._random.user_step(key, microbatch), explained(self.module, refuse):
+        with self._random.user_step(key, microbatch):
+            try:
                 yield
-        finally:
-            self._in_step = False
+            except RuntimeError as error:
+                refuse = None if self.pipeline is None else self._random.refuse
+                raise_explained(self.module, error, refuse)
+            finally:
+                self._in_step = False
 
     def _tokens_of(self, batch: Any) -> int | None:
         """Return T of a batch, if tensor-parallel ranks share the tokens."""

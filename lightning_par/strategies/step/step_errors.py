@@ -4,8 +4,7 @@ gradients inside of a step that a pipeline cuts.
 
 import re
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -16,33 +15,31 @@ from lightning_par.engine.tensor.whole_parameters import explain_shards, failing
 from lightning_par.errors import ConfigurationError, LightningParError, PlanError
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 
-__all__ = ["explain_mixing", "explained"]
+__all__ = ["explain_mixing", "raise_explained"]
 
 _MIXED = re.compile(r"(aten\.\w+)\S* got mixed torch\.Tensor and DTensor")
 
 
-@contextmanager
-def explained(
-    module: nn.Module, refuse: Callable[[LightningParError], bool] | None = None
-) -> Iterator[None]:
-    """Surrounds a step; raises instead of an error of torch what to do.
+def raise_explained(
+    module: nn.Module, error: RuntimeError, refuse: Callable[[LightningParError], bool] | None
+) -> None:
+    """Raise what to do about an error of torch in a step, or the error itself.
 
     Args:
         module: The user's LightningModule.
-        refuse: Under a pipeline: notes an error for all ranks, and returns whether that was done.
+        error: What its step raised, which is being handled.
+        refuse: Under a pipeline: notes an error for all ranks, on which nothing may have failed,
+            and returns whether that was done; then nothing is raised.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        told: LightningParError | None
-        told = explain_mixing(module, error) or explain_shards(module, error)
-        if told is None and refuse is not None:
-            told = _explain_inner_gradients(error)
-            if told is not None and refuse(told):
-                return  # the other ranks, on which nothing failed, will be told
-        if told is None:
-            raise
-        raise told from error
+    told: LightningParError | None
+    told = explain_mixing(module, error) or explain_shards(module, error)
+    if told is None and refuse is not None:
+        told = _explain_inner_gradients(error)
+        if told is not None and refuse(told):
+            return
+    if told is None:
+        raise error
+    raise told from error
 
 
 def _explain_inner_gradients(error: RuntimeError) -> ConfigurationError | None:

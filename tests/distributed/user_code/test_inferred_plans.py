@@ -177,29 +177,44 @@ def parameters_of_the_step_itself() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(refused={"pp2": r"net\.layers: .*computes and does not return is used after the blocks"})
-def losses_that_blocks_keep() -> Any:
-    class Block(nn.Module):
+def experts_by_hand(*, keeps_loss: bool = False) -> nn.Module:
+    class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.experts = nn.LayerNorm(32), nn.ModuleList(map(expert, range(2)))
+            self.norm, self.router = nn.LayerNorm(32), nn.Linear(32, 2)
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)) for _ in range(2)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(x)
-            self.loss = y.square().mean()
-            return x + sum(expert(y) for expert in self.experts)
+            rows = self.norm(x).flatten(0, 1)
+            shares = self.router(rows).softmax(-1)
+            out = torch.zeros_like(rows)
+            for number, expert in enumerate(self.experts):
+                (own,) = (shares.argmax(-1) == number).nonzero(as_tuple=True)
+                out = out.index_add(0, own, expert(rows[own]) * shares[own, number, None])
+            if keeps_loss:
+                self.loss = shares.square().mean()
+            return x + out.view_as(x)
 
+    net = structures.LanguageModel()
+    net.layers = nn.ModuleList(Experts() for _ in range(4))
+    return net
+
+
+@CASES.add(equal="pp2", large="tp2")
+def experts_whose_rows_are_chosen() -> Any:
+    return Planless(experts_by_hand()), token_pairs()
+
+
+@CASES.add(refused={"pp2": r"net\.layers: .*computes and does not return is used after the blocks"})
+def losses_that_experts_keep() -> Any:
     class Module(Planless):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
             return loss + 0.01 * sum(layer.loss for layer in self.net.layers)
 
-    def expert(_: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))
-
-    net = structures.LanguageModel()
-    net.layers = nn.ModuleList(Block() for _ in range(4))
-    return Module(net), token_pairs()
+    return Module(experts_by_hand(keeps_loss=True)), token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
