@@ -55,7 +55,7 @@ whether it drew random numbers that cannot be cut; the same on every rank of the
 
 @contextmanager
 def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
-    """Leave parameters, buffers, hooks and attributes of a module and its children as they were.
+    """Leave children, parameters, buffers, hooks and attributes of a module and its parts alone.
 
     Parameters are put back where the copy of this rank's part is small. Tensors, arrays, random
     generators, lists, dicts, sets and deques in attributes keep their contents, too.
@@ -70,22 +70,26 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     contents = [_restore(parameter) for parameter in parameters]
     hooks = [(held, set(held)) for part in module.modules() for held in _hooks(part)]
     state = {name: (value, _restore(value)) for name, value in _state(module)}
+    children = [(part._modules, dict(part._modules)) for part in module.modules()]
+    parts = dict(module.named_modules())
     try:
         yield
     finally:
+        for held, before in children:
+            if held != before:
+                _refill(held, before)
         for restore in contents:
             restore()
-        for held, before in hooks:
-            _drop_new(held, before)
-        parts = dict(module.named_modules())
+        for held, names in hooks:
+            _drop_new(held, names)
         for place, name in [key for key, _ in _state(module) if key not in state]:
             if (place, name) not in but:
-                delattr(parts[place], name)
+                _holder(parts[place], name).pop(name, None)
         for key, (value, restore) in state.items():
             if key not in but:
                 restore()
                 place, name = key
-                _put_back(parts[place], name, value)
+                _holder(parts[place], name)[name] = value
 
 
 def _state(module: nn.Module) -> Iterator[tuple[_Name, Any]]:
@@ -136,10 +140,11 @@ def _drop_new(held: dict[Any, Any], before: set[Any]) -> None:
         del held[key]
 
 
-def _put_back(part: nn.Module, name: str, value: Any) -> None:
+def _holder(part: nn.Module, name: str) -> dict[str, Any]:
+    """Return the dict of a module in which a buffer or attribute stands."""
     held = vars(part)
-    buffers = held["_buffers"]
-    (buffers if name in buffers else held)[name] = value
+    buffers: dict[str, Any] = held["_buffers"]
+    return buffers if name in buffers else held
 
 
 def _restore(value: Any) -> Callable[[], Any]:

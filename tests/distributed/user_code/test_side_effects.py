@@ -161,6 +161,30 @@ def a_count_of_samples_in_the_batch() -> Any:
     return Module(), token_pairs(), collate
 
 
+@CASES.add(equal="zero3 pp2_one_microbatch")
+def a_part_that_every_second_step_adds_and_a_buffer_of_the_first() -> Any:
+    class Scale(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 0.9
+
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tail, self.steps = nn.Sequential(), 0
+
+        def loss(self, batch: Any) -> Any:
+            if self.steps % 2 == 0:
+                self.tail.append(Scale())
+            if not hasattr(self, "warmth"):
+                self.register_buffer("warmth", torch.ones(()))
+            self.steps += 1
+            self.warmth *= 0.9
+            logits = self.tail(self.net(batch[0])) * self.warmth
+            return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    return Module(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
