@@ -14,6 +14,7 @@ which uses it shows a NaN loss instead of a plausible number.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn, Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.engine.rng import draws_on_meta, fork_torch_rng
@@ -173,7 +175,8 @@ class Stage:
             The step's own result on the last stage, None elsewhere.
 
         Raises:
-            PipelineError: The step ended without reaching the end of the stage.
+            PipelineError: The step ended without reaching the end of the stage, or reached it
+                where no graph is recorded.
         """
         with self.hold(state):
             result = None
@@ -221,6 +224,13 @@ class Stage:
                 f"block {block} was called twice in one step; a pipeline passes through the blocks "
                 "once.",
             )
+        if module.training and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+            raise PipelineError(
+                "LP406",
+                f"block {block} is called by checkpoint(..., use_reentrant=True), which records no "
+                "graph that another stage could go on with. Pass use_reentrant=False, or leave it "
+                "to the ActivationCheckpointing callback.",
+            )
         state.called.add(block)
         if self.is_last:
             return
@@ -230,6 +240,13 @@ class Stage:
             value = getattr(module, name, None)
             if isinstance(value, Tensor):
                 state.recorded[f"{block}.{name}"] = value
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _elide_hidden(tree: Any) -> Any:

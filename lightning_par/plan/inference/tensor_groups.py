@@ -53,9 +53,10 @@ def owners_of(model: nn.Module) -> dict[str, frozenset[str]]:
     """Return, for the first name of every parameter, the modules that hold it."""
     first: dict[int, str] = {}
     found: dict[str, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        found.setdefault(known, set()).add(name.rpartition(".")[0])
+    for owner, module in model.named_modules():  # a module with several names, by its first
+        named = module.named_parameters(owner, recurse=False, remove_duplicate=False)
+        for name, parameter in named:
+            found.setdefault(first.setdefault(id(parameter), name), set()).add(owner)
     return {name: frozenset(owners) for name, owners in found.items()}
 
 

@@ -14,6 +14,7 @@ as hooks between backward and optimizer see them; a parameter read as an attribu
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,14 +36,49 @@ from lightning_par.strategies.step.absent_parameter import (
     AbsentPart,
     module_refusal,
     Refusals,
-    user_line,
 )
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["ParameterReads", "describe_parameters"]
 
 _COMPARED = 4
-"""Times that values are compared with what was handed out."""
+"""Times that values with gradients are compared with what was handed out."""
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """A parameter that a step has read.
+
+    Attributes:
+        parameter: As the module holds it.
+        shard: What the optimizer holds of it: another one if FSDP has gathered it, else itself.
+        value: What the step got: a whole tensor, or the gathered parameter itself.
+        memory: That of `value`, which ``.data = ...`` takes from it.
+        changes: Of `value`, as torch counted then.
+        needs_grad: Whether it was read to be differentiated, and not to be averaged or clamped.
+    """
+
+    parameter: Tensor
+    shard: Tensor
+    value: Tensor
+    memory: Tensor
+    changes: int
+    needs_grad: bool
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether torch has counted a write."""
+        return count_of_changes(self.value) != self.changes
+
+    def restore_memory(self) -> None:
+        """Undo ``.data = ...``, but for the values: FSDP gathers into the memory that it knows."""
+        if self.value.data_ptr() != self.memory.data_ptr():
+            self.memory.copy_(self.value)
+            self.value.data = self.memory
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Return this rank's part as it was, and as the step left it."""
+        return local_part(self.shard), local_part(shard_of(self.value.detach(), self.shard))
 
 
 def describe_parameters(module: nn.Module) -> dict[str, About]:
@@ -92,7 +128,7 @@ class ParameterReads:
         self.active, self._depth, self._in_step = False, 0, False
         self._sharding = sharding
         self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
-        self._handed: dict[int, tuple[nn.Parameter, Tensor, int]] = {}
+        self._handed: dict[int, _Handed] = {}
         self._steps, self._compares = 0, True
         if mesh.sizes.world_size == 1:
             return
@@ -151,26 +187,41 @@ class ParameterReads:
         if text is not None:
             raise PlanError("LP408", text) from None
 
-    def read(self, parameter: Any) -> Any:
-        """Return the whole of a sharded parameter; anything else as it is."""
-        if not isinstance(parameter, DTensor):
+    def read(self, parameter: Any, shard: Tensor | None = None) -> Any:
+        """Return the whole of a sharded parameter; anything else as it is.
+
+        Args:
+            parameter: As the module holds it.
+            shard: What it was at the beginning, if FSDP may have gathered it since.
+        """
+        is_whole = not isinstance(parameter, DTensor)
+        if is_whole and (shard is None or shard is parameter):
             return parameter
         known = self._handed.get(id(parameter))
         grad = torch.is_grad_enabled() and parameter.requires_grad
-        if known is not None and known[1].requires_grad == grad:
-            return known[1]
-        if grad:
-            found: Tensor = _Whole.apply(parameter, self._average(parameter))  # type: ignore[no-untyped-call]
+        if known is not None and (is_whole or known.value.requires_grad == grad):
+            return known.value
+        if is_whole:
+            found: Tensor = parameter
+        elif grad:
+            found = _Whole.apply(parameter, self._average(parameter))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 found = whole(parameter.detach()).detach()
-        self._handed[id(parameter)] = (parameter, found, count_of_changes(found))  # type: ignore[assignment]
+        self._handed[id(parameter)] = _Handed(
+            parameter,
+            parameter if shard is None else shard,
+            found,
+            found.detach(),
+            count_of_changes(found),
+            grad,
+        )
         return found
 
-    def listed(self, parameter: Any) -> Any:
+    def listed(self, parameter: Any, shard: Tensor | None = None) -> Any:
         """Return what a list of parameters gives; see Note [Lists in manual optimization]."""
         if self._module.automatic_optimization or parameter is None:
-            return self.read(parameter)
+            return self.read(parameter, shard)
         return self._sharding.shard_of(parameter)
 
     def absent(self, about: About) -> Tensor:
@@ -221,29 +272,35 @@ class ParameterReads:
         """Copy what the step wrote to whole tensors into the parameters.
 
         A write through ``.data`` is not counted by torch, so that values are compared: in the first
-        steps, and always if there was one.
+        steps, and always if there was one or if they were read without gradients.
         """
         self._steps += 1
-        found = False
-        for parameter, value, changes in self._handed.values():
-            counted = count_of_changes(value) != changes
-            if not (counted or self._compares):
-                continue
-            mine, new = local_part(parameter), local_part(shard_of(value.detach(), parameter))
-            if not counted and torch.equal(mine, new):
-                continue
-            if self._is_gathered(parameter):
-                self._handed.clear()
+        handed = list(self._handed.values())
+        self._handed.clear()
+        for one in handed:
+            one.restore_memory()
+        uncounted = [h for h in handed if not h.is_counted and (self._compares or not h.needs_grad)]
+        differ = [torch.ne(*h.parts()).any() for h in uncounted]
+        flags = torch.stack(differ).tolist() if differ else []
+        found = [h for h, differs in zip(uncounted, flags, strict=True) if differs]
+        for one in [h for h in handed if h.is_counted] + found:
+            if one.shard is one.parameter and self._is_gathered(one.parameter):
                 raise PlanError(
-                    "LP408", _written(next(n for n, p in self._named() if p is parameter))
+                    "LP408", _written(next(n for n, p in self._named() if p is one.parameter))
                 )
+            self._write(one, one.is_counted)
+        self._compares = bool(found) or self._steps < _COMPARED
+
+    def _write(self, handed: _Handed, counted: bool) -> None:
+        """Copy a value into this rank's part, and into what FSDP has gathered of it."""
+        for held in {id(p): p for p in (handed.parameter, handed.shard)}.values():
+            if held is handed.value:
+                continue
+            mine, new = local_part(held), local_part(shard_of(handed.value.detach(), held))
             if counted:
                 mine.copy_(new)
             else:
-                found = True
                 mine.data.copy_(new)  # as the user did, without telling autograd
-        self._handed.clear()
-        self._compares = found or self._steps < _COMPARED
 
     def _watch(self, fqn: str, module: nn.Module) -> None:
         prefix = f"{fqn}." if fqn else ""
@@ -289,6 +346,7 @@ class _Watched(dict[str, Any]):
     ) -> None:
         super().__init__(held)
         self._reads, self._absent, self._block = reads, absent, block
+        self._shards = {name: p for name, p in held.items() if isinstance(p, DTensor)}
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
@@ -299,13 +357,15 @@ class _Watched(dict[str, Any]):
         if self._block:
             self._reads.refuse_part(self._block, name)
         found = self._below(name)
-        return self._reads.read(super().__getitem__(name)) if found is None else found
+        if found is not None:
+            return found
+        return self._reads.read(super().__getitem__(name), self._shards.get(name))
 
     def items(self) -> Any:
         """Return names and parameters, those of other stages too."""
         if not self._reads.active:
             return super().items()
-        held = {name: self._reads.listed(p) for name, p in super().items()}
+        held = {n: self._reads.listed(p, self._shards.get(n)) for n, p in super().items()}
         absent = {n: self._reads.absent(about) for n, about in self._absent.items()}
         return {**held, **absent}.items()
 
@@ -349,7 +409,7 @@ class _Whole(torch.autograd.Function):
 
 def _written(fqn: str) -> str:
     return (
-        f"the step writes to {fqn}{user_line()}, whose shards data parallelism may have gathered "
+        f"the step writes to {fqn}, whose shards data parallelism may have gathered "
         "already. Write to weights in on_train_batch_start or on_train_batch_end, or use "
         "data_parallel_size=1."
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_par.engine.pipeline.actions import ActionKind
 from lightning_par.engine.pipeline.p2p import Channel
@@ -217,12 +218,25 @@ def handing_on_another_number(rank, world):
     Staged(build(NumberNet), TWO).train(data(4), 2)
 
 
+class RecomputedNet(Net):
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.leave(x)
+
+
+def checkpointing_reentrantly(rank, world):
+    Staged(build(RecomputedNet), TWO).train(data(4), 2)
+
+
 MISTAKES = {
     swallowing: r"rank 0.*PipelineError: the step returned before block 1.*bare `except:`",
     calling_twice: r"rank 0.*PipelineError: block 0 was called twice in one step",
     skipping: r"rank 1.*PipelineError: the step returned a result without calling the last block",
     using_the_head_early: r"rank 0.*PipelineError: leave belongs to the last pipeline stage",
     using_a_first_weight_late: r"rank 1.*PipelineError: enter.weight lives on another pipeline",
+    checkpointing_reentrantly: r"rank 0.*PipelineError: block 0 .* Pass use_reentrant=False",
     handing_on_another_number: r"rank 0.*besides tensors, changed .*: 1\.0 before, 2\.0 now",
 }
 

@@ -35,6 +35,13 @@ def fused_heads_and_a_tied_table() -> Any:
     return Planless(net), padded_pairs()
 
 
+@CASES.add(equal="tp2", refused={"pp2": "no list of blocks"})
+def one_block_many_times() -> Any:
+    net = structures.LanguageModel()
+    net.layers = nn.ModuleList([net.layers[0]] * 4)
+    return Planless(net), token_pairs()
+
+
 @CASES.add(equal="tp2")
 def odd_number_of_tokens() -> Any:
     net = structures.LanguageModel(structures.fused_by_head)

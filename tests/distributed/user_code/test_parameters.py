@@ -1,16 +1,18 @@
 """Steps that read, or write, parameters of the model themselves."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
+from torch import nn, Tensor
 from torch.nn import functional as F
 
-from lightning_par import ParallelPlan
-from tests.support.models.plain_language_model import PlainModule, token_pairs
+from lightning_par import BatchLayout, ParallelPlan
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
 from tests.support.user_code import Cases
 
 CASES = Cases(__name__)
@@ -180,6 +182,64 @@ def weights_scaled_through_data() -> Any:
             for block in self.net.blocks:
                 block.mlp.down.weight.data.mul_(0.9)
             return super().training_step(batch, batch_idx)
+
+    return Module(), token_pairs()
+
+
+class Student(pl.LightningModule):
+    """Follows a copy of itself, of which the step or a hook moves the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PlainNet()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        for parameter in self.teacher.parameters():
+            parameter.mul_(0.5)
+
+    def move(self, batch_idx: int) -> None:
+        for own, slow in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+            slow.data = slow.data * 0.9 + own.data * 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.move(batch_idx)
+        loss = F.mse_loss(self.net(batch[0]), self.teacher(batch[1]))
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+@CASES.add(equal="zero1 zero3", large="zero0 zero2")
+def teacher_that_the_step_moves() -> Any:
+    class Module(Student):
+        def on_train_batch_end(self, *_: Any) -> None:
+            for parameter in self.teacher.parameters():
+                parameter.data.mul_(0.99)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="zero3", large="zero1 zero2", trainer={"max_steps": 8})
+def teacher_that_late_steps_move() -> Any:
+    class Module(Student):
+        def move(self, batch_idx: int) -> None:
+            if self.global_step > 4:
+                super().move(batch_idx)
+
+    return Module(), token_pairs(64)
+
+
+@CASES.add(equal="tp2 zero3 zero1tp2", strategy={"sequence_parallel": False})
+def teacher_with_a_plan() -> Any:
+    class Module(Student):
+        def parallel_plan(self) -> ParallelPlan:
+            parts = PlainModule().parallel_plan().tensor
+            styles = parts | {"net.head": "colwise_gather_output"}
+            for name in ("net.blocks.*.norm", "net.norm"):
+                styles[name] = "replicated"
+            styles |= {k.replace("net.", "teacher.", 1): v for k, v in styles.items()}
+            return ParallelPlan(blocks="net.blocks", tensor=styles, batch=BatchLayout())
 
     return Module(), token_pairs()
 
