@@ -9,6 +9,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch.distributed.tensor import DTensor
 
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.causes import explain, Findings
@@ -85,6 +86,9 @@ class Judge:
         feeds = all(g is not None for g in self.noted.gradients[-1:])
         given = self._given(self.start, gradients=self.noted.gradients if feeds else None)
         one = self._run(given)
+        lost = self._lost_write(one)
+        if lost is not None:
+            return lost
         noted = self.noted
         if self.options.gradient_compression is not None:
             self.notes.append("gradients, which are compressed, are not compared")
@@ -102,6 +106,25 @@ class Judge:
         if not self._can_rehearse:
             raise CannotProveError("the step draws random numbers")
         return REHEARSE
+
+    def _lost_write(self, one: StepRecord) -> str | None:
+        """Return what is wrong with a forward that writes to a parameter of which ranks hold parts.
+
+        It need not show in the first step: a weight may have its length already.
+        """
+        held = dict(self.model.module.named_parameters())
+        divided = any(isinstance(parameter, DTensor) for parameter in held.values())
+        for name in sorted(one.written):
+            if isinstance(held[name], DTensor) if name in held else divided:
+                return (
+                    f"the forward of {name.rpartition('.')[0] or 'the module'} writes to its "
+                    f"parameter {name}, of which ranks hold parts: the forward computes with a "
+                    "copy, in which the write is lost. Compute with the new value instead of "
+                    "writing it, as F.linear(x, F.normalize(self.weight)) or "
+                    "torch.nn.utils.parametrize does, or write to it in on_train_batch_end, entry "
+                    "by entry. The run ends after this step, and nothing of it was saved."
+                )
+        return None
 
     def judge_rehearsal(self, mesh: StepRecord) -> str | None:
         """Return how a step without dropout, after the first one, differs; None: it does not.

@@ -36,6 +36,7 @@ class StepRecord:
         state: Name -> parameter or buffer after the step.
         buffers: Names of the buffers.
         draws: Whether the step drew random numbers.
+        written: Names of parameters to which the forward of their module wrote, on one process.
         error: What ended the run, if it failed.
     """
 
@@ -44,4 +45,5 @@ class StepRecord:
     state: dict[str, Tensor] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     draws: bool = False
+    written: set[str] = field(default_factory=set)
     error: BaseException | None = None

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
+from torch import nn, Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -29,6 +30,7 @@ from lightning_par.engine.rng import collect_random_states, fork_all_rng, restor
 from lightning_par.strategies.proof.record import StartValues, StepRecord
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.upstream.lightning import TunerExit
+from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["GivenStep", "run_alone"]
 
@@ -217,7 +219,8 @@ def _prepare(
             begun = done
             restore_random_states(given.random_states[done], device)
         before = collect_random_states(device)
-        result = step(batch, *given.arguments[done])
+        with _noting_writes(module, record.written):
+            result = step(batch, *given.arguments[done])
         record.draws |= not _alike(before, collect_random_states(device))
         return result
 
@@ -234,6 +237,40 @@ def _prepare(
             raise TunerExit
 
     own |= {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+
+
+@contextmanager
+def _noting_writes(module: nn.Module, written: set[str]) -> Iterator[None]:
+    """Add the names of parameters to which the forward of their own module writes to `written`."""
+    before: dict[str, tuple[tuple[int, int, int], Tensor]] = {}
+
+    def own(place: str, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        named = part.named_parameters(place, recurse=False)
+        return ((name, p) for name, p in named if type(p) is nn.Parameter)
+
+    def marks(p: nn.Parameter) -> tuple[int, int, int]:
+        return id(p), p.data_ptr(), count_of_changes(p)
+
+    def enter(place: str, part: nn.Module, *_: Any) -> None:
+        before.update({n: (marks(p), p.detach().clone()) for n, p in own(place, part)})
+
+    def leave(place: str, part: nn.Module, *_: Any) -> None:
+        for name, p in own(place, part):
+            known = before.pop(name, None)
+            if known is None:
+                continue
+            # A write through .data is not counted.
+            alike = torch.allclose(p, known[1], rtol=0, atol=0, equal_nan=True)
+            if marks(p) != known[0] or not alike:
+                written.add(name)
+
+    with ExitStack() as hooks:
+        for place, part in module.named_modules():
+            if part._parameters:
+                begin = part.register_forward_pre_hook(partial(enter, place))
+                hooks.callback(begin.remove)
+                hooks.callback(part.register_forward_hook(partial(leave, place)).remove)
+        yield
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -185,6 +185,20 @@ def a_part_that_every_second_step_adds_and_a_buffer_of_the_first() -> Any:
     return Module(), token_pairs()
 
 
+@CASES.add(equal="pp2", refused={"zero1 zero3": "down writes to its parameter .*down.weight, of"})
+def a_weight_of_length_one_that_its_forward_normalizes() -> Any:
+    class Unit(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = F.normalize(self.weight.data, dim=0)
+            return super().forward(x)
+
+    net = PlainNet()
+    for block in net.blocks:
+        block.mlp.down = Unit(48, 32)
+        block.mlp.down.weight.data = F.normalize(block.mlp.down.weight.data, dim=0)
+    return PlainModule(net), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
