@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import operator
 import random
 import re
 import socket
@@ -124,9 +125,9 @@ def server() -> Iterator[IslandServer]:
         yield found
 
 
-def held_by(server: IslandServer, threads: int) -> list[int]:
-    """Return the open files, the threads and the bytes of this process, once it is quiet."""
-    while threading.active_count() > threads:
+def held_by(server: IslandServer, threads: set[threading.Thread]) -> list[int]:
+    """Return the open files, the threads and the bytes of this process, once no others run."""
+    while not threads.issuperset(threading.enumerate()):
         time.sleep(0.01)
     gc.collect()
     files = len(list(Path("/dev/fd").iterdir())), len(server._open), len(server._threads)
@@ -139,12 +140,12 @@ def test_strangers_change_nothing_and_leave_nothing(
 ) -> None:
     island = Island(server.port, 0, OUTER, START)
     island.join()
+    threads = set(threading.enumerate())  # a caller that was refused may still have one
     caller = Caller(server, seed=count)
     weights = server.meeting.weights
     assert weights is not None
     with caplog.at_level(logging.WARNING):
         caller.send_all(5)
-        threads = threading.active_count()
         before = copy.deepcopy(vars(weights.fragments[0]))
         tracemalloc.start()
         first = held_by(server, threads)
@@ -157,7 +158,7 @@ def test_strangers_change_nothing_and_leave_nothing(
         assert island.ranks[0].exchanges[-1].islands == [0]
         island.close()
         server.close()
-    assert first[:-1] == last[:-1]
+    assert all(map(operator.le, last[:-1], first[:-1]))
     assert last[-1] - first[-1] < 1e6
     assert all(torch.equal(value, START[name] - 1) for name, value in weights.exact.items())
     said = [record.message for record in caplog.records]
