@@ -70,11 +70,17 @@ class _Handed:
         """Whether torch has counted a write."""
         return count_of_changes(self.value) != self.changes
 
-    def restore_memory(self) -> None:
-        """Undo ``.data = ...``, but for the values: FSDP gathers into the memory that it knows."""
-        if self.value.data_ptr() != self.memory.data_ptr():
-            self.memory.copy_(self.value)
-            self.value.data = self.memory
+    def restore_memory(self) -> bool:
+        """Undo ``.data = ...``, but for the values: FSDP gathers into the memory that it knows.
+
+        Returns:
+            Whether there was one.
+        """
+        if self.value.data_ptr() == self.memory.data_ptr():
+            return False
+        self.memory.data.copy_(self.value)
+        self.value.data = self.memory
+        return True
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """Return this rank's part as it was, and as the step left it."""
@@ -277,9 +283,8 @@ class ParameterReads:
         self._steps += 1
         handed = list(self._handed.values())
         self._handed.clear()
-        for one in handed:
-            one.restore_memory()
-        uncounted = [h for h in handed if not h.is_counted and (self._compares or not h.needs_grad)]
+        compared = [h.restore_memory() or self._compares or not h.needs_grad for h in handed]
+        uncounted = [h for h, c in zip(handed, compared, strict=True) if c and not h.is_counted]
         differ = [torch.ne(*h.parts()).any() for h in uncounted]
         flags = torch.stack(differ).tolist() if differ else []
         found = [h for h, differs in zip(uncounted, flags, strict=True) if differs]

@@ -230,6 +230,17 @@ def teacher_that_late_steps_move() -> Any:
     return Module(), token_pairs(64)
 
 
+@CASES.add(equal="zero3", large="zero0 zero1", trainer={"max_steps": 8})
+def weights_that_late_steps_replace() -> Any:
+    class Module(Student):
+        def move(self, batch_idx: int) -> None:
+            if self.global_step > 4:
+                for parameter in self.net.parameters():
+                    parameter.data = parameter.data * 0.9
+
+    return Module(), token_pairs(64)
+
+
 @CASES.add(equal="tp2 zero3 zero1tp2", strategy={"sequence_parallel": False})
 def teacher_with_a_plan() -> Any:
     class Module(Student):
