@@ -201,7 +201,10 @@ class ParameterReads:
             shard: What it was at the beginning, if FSDP may have gathered it since.
         """
         is_whole = not isinstance(parameter, DTensor)
-        if is_whole and (shard is None or shard is parameter):
+        if is_whole and not (
+            # And not this rank's part of it, which stands there inside of its module's forward.
+            shard is not None and self._is_gathered(shard) and _is_all_of(parameter, shard)
+        ):
             return parameter
         known = self._handed.get(id(parameter))
         grad = torch.is_grad_enabled() and parameter.requires_grad
@@ -410,6 +413,10 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the part of this rank."""
         return shard_of(ctx.average(grad), ctx.parameter), None
+
+
+def _is_all_of(parameter: Any, shard: Tensor) -> bool:
+    return isinstance(parameter, nn.Parameter) and parameter.shape == shard.shape
 
 
 def _written(fqn: str) -> str:
