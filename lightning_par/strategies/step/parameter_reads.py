@@ -437,14 +437,22 @@ def _stubs_of_stages(module: nn.Module, stages: Sequence[Stage]) -> Iterator[tup
 
 
 def _entered(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
-    """Return the modules whose forward a step may call: children of what the blocks lie in."""
+    """Return the modules whose forward a step may call: children of what the blocks lie in, and
+    what lists among these hold.
+    """
     above = {""}
     for block in blocks:
         parts = block.split(".")[:-1]
         above |= {".".join(parts[: n + 1]) for n in range(len(parts))}
     found: dict[int, nn.Module] = {}
     for name in above:
-        for child in module.get_submodule(name).children():
-            if not isinstance(child, StageStub | nn.ModuleList | nn.ModuleDict):
-                found[id(child)] = child
+        found |= {id(child): child for child in _callable_children(module.get_submodule(name))}
     return list(found.values())
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _callable_children(child)
+        elif not isinstance(child, StageStub):
+            yield child
