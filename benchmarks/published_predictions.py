@@ -120,25 +120,61 @@ def _h100() -> None:
 def _regret() -> None:
     """How much slower the chosen layout is than the best one measured, of the same problem.
 
+    Every table that measured several layouts of one problem; of vTrain's runs and of torchtitan's
+    405B constants do not rest on the model or the table, and none rests on the steps of the others.
     The rule beside it: tensor parallelism over a node, then as few stages as were tried, then the
-    smallest micro-batch.
+    smallest micro-batch, then the first in the table. What a search never chooses comes last.
     """
-    print("| problem | layouts | the chosen | best of first three | rule |")
-    print("|---|---|---|---|---|")
-    problems: dict[str, Found] = defaultdict(list)
-    for item in _by_model():
-        problems[item[0].problem].append(item)
+    print("| table | problem | layouts | the chosen | best of first three | rule |")
+    print("|---|---|---|---|---|---|")
+    constants = fit(vtrain(), "a100")
+    tables: dict[str, list[tuple[Measured, float]]] = {
+        "vTrain": [(item[0], item[1]) for item in _by_model()],
+        **{
+            name: [(row, row.predict(constants)) for row in rows]
+            for name, rows in {
+                "zero-bubble": [row for column in _ZERO_BUBBLE for row in _zero_bubble(column)],
+                "Korthikanti": [*_korthikanti("full"), *_korthikanti("selective")],
+                "Megatron-LM 2": [*_table2("ZeRO-3"), *_table2("PTD")],
+            }.items()
+        },
+        "torchtitan 5": _torchtitan_405b(),
+    }
+    for table, items in tables.items():
+        _print_regrets(table, items)
+
+
+def _torchtitan_405b() -> list[tuple[Measured, float]]:
+    """Interleaved stages or not, by constants of the other tables of H100s."""
+    rows = [row for row in h100_tables() if row.table != "torchtitan 5"]
+    constants = fit(rows, "h100")
+    found = [row for row in h100_tables() if row.table == "torchtitan 5"]
+    return [(replace(row, problem="405B"), row.predict(constants)) for row in found]
+
+
+def _print_regrets(table: str, items: Iterable[tuple[Measured, float]]) -> None:
+    problems: dict[str, list[tuple[Measured, float]]] = defaultdict(list)
+    for row, predicted in items:
+        problems[row.problem].append((row, predicted if _searched(row) else math.inf))
     regrets = []
-    for name, items in problems.items():
-        best = min(item[0].seconds for item in items)
-        order = [item[0] for item in sorted(items, key=lambda item: item[1])]
-        ruled = min((item[0] for item in items), key=_rule)
+    for name, pairs in problems.items():
+        if len(pairs) < 2:
+            continue
+        best = min(row.seconds for row, _ in pairs)
+        order = [row for row, _ in sorted(pairs, key=lambda pair: pair[1])]
+        ruled = min((row for row, _ in pairs), key=_rule)
         chosen = (order[0].seconds, min(row.seconds for row in order[:3]), ruled.seconds)
         regrets.append([seconds / best - 1 for seconds in chosen])
         cells = " | ".join(f"{regret:.1%}" for regret in regrets[-1])
-        print(f"| {name} | {len(items)} | {cells} |")
+        print(f"| {table} | {name} | {len(pairs)} | {cells} |")
     cells = " | ".join(f"{mean(column):.1%}" for column in zip(*regrets, strict=True))
-    print(f"| mean | | {cells} |")
+    print(f"| {table} | mean | | {cells} |", flush=True)
+
+
+def _searched(row: Measured) -> bool:
+    """Return whether a search looks at a layout: not ZeRO stage 3 over too many nodes."""
+    nodes = row.layout.sizes.data_shard / row.device.node
+    return row.layout.zero_stage < 3 or nodes <= LayoutSpace.most_gathering_nodes
 
 
 def _rule(row: Measured) -> tuple[int, int, int]:
@@ -183,7 +219,7 @@ def _tables() -> None:
     constants = fit(vtrain(), "a100")
     for name, rows in (
         ("megatron_sc21_table1", _table1()),
-        ("megatron_sc21_table2_zero3", _zero3()),
+        ("megatron_sc21_table2_zero3", _table2("ZeRO-3")),
     ):
         errors = [row.predict(constants) / row.seconds - 1 for row in rows]
         shown = " ".join(f"{row.problem} {e:+.0%}," for row, e in zip(rows, errors, strict=True))
@@ -220,21 +256,32 @@ def _table1() -> list[Measured]:
     return found
 
 
-def _zero3() -> list[Measured]:
-    """Of the table, ZeRO 3 alone: 96 blocks of 12,288, 105 of 20,480."""
+def _table2(scheme: Literal["ZeRO-3", "PTD"]) -> list[Measured]:
+    """96 blocks of 12,288, 105 of 20,480; of PTD, tensor 8 and the rest of a model's devices
+    pipeline stages, without virtual ones, are assumed.
+    """
     found = []
     for row in read("megatron_sc21_table2_zero3"):
-        if row["scheme"] != "ZeRO-3":
+        if row["scheme"] != scheme:
             continue
         small = float(row["params_b"]) < 200
         shape = _gpt(96, 12_288, 96) if small else _gpt(105, 20_480, 128)
         devices, batch, micro = (int(row[k]) for k in ("gpus", "global_batch", "micro_batch"))
+        model = int(row["model_parallel"])
+        sharded, data = scheme == "ZeRO-3", devices // model
+        tensor = 1 if sharded else 8
         layout = Layout(
-            sizes=ParallelSizes(data_shard=devices),
+            sizes=ParallelSizes(
+                tensor=tensor,
+                pipeline=model // tensor,
+                data_shard=data if sharded else 1,
+                data_replicate=1 if sharded else data,
+            ),
             micro_batch=micro,
-            microbatches=max(1, batch // devices // micro),
-            zero_stage=3,
+            microbatches=max(1, batch // data // micro),
+            zero_stage=3 if sharded else 0,
             recompute="full",
+            sequence_parallel=sharded,
         )
         rate = float(row["tflops_per_gpu"]) * 1e12 * devices
         seconds = _with_recomputation(shape, batch) / rate
