@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -267,8 +267,15 @@ def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
+class Steps(Protocol):
+    """What is told of every step that a Trainer begins."""
+
+    def next(self) -> None:
+        """Be told that a step begins."""
+
+
 class _TurnCallback(Callback):
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: Steps) -> None:
         self.turn = turn
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -279,7 +286,7 @@ def fit(
     module: pl.LightningModule,
     loader: Any,
     strategy: Any,
-    turn: Turn,
+    turn: Steps,
     arguments: Arguments,
     **options: Any,
 ) -> None:

@@ -2,20 +2,26 @@
 
 The machine is measured by what ``lightning-par calibrate`` calls; then twelve layouts of one GPT
 train on 1 to 4 ranks with the same samples in a step. Nothing is fitted on those.
+
+Every layout has ranks of its own, as a run has: several in the same ranks would share the cores
+with the threads of the others' idle groups. The layouts take turns, `--pairs` times.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
+import time
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _gpt import BenchModule, loader, TOKENS
-from _paired import add_arguments, Arguments, compare, fit, launch, read_arguments, Turn
+from _paired import add_arguments, Arguments, fit, launch, read_arguments
 from torchmetrics.functional import spearman_corrcoef
 
 from lightning_par.commands.calibrate import as_profile
@@ -57,21 +63,26 @@ def calibrate(path: Path, arguments: Arguments) -> None:
         print(found, flush=True)
 
 
-def train(path: Path, arguments: Arguments) -> None:
-    """Train every layout of this number of ranks, in turns; write their step times."""
-    ranks = dist.get_world_size()
+class _Stopwatch:
+    """Notes when every step begins."""
 
-    def run(options: Options, turn: Turn) -> None:
-        strategy = Hybrid3DStrategy(**options, verify=False)
-        replicas = strategy.options.fit_sizes(ranks, ranks).data
-        fit(BenchModule(), loader(SAMPLES // replicas), strategy, turn, arguments)
+    def __init__(self) -> None:
+        self.times: list[float] = []
 
-    chosen = {
-        name: partial(run, options) for name, (size, options) in LAYOUTS.items() if size == ranks
-    }
-    found = compare(f"{ranks} ranks", chosen, arguments, targets={})
+    def next(self) -> None:
+        """Note that a step begins."""
+        self.times.append(time.perf_counter())
+
+
+def train(path: Path, options: Options, arguments: Arguments) -> None:
+    """Train a layout; write the times of its steps after the first ones."""
+    ranks, strategy = dist.get_world_size(), Hybrid3DStrategy(**options, verify=False)
+    replicas = strategy.options.fit_sizes(ranks, ranks).data
+    watch = _Stopwatch()
+    fit(BenchModule(), loader(SAMPLES // replicas), strategy, watch, arguments)
     if dist.get_rank() == 0:
-        path.write_text(json.dumps(found))
+        times = watch.times[arguments.warmup * arguments.steps :]
+        path.write_text(json.dumps([b - a for a, b in pairwise(times)]))
 
 
 def predict(planner: Planner, ranks: int, options: Options) -> Candidate:
@@ -108,15 +119,19 @@ def main() -> None:
     """Measure, predict, and print both."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
+    parser.set_defaults(pairs=3, steps=8, warmup=1)
     arguments = read_arguments(parser.parse_args())
+    turn = replace(arguments, pairs=1)  # of one layout
     with tempfile.TemporaryDirectory() as folder:
         profile, times = Path(folder) / "profile.json", Path(folder) / "times.json"
         launch(partial(calibrate, profile), arguments, ranks=RANKS)
         device = load_profile("here", profile)
-        measured: dict[str, float] = {}
-        for ranks in (1, 2, 4):
-            launch(partial(train, times), arguments, ranks=ranks)
-            measured |= json.loads(times.read_text())
+        steps: dict[str, list[float]] = {name: [] for name in LAYOUTS}
+        for _ in range(arguments.pairs):
+            for name, (ranks, options) in LAYOUTS.items():
+                launch(partial(train, times, options), turn, ranks=ranks)
+                steps[name] += json.loads(times.read_text())
+    measured = {name: statistics.median(found) for name, found in steps.items()}
     code = implementation("32-true", device)
     planner = Planner(shape=_shape(device), device=device, code=code)
     predicted = {name: predict(planner, *LAYOUTS[name]).time for name in measured}

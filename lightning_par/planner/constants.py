@@ -59,12 +59,14 @@ class Calibration:
             that compute.
         waits: Entry k - 1: seconds that a collective or a message takes longer between computations
             of k devices of a node than in a loop of nothing else: a rank of a CPU waits for others
-            that wait for a core, and finds the caches cold. Empty: none.
+            that wait for a core, and finds the caches cold. Less than 0, but never below the start
+            of a collective, where cores that fall idle in the loop wake up late. Empty: none.
         eager: Bytes/s of what operators other than products and attention read and write, where
             each runs by itself; 0: they are fused as on the devices of published runs.
         collectives: Kind -> entry k - 1: start and bytes/s of a collective inside a node while k of
             its devices are at work: gloo's reduce-scatter takes as long as its all-reduce, and
-            devices that share cores share what these can send. Empty: as the link says.
+            devices that share cores share what these can send; and of a "message" to a neighbor.
+            Empty: as the link says.
         exchange: Entry k - 1: how many times longer than that the collectives of k sharded replicas
             take between computations, with the copies around them. Empty: they wait as others do.
     """

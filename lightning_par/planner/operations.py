@@ -122,6 +122,11 @@ class Clock:
     def message(self, size: float, *, between_nodes: bool) -> float:
         """Return the time of a message of `size` bytes to a neighbor on the pipeline axis."""
         share, device = self.constants, self.device
+        calibrated = device.calibration
+        if calibrated is not None and not between_nodes:
+            measured = calibrated.collective("message", 2, size, self.busy)
+            if measured is not None:  # cores that wake up late do so in what was measured, too
+                return max(0.0, self.wait) + measured
         if between_nodes:
             start, rate = share.network_start, device.network * share.network
         else:

@@ -179,8 +179,10 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
             kind: tuple((float(start), float(rate)) for start, rate in lines)
             for kind, lines in entry.get("collectives", {}).items()
         }
-        if min((*waits, eager, *exchange)) < 0:
-            raise ValueError("no wait and no rate can be less than 0")
+        if min((eager, *exchange)) < 0:
+            raise ValueError("no rate can be less than 0")
+        if any(wait < -_shortest_start(collectives, k) for k, wait in enumerate(waits)):
+            raise ValueError("a collective would take less than no time")
         if set(constants) != numbers or not slowdown or min(every) <= 0:
             raise ValueError("a number is missing, unknown or not positive")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -199,6 +201,14 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
         exchange=exchange,
         collectives=collectives,
     )
+
+
+def _shortest_start(
+    collectives: Mapping[str, tuple[tuple[float, float], ...]], place: int
+) -> float:
+    """Return the shortest start of a collective while so many ranks and one more are at work."""
+    lines = [line for kind, line in collectives.items() if kind != "message"]
+    return min((line[min(place, len(line) - 1)][0] for line in lines), default=0.0)
 
 
 def _problems(name: str, entry: Mapping[str, Any], networks: Mapping[str, Any]) -> Iterator[str]:

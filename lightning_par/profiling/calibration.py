@@ -42,6 +42,7 @@ _BLOCK_KERNELS, _BLOCK_STARTS = 34, 62
 """What the cost model counts for a block, both ways: kernels on the device, starts by the host."""
 _PRODUCTS = ((512, 64), (512, 256), (512, 1024), (1024, 256), (1024, 1024))
 """Sizes of products: rows and columns, and the inner length."""
+_SLOWDOWN_ROUNDS = 9
 _CACHED = 2**26
 """Bytes of operands that no cache of a core holds."""
 
@@ -302,10 +303,11 @@ def _slowdown(alone: _Alone, local: int) -> tuple[float, ...]:
         for block in blocks:
             block()
 
-    times = []
-    for count in counts:
-        # On the slowest: a step waits for it, and ranks that take turns on a core all take long.
-        (rounds,) = alone.together(work if rank() < count else nothing)
-        times.append(statistics.median(rounds))
-    factors = [max(1.0, t / times[0]) for t in times]
+    # On the slowest: a step waits for it, and ranks that take turns on a core all take long.
+    works = [work if rank() < count else nothing for count in counts]
+    rounds = list(zip(*alone.together(*works, rounds=_SLOWDOWN_ROUNDS), strict=True))
+    factors = [
+        max(1.0, statistics.median(times[place] / times[0] for times in rounds))
+        for place in range(len(counts))
+    ]
     return tuple(np.interp(range(1, local + 1), counts, factors).tolist())

@@ -1,17 +1,21 @@
-"""Measures collectives: their rates by kind and by ranks at work, and what they wait in a layer."""
+"""Measures collectives and messages: their rates by kind and by ranks at work, and what collectives
+wait in a layer.
+"""
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -37,11 +41,14 @@ __all__ = [
     "measure_waits",
 ]
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "message")
+"""Collectives, and a message from a rank to its neighbor."""
 _MESSAGES = (12, 15, 18, 20)
 """Elements of collectives, as powers of two."""
-_LAYERS = 4
-"""Layers whose collectives wait."""
+_LAYERS, _COLLECTIVES = 4, 4
+"""Layers whose collectives wait, and collectives of each, forward and backward."""
+_SHARED_TOKENS = 256
+"""Tokens of layers whose states are shared."""
 _WAIT_ROUNDS = 7
 
 Rates = Mapping[str, tuple[tuple[float, float], ...]]
@@ -65,7 +72,10 @@ class LinkMeasure:
 
 @dataclass(frozen=True)
 class _Row:
-    """A timed collective: its passes of a ring, the bytes that a rank sends, and seconds."""
+    """A timed collective: its passes of a ring, the bytes that a rank sends, and seconds.
+
+    A message is one of two ranks, as `seconds` are those of one.
+    """
 
     kind: str
     ranks: int
@@ -129,18 +139,38 @@ def _groupings(count: int, local: int) -> list[list[list[int]]]:
     return [nodes, pairs] if count > 2 else [nodes]
 
 
+@contextmanager
+def _grouped(groups: Sequence[Sequence[int]]) -> Iterator[dist.ProcessGroup | None]:
+    """Make groups of ranks, and give this rank's; None outside of them. All ranks call this.
+
+    They are gone afterwards: threads of idle groups of gloo wake up again and again, and slow down
+    what is measured next.
+    """
+    made = [dist.new_group(list(ranks)) for ranks in groups]
+    mine = [g for g, ranks in zip(made, groups, strict=True) if rank() in ranks]
+    yield mine[0] if mine else None
+    dist.barrier()  # no rank is still inside of a collective
+    for group in mine:
+        dist.destroy_process_group(group)
+
+
 def _timed(rounds: Rounds, groups: list[list[int]]) -> list[_Row]:
     """Return the times of collectives in groups that work at the same time; all ranks call this."""
-    made = [dist.new_group(group) for group in groups]
-    mine = next((g for g, ranks in zip(made, groups, strict=True) if rank() in ranks), None)
     rows = []
-    for kind, passes, moved, work in _collectives(rounds, mine, len(groups[0])):
-        (seconds,) = rounds.together(nothing if mine is None else work)
-        rows.append(_Row(kind, len(groups[0]), passes, moved, statistics.median(seconds)))
+    with _grouped(groups) as mine:
+        size = len(groups[0])
+        for kind, passes, moved, work in _collectives(rounds, mine, size):
+            (times,) = rounds.together(nothing if mine is None else work)
+            seconds = statistics.median(times)
+            if kind == "message":
+                rows.append(_Row(kind, 2, passes, moved, seconds / size))
+            else:
+                rows.append(_Row(kind, size, passes, moved, seconds))
     return rows
 
 
-def _line(rows: list[_Row]) -> LinkMeasure:
+def _line(timed: list[_Row]) -> LinkMeasure:
+    rows = [row for row in timed if row.kind != "message"]
     times = [row.seconds for row in rows]
     start, inverse = fit_positive([[row.passes, row.moved] for row in rows], times)
     errors = [abs(start * r.passes + inverse * r.moved - r.seconds) / r.seconds for r in rows]
@@ -158,12 +188,28 @@ def _collectives(
         yield "all_reduce", 2.0, 2 * moved, partial(all_reduce, whole, group)
         yield "all_gather", 1.0, moved, partial(all_gather, part, 0, group)
         yield "reduce_scatter", 1.0, moved, partial(reduce_scatter, whole, 0, group)
+        yield "message", 1.0, float(part.nbytes), partial(_pass_round, part, group)
+
+
+def _pass_round(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Send a tensor once round the group: as many messages as it has ranks, one after another."""
+    place, size = group.rank(), group.size()
+    before, after = (dist.get_global_rank(group, (place + i) % size) for i in (-1, 1))
+    buffer = torch.empty_like(x)
+    sent = dist.isend(x, after, group) if place == 0 else None
+    received = dist.irecv(buffer, before, group)
+    assert received is not None
+    received.wait()
+    sent = sent or dist.isend(x, after, group)
+    assert sent is not None
+    sent.wait()
 
 
 def measure_waits(
     rounds: Rounds, local: int, rates: Rates, eager: float, width: int = 512
 ) -> tuple[float, ...]:
-    """Return what a collective of a layer waits, while 1 to `local` ranks of a node are at work.
+    """Return how much longer than in a loop a collective of a layer takes, while 1 to `local` ranks
+    of a node are at work; less than 0 where cores that fall idle in the loop wake up late.
 
     Layers of tensor-parallel ranks, less the same layers without collectives, less the times of
     such collectives in a loop and of the copies that join their parts. A device that computes while
@@ -178,19 +224,19 @@ def measure_waits(
     """
     if rounds.device.type != "cpu" or not rates:
         return ()
-    counts, waits = counts_at_work(local), [0.0]
-    for count in counts[1:]:
-        group = dist.new_group(list(range(count)))
-        works = _layers(rounds, group, count, width) if rank() < count else (nothing, nothing)
+
+    def wait(group: dist.ProcessGroup | None, ranks: int, count: int) -> float:
+        works = (nothing, nothing) if group is None else _layers(rounds, group, ranks, width)
         pairs = zip(*rounds.together(*works, rounds=_WAIT_ROUNDS), strict=True)
-        moved = width // count // 4 * 4 * width * rounds.dtype.itemsize * (count - 1)
-        lines = [rates[kind][count - 1] for kind in ("all_gather", "reduce_scatter")]
-        expected = statistics.mean(start * math.log2(count) + moved / rate for start, rate in lines)
+        moved = width // ranks // 4 * 4 * width * rounds.dtype.itemsize * (ranks - 1)
+        expected = _in_loop(rates, ranks, count, moved) / 2
         expected += 2 * width * width * rounds.dtype.itemsize / eager
-        # Of a layer's four collectives.
-        took = statistics.median(parallel - alone for parallel, alone in pairs) / (4 * _LAYERS)
-        waits.append(max(0.0, took - expected))
-    return tuple(np.interp(range(1, local + 1), counts, waits).tolist())
+        took: float = statistics.median(parallel - alone for parallel, alone in pairs)
+        took /= _LAYERS * _COLLECTIVES
+        least = min(lines[count - 1][0] for kind, lines in rates.items() if kind != "message")
+        return max(took - expected, -least)
+
+    return _for_counts(local, 0.0, wait)
 
 
 def measure_exchange(
@@ -209,23 +255,51 @@ def measure_exchange(
     """
     if rounds.device.type != "cpu" or not rates:
         return ()
-    counts, factors = counts_at_work(local), [1.0]
-    for count in counts[1:]:
-        group = dist.new_group(list(range(count)))
-        works = _shards(rounds, group, width) if rank() < count else (nothing, nothing)
+
+    def factor(group: dist.ProcessGroup | None, ranks: int, count: int) -> float:
+        works = (nothing, nothing) if group is None else _shards(rounds, group, width)
         pairs = zip(*rounds.together(*works, rounds=_WAIT_ROUNDS), strict=True)
-        took = statistics.median(sharded - whole for sharded, whole in pairs) / _LAYERS
-        moved = width * width * rounds.dtype.itemsize * (count - 1) / count
-        lines = [rates[kind][count - 1] for kind in ("all_gather", "reduce_scatter")]
-        expected = sum(start * math.log2(count) + moved / rate for start, rate in lines)
-        factors.append(max(1.0, took / expected))
-    return tuple(np.interp(range(1, local + 1), counts, factors).tolist())
+        took: float = statistics.median(sharded - whole for sharded, whole in pairs) / _LAYERS
+        moved = width * width * rounds.dtype.itemsize * (ranks - 1) / ranks
+        return max(took, 0.0) / _in_loop(rates, ranks, count, moved)
+
+    return _for_counts(local, 1.0, factor)
+
+
+def _for_counts(
+    local: int, alone: float, measured: Callable[[dist.ProcessGroup | None, int, int], float]
+) -> tuple[float, ...]:
+    """Return what was measured while 1 to `local` ranks of a node are at work.
+
+    Args:
+        local: Ranks of a node.
+        alone: Of one rank.
+        measured: Function of the group of this rank, if it is in one, of the size of the groups,
+            and of the number of ranks at work; the mean over the ways to group them counts.
+    """
+    counts, found = counts_at_work(local), [alone]
+    for count in counts[1:]:
+        each = []
+        for groups in _groupings(count, local):
+            with _grouped(groups) as group:
+                each.append(measured(group, len(groups[0]), count))
+        found.append(statistics.mean(each))
+    return tuple(np.interp(range(1, local + 1), counts, found).tolist())
+
+
+def _in_loop(rates: Rates, ranks: int, count: int, moved: float) -> float:
+    """Return the seconds of an all-gather and a reduce-scatter in a loop of nothing else."""
+    lines = [rates[kind][count - 1] for kind in ("all_gather", "reduce_scatter")]
+    return sum(start * math.log2(ranks) + moved / rate for start, rate in lines)
 
 
 def _shards(
     rounds: Rounds, group: dist.ProcessGroup, width: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return a step of layers of one token whose states a group shares; and of whole ones."""
+    """Return a step of layers whose states a group shares; and of whole ones.
+
+    As in a run, what they compute hides a part of what they exchange.
+    """
     made = [
         nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(_LAYERS)))
         for _ in range(2)
@@ -234,10 +308,10 @@ def _shards(
     mesh = DeviceMesh.from_group(group, rounds.device.type)
     for layer in (*shared, shared):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    token = rounds.tensor(1, width)
+    tokens = rounds.tensor(_SHARED_TOKENS, width)
 
     def step(layers: nn.Module) -> None:
-        layers(token).sum().backward()
+        layers(tokens).sum().backward()
         layers.zero_grad()
 
     return partial(step, shared), partial(step, whole)
@@ -248,26 +322,34 @@ def _layers(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return a call of some layers, forward and backward, with four collectives each; and without.
 
-    Weights are DTensors of which a layer takes the local part, as those of `engine.tensor`.
+    Weights are DTensors of which a layer takes the local part, as those of `engine.tensor`: one for
+    each collective, as in a block of a transformer.
     """
-    plain = [rounds.tensor(width, width, grad=True) for _ in range(_LAYERS)]
+    inner = max(1, width // _COLLECTIVES)
+    shapes = (*[(inner, width)] * (_COLLECTIVES - 1), (width, inner))
+    plain = [[rounds.tensor(*shape, grad=True) for shape in shapes] for _ in range(_LAYERS)]
     mesh = DeviceMesh.from_group(group, rounds.device.type)
-    placed: list[Any] = [
-        DTensor.from_local(w.detach(), mesh, [Replicate()]).requires_grad_() for w in plain
+    placed: list[list[Any]] = [
+        [DTensor.from_local(w.detach(), mesh, [Replicate()]).requires_grad_() for w in layer]
+        for layer in plain
     ]
     part = rounds.tensor(4, width // ranks // 4, width, grad=True)
 
+    def multiply(x: Tensor, layer: list[Tensor]) -> Tensor:
+        *columns, rows = layer
+        return F.linear(torch.stack([F.linear(x, w) for w in columns]).sum(0), rows)
+
     def parallel() -> None:
         x = part
-        for weight in placed:
+        for layer in placed:
             whole = gather_partial(x, 1, group)
-            x = reduce_to_shards(F.linear(whole, weight.to_local()), 1, group)
-        torch.autograd.grad(x.sum(), (part, *placed))
+            x = reduce_to_shards(multiply(whole, [w.to_local() for w in layer]), 1, group)
+        torch.autograd.grad(x.sum(), (part, *chain(*placed)))
 
     def computing() -> None:
         x = part
-        for weight in plain:
-            x = F.linear(x.repeat(1, ranks, 1), weight)[:, : part.shape[1]]
-        torch.autograd.grad(x.sum(), (part, *plain))
+        for layer in plain:
+            x = multiply(x.repeat(1, ranks, 1), layer)[:, : part.shape[1]]
+        torch.autograd.grad(x.sum(), (part, *chain(*plain)))
 
     return parallel, computing

@@ -127,12 +127,13 @@ def reuse_groups():
     """Makes `new_group` give a later job the groups of earlier ones; within a job all differ.
 
     Making one takes longer than most tests, and its threads and sockets stay until the end of the
-    process.
+    process. So one that a job destroys stays, too, for later ones.
     """
     import torch.distributed as dist
     from torch.distributed import device_mesh, distributed_c10d
 
     make, made = distributed_c10d.new_group, collections.defaultdict(list)
+    destroy = distributed_c10d.destroy_process_group
 
     @functools.wraps(make)
     def new_group(ranks=None, timeout=None, backend=None, **options):
@@ -143,8 +144,15 @@ def reuse_groups():
             groups.append(make(ranks, timeout, backend, **options))
         return groups[taken]
 
+    @functools.wraps(destroy)
+    def destroy_process_group(group=None):
+        if not any(group in groups for groups in made.values()):
+            destroy(group)
+
     for module in (dist, device_mesh, distributed_c10d):
         module.new_group = new_group
+    for module in (dist, distributed_c10d):
+        module.destroy_process_group = destroy_process_group
 
 
 def print_stacks():

@@ -9,7 +9,7 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.planner.constants import Constants
 from lightning_par.planner.profiles import device_names, implementation, load_profile, reached
 from lightning_par.planner.shapes import Layout, TransformerShape
-from lightning_par.planner.step_time import predict_step
+from lightning_par.planner.step_time import make_clock, predict_step
 from lightning_par.sizes import ParallelSizes
 
 OWN = {
@@ -139,6 +139,18 @@ def test_every_collective_and_message_waits_where_ranks_do(
     assert seconds(waits=[0.0, 0.0]) == alone
 
 
+LINES = {"all_gather": [[0.5, 1e9]], "message": [[0.125, 1e6]]}
+
+
+def test_messages_and_collectives_take_what_was_measured_of_them(tmp_path: Path) -> None:
+    """Collectives begin sooner in a step than in a loop; messages were measured one by one."""
+    calibration = {**CALIBRATION, "slowdown": [1.0], "waits": [-0.25], "collectives": LINES}
+    device = load_profile("v100", write(tmp_path, calibration=calibration))
+    clock = make_clock(device, reached(device), implementation("32-true", device), 1.0)
+    assert clock.message(1e6, between_nodes=False) == 0.125 + 1.0
+    assert clock.collective("all_gather", 2e9, 2, inside=2) == 0.5 - 0.25 + 1.0
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -147,6 +159,7 @@ def test_every_collective_and_message_waits_where_ranks_do(
         {"attention_rates": [0.5]},
         {"slowdown": [-1]},
         {"waits": [-1]},
+        {"waits": [-0.6], "collectives": LINES},
         {"eager": -1},
         {"exchange": [-1]},
         {"collectives": {"all_gather": [1]}},
