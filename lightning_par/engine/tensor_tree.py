@@ -32,10 +32,35 @@ __all__ = [
     "on_first_tensor",
     "pack",
     "rebuild",
+    "received_form",
+    "sent_form",
     "tensors_of",
     "to_cpu",
     "unpack",
 ]
+
+
+_MESSAGES = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    }
+)
+"""Dtypes that gloo and NCCL send, in collectives and between two ranks."""
+
+
+def sent_form(tensor: Tensor) -> Tensor:
+    """Return what is sent of a tensor: its entries, contiguous, or their bytes where no backend has
+    a message of its dtype, as of int16.
+    """
+    if tensor.dtype in _MESSAGES:
+        return tensor.contiguous()
+    return received_form(tensor.resolve_conj().contiguous())
+
+
+def received_form(buffer: Tensor) -> Tensor:
+    """Return where what `sent_form` gave arrives: the contiguous buffer, or a view of its bytes."""
+    return buffer if buffer.dtype in _MESSAGES else buffer.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -165,7 +190,7 @@ class TreeBroadcast:
                 kind = torch.float64 if spec.dtype.is_floating_point else spec.dtype
                 numbers.setdefault((at, kind), []).append(index)
                 continue
-            own = tensors[index].detach().contiguous() if self._is_source else None
+            own = tensors[index].detach() if self._is_source else None
             received[index] = self._send(own, spec.shape, spec.dtype, at)
         for (at, kind), indices in numbers.items():
             parts = [tensors[i].detach().to(kind) for i in indices] if self._is_source else None
@@ -180,7 +205,8 @@ class TreeBroadcast:
     ) -> Tensor:
         """Return the source's tensor, which is `own` there."""
         buffer = torch.empty(shape, dtype=dtype, device=device) if own is None else own
-        dist.broadcast(buffer, self._source, group=self._group)
+        message = received_form(buffer) if own is None else sent_form(own)
+        dist.broadcast(message, self._source, group=self._group)
         return buffer
 
     def _agree_on(self, text: bytes) -> bytes:

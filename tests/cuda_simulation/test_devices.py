@@ -1,5 +1,7 @@
 """What a module holds besides parameters is where these are."""
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_par import Hybrid3DStrategy
+from lightning_par.engine.offload.cpu_kernels import choose_kernel
+from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.rehearsal.rehearse import rehearse_apart
 from tests.support.cuda_simulation import is_wanted
@@ -61,3 +65,16 @@ def test_a_rehearsal_after_gradients_on_the_device_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="has computed gradients on a GPU"):
         rehearse_apart(make, num_nodes=1, devices=2, rank=0)
+
+
+def test_the_thread_of_offloaded_updates_has_the_device_of_its_rank() -> None:
+    """On another one it would make a context, and take memory for it."""
+    device = torch.device("cuda", 1)
+    with torch.cuda.device(device):
+        ready = torch.cuda.Event()
+        ready.record()
+    found: list[int] = []
+    kernel = choose_kernel("torch", Path())
+    with closing(UpdateWorker(kernel, 1, device)) as worker:
+        worker.run(ready, lambda: found.append(torch.cuda.current_device())).result()
+    assert found == [1]

@@ -165,3 +165,16 @@ def test_receives_come_in_the_order_of_the_sends():
     assert run_ranks(_swap_receives, 2, (0, 1))[1] == [[0] * 3] * 2
     with pytest.raises(RankError, match="rank 0 sends"):
         run_ranks(_swap_receives, 2, (1, 0), fresh=True)
+
+
+def _send_what_nccl_has_no_message_for(rank, world):
+    with pytest.raises(ValueError, match="Tensors must be contiguous"):
+        dist.broadcast(torch.ones(2, 3, device="cuda").T, 0)
+    with pytest.raises(TypeError, match="not supported for NCCL process group: Short"):
+        dist.broadcast(torch.ones(2, dtype=torch.int16, device="cuda"), 0)
+    with pytest.raises(TypeError, match="not supported for NCCL process group: Short"):
+        dist.isend(torch.ones(2, dtype=torch.int16, device="cuda"), 1 - rank)
+
+
+def test_some_tensors_are_not_sent():
+    run_ranks(_send_what_nccl_has_no_message_for, 2)

@@ -53,3 +53,26 @@ def test_what_did_not_change_is_not_sent_again(rank, world):
         with patch.object(dist, "broadcast", wraps=dist.broadcast) as sent:
             sends.broadcast(tree(rank, text))
         assert sent.call_count == messages
+
+
+ODD = torch.int16, torch.uint16, torch.float8_e5m2, torch.complex64
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", ODD, ids=str)
+def test_dtypes_that_no_backend_sends_arrive_as_they_are(rank, world, dtype):
+    """Neither gloo nor NCCL has a message of int16, as sound comes in; nor has a conjugate view."""
+    device = "cuda" if is_wanted() else "cpu"
+    values = torch.arange(12).reshape(3, 4)
+    if dtype.is_complex:
+        values = torch.complex(values.float(), values.float() + 1).conj()
+    given = [values.to(dtype).T, values[:, 1:2].to(dtype), values[:0].to(dtype), values[2, 1]]
+    given[3] = given[3].to(dtype)
+    given = [tensor.to(device) for tensor in given]
+    sent = given if rank == 0 else None
+    found = TreeBroadcast(dist.group.WORLD, 0).broadcast(sent)
+    for got, want in zip(found, given, strict=True):
+        assert got.dtype is dtype
+        assert got.device.type == device
+        assert got.shape == want.shape
+        assert got.tolist() == want.tolist()

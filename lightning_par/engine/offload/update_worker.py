@@ -5,8 +5,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
+
+import torch
 
 from lightning_par.engine.offload.adam import AdamRule, AdamTensors
 from lightning_par.engine.offload.cpu_kernels import AdamKernel
@@ -41,13 +44,20 @@ class UpdateWorker:
     Args:
         kernel: The CPU kernel; it releases the interpreter lock while it runs.
         threads: Number of threads that compute at the same time.
+        device: Device whose events are waited for; None: there is none but the host.
     """
 
-    def __init__(self, kernel: AdamKernel, threads: int) -> None:
+    def __init__(
+        self, kernel: AdamKernel, threads: int, device: torch.device | None = None
+    ) -> None:
         self.kernel = kernel
         self._parts = 1 if kernel.is_parallel else threads
         self._waiting: deque[Sequence[Update]] = deque()
-        self._thread = ThreadPoolExecutor(1, "offloaded-updates")
+        # A new thread has the first device of the host as its own, and what waits there for another
+        # one's events makes a context on it, which takes its memory once for every rank.
+        here = torch.device("cpu") if device is None else device
+        use = partial(torch.get_device_module(here).set_device, here)
+        self._thread = ThreadPoolExecutor(1, "offloaded-updates", initializer=use)
         self._more = ThreadPoolExecutor(self._parts - 1, "offload") if self._parts > 1 else None
 
     def submit(

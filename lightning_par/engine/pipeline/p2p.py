@@ -22,7 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.tensor_tree import pack, PackedTree, TensorSpec, unpack
+from lightning_par.engine.tensor_tree import (
+    pack,
+    PackedTree,
+    received_form,
+    sent_form,
+    TensorSpec,
+    unpack,
+)
 from lightning_par.errors import PipelineError
 from lightning_par.upstream.pytree import tree_leaves
 
@@ -141,7 +148,7 @@ class Channel:
         # What was sent has to stay in memory until it has left.
         self._sending = [s for s in self._sending if s[0] is not None and not s[0].is_completed()]
         for tensor in tensors:
-            self._isend(tensor.contiguous())
+            self._isend(sent_form(tensor))
 
     def post_message(self, signature: Hashable) -> PendingMessage:
         """Post the receives of a message; waits for the header if it is the first of its
@@ -175,7 +182,8 @@ class Channel:
         """
         assert self._source is not None
         buffers = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in like]
-        works = [dist.irecv(b, self._source, group=self._group) for b in buffers]
+        places = map(received_form, buffers)
+        works = [dist.irecv(place, self._source, group=self._group) for place in places]
         return PendingMessage(buffers, [w for w in works if w is not None])
 
     def drain(self) -> None:

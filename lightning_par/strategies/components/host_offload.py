@@ -135,7 +135,7 @@ class HostOffload:
             optimizer,
             device=device,
             options=offload if pipeline is None else replace(offload, overlap="off"),
-            worker=UpdateWorker(kernel, torch.get_num_threads()),
+            worker=UpdateWorker(kernel, torch.get_num_threads(), device),
             late=model.gradients.reduced_late,
         )
         seen = [name for name in _SEE_GRADIENTS if is_overridden(name, module, pl.LightningModule)]

@@ -176,11 +176,11 @@ class WholeStep:
         groups, state = self._optimizer.param_groups, self._optimizer.state
         self._parameters = [list(group["params"]) for group in groups]
         for entry, parameter in self._own():
-            tensor = entry.tensor
+            tensor, plain = entry.tensor, torch.contiguous_format  # as other stages receive them
             tensor.grad = None
-            tensor.data = whole(parameter.detach()).detach().clone()
+            tensor.data = whole(parameter.detach()).detach().clone(memory_format=plain)
             if parameter.grad is not None:
-                tensor.grad = whole(parameter.grad).detach().clone()
+                tensor.grad = whole(parameter.grad).detach().clone(memory_format=plain)
             if parameter in state:
                 held = state.pop(parameter)
                 state[tensor] = {k: _whole_state(v) for k, v in held.items()}

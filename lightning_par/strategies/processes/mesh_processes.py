@@ -41,7 +41,11 @@ from lightning_par.strategies.processes.interruption import Interruption
 from lightning_par.strategies.processes.island_place import find_island, find_place
 from lightning_par.strategies.processes.launcher import PreflightLauncher, refuse_prompt
 from lightning_par.strategies.processes.module_copies import explain_copy
-from lightning_par.strategies.processes.rendezvous import loopback_store, use_loopback
+from lightning_par.strategies.processes.rendezvous import (
+    leave_at_exit,
+    loopback_store,
+    use_loopback,
+)
 from lightning_par.strategies.processes.run_progress import RunProgress
 from lightning_par.strategies.processes.shared_folders import (
     check_folder_is_shared,
@@ -371,6 +375,8 @@ class MeshProcesses:
                 patience = None if started_here else _PATIENCE
                 store = loopback_store(environment.main_port, self.rank, self.world_size, patience)
         place = {"global_rank": self.rank, "world_size": self.world_size}
+        if not dist.is_initialized() and self.backend.endswith(":nccl"):
+            leave_at_exit(self.interruption)  # Lightning does so for "nccl" alone
         init_process_group(environment, self.backend, timeout=timeout, store=store, **place)
 
     def _meet_hosts(self) -> Any:

@@ -1,10 +1,15 @@
-"""Rendezvous of the processes of one node, on the loopback, which no other host can reach."""
+"""Rendezvous of the processes of one node, on the loopback, which no other host can reach; and how
+a process leaves.
+"""
 
+import atexit
 import socket
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     default_pg_timeout,
     DistError,
@@ -13,8 +18,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from lightning_par.errors import MeshError
 from lightning_par.strategies.processes.interface import GLOO, name_interface
+from lightning_par.strategies.processes.interruption import Interruption
 
-__all__ = ["loopback_store", "use_loopback"]
+__all__ = ["leave_at_exit", "loopback_store", "use_loopback"]
 
 _LOOPBACK = "127.0.0.1"
 _PERIOD = 0.05
@@ -77,6 +83,23 @@ def loopback_store(
     # Rank 0 serves the store: it goes on once nobody asks it for the others any more.
     store.set_timeout(default_pg_timeout)
     return store
+
+
+def leave_at_exit(interruption: Interruption) -> None:
+    """Destroy the process groups when this process ends, as NCCL's have to be; gloo's need not.
+
+    Args:
+        interruption: Of the run. After an exception others may be gone, with messages to them under
+            way that nobody would end; then the process just ends.
+    """
+    known = weakref.ref(interruption)  # which knows the module, and with it the weights
+
+    def leave() -> None:
+        interruption = known()
+        if dist.is_initialized() and not (interruption and interruption.is_handled):
+            dist.destroy_process_group()
+
+    atexit.register(leave)
 
 
 def _key(rank: int) -> str:

@@ -8,6 +8,7 @@ the devices (symmetric memory).
 deep learning models (ASPLOS 2023).
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,12 @@ _ASYNC = "_micro_pipeline_tp"
 
 
 def check_compiled(
-    options: MeshOptions, resolved: ResolvedPlan, sizes: ParallelSizes, device: torch.device
+    options: MeshOptions,
+    resolved: ResolvedPlan,
+    sizes: ParallelSizes,
+    device: torch.device,
+    *,
+    accumulates: bool = False,
 ) -> None:
     """Refuse what blocks cannot be compiled with.
 
@@ -40,6 +46,7 @@ def check_compiled(
         resolved: The resolved plan.
         sizes: Sizes of the mesh.
         device: Of this process.
+        accumulates: Whether several batches make a step.
 
     Raises:
         ConfigurationError: With every problem.
@@ -64,13 +71,34 @@ def check_compiled(
             )
         if device.type != "cuda":
             problems.append(f"{asked} GPUs, but the Trainer runs on {device.type}.")
-    if options.records_graphs and device.type == "cuda" and _gathers_parameters(options, sizes):
-        problems.append(
-            f"compile_blocks={options.compile_blocks!r} records CUDA graphs, which are bound to "
-            f"addresses, but zero_stage=3 on {sizes} gathers parameters to other ones. Use "
-            "zero_stage=2, or a mode without graphs, such as 'max-autotune-no-cudagraphs'."
-        )
+    if options.records_graphs and device.type == "cuda":
+        problems += _graph_problems(options, sizes, accumulates=accumulates)
     raise_problems(ConfigurationError, "LP916", problems)
+
+
+def _graph_problems(
+    options: MeshOptions, sizes: ParallelSizes, *, accumulates: bool
+) -> Iterator[str]:
+    asked = f"compile_blocks={options.compile_blocks!r} records CUDA graphs"
+    instead = "a mode without graphs, such as 'max-autotune-no-cudagraphs'."
+    if _gathers_parameters(options, sizes):
+        yield (
+            f"{asked}, which are bound to addresses, but zero_stage=3 on {sizes} gathers "
+            f"parameters to other ones. Use zero_stage=2, or {instead}"
+        )
+    # A gradient is the output of a graph, and its memory that of the next backward's.
+    count = options.microbatches(sizes.pipeline) if sizes.pipeline > 1 else 1
+    offload = options.offload_options
+    if count > 1:
+        yield (
+            f"{asked}, which write each gradient over the one before, but the gradients of "
+            f"num_microbatches={count} are added. Use {instead}"
+        )
+    elif accumulates and (offload is None or offload.accumulate_on != "host"):
+        yield (
+            f"{asked}, which write each gradient over the one before, but those of several batches "
+            f"are added. Use accumulate_grad_batches=1, or {instead}"
+        )
 
 
 def _gathers_parameters(options: MeshOptions, sizes: ParallelSizes) -> bool:

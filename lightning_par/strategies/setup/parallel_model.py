@@ -130,7 +130,9 @@ class ParallelModel:
         self.sharding.release()
         named = dict(self.module.named_parameters(remove_duplicate=False))
         here = next((named[n] for n, c in known.items() if c == known[name] and n in named), None)
-        value = None if here is None else whole(here.detach()).detach().clone()
+        # Of another layout, as channels_last, other stages would take the entries in another order.
+        plain = torch.contiguous_format
+        value = None if here is None else whole(here.detach()).detach().clone(memory_format=plain)
         if self.mesh.sizes.pipeline == 1:
             assert value is not None
             return value

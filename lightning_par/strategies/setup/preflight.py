@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_par.errors import LightningParError
 from lightning_par.plan.resolved_plan import ResolvedPlan
@@ -14,6 +15,7 @@ from lightning_par.strategies.setup.block_wrapping import check_recomputation
 from lightning_par.strategies.setup.checks import check_module, check_trainer, check_whole
 from lightning_par.strategies.setup.compiled_blocks import check_compiled
 from lightning_par.strategies.setup.memory_check import MemoryCheck
+from lightning_par.upstream.lightning import callbacks_of
 
 __all__ = ["check_run", "one_speaks"]
 
@@ -62,7 +64,12 @@ def _check(
     check_trainer(trainer, module, sizes)
     check_whole(module)
     resolved = check_module(module, options, sizes)
-    check_compiled(options, resolved, sizes, processes.device)
+    accumulates = trainer.accumulate_grad_batches > 1 or any(
+        isinstance(callback, GradientAccumulationScheduler)
+        and callback.going_to_accumulate_grad_batches()
+        for callback in callbacks_of(trainer)
+    )
+    check_compiled(options, resolved, sizes, processes.device, accumulates=accumulates)
     if sizes.pipeline > 1:
         processes.copy = find_copy(name for name, _ in module.named_parameters())
     memory = MemoryCheck(

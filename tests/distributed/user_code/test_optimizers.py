@@ -134,6 +134,29 @@ class TwoKinds(OwnStep):
             p.sub_(whitened(p.grad) * 0.01 if p.ndim == 2 else p.grad, alpha=lr)
 
 
+@CASES.add(equal="pp2")
+def across_weights_of_another_layout() -> Any:
+    """As channels_last has: what stages send each other lies in memory in another order."""
+
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            for p in matrices(self):
+                p.data = p.data.T.contiguous().T
+            self.first = {n: p.detach().clone() for n, p in self.named_parameters()}
+
+        def on_train_start(self) -> None:
+            strategy: Any = self.trainer.strategy
+            if hasattr(strategy, "full_parameter"):
+                for name, value in self.first.items():
+                    assert torch.equal(strategy.full_parameter(name).cpu(), value)
+
+        def configure_optimizers(self) -> Any:
+            return NormalizedGradient(self.parameters())
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal="tp2 pp2")
 def entry_by_entry() -> Any:
     return optimized(lambda m: SignMomentum(m.parameters()))

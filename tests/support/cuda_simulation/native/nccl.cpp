@@ -4,6 +4,7 @@
 #include "device.hpp"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <functional>
 #include <future>
@@ -58,11 +59,22 @@ static Tensors all_of(const std::vector<Tensors>& lists) {
   return all;
 }
 
+// Those that torch has a name of NCCL for; complex numbers are sent as pairs of real ones.
+static bool is_sent(at::ScalarType type) {
+  constexpr std::array sent{at::kBool,  at::kByte,     at::kChar,   at::kInt,         at::kLong,
+                            at::kHalf,  at::kBFloat16, at::kFloat,  at::kDouble,      at::kFloat8_e5m2,
+                            at::kFloat8_e4m3fn,        at::kFloat8_e5m2fnuz,          at::kFloat8_e4m3fnuz};
+  return c10::isComplexType(type) || std::ranges::find(sent, type) != sent.end();
+}
+
 static Tensors on_host(const Tensors& tensors) {
   Tensors out;
   for (const auto& tensor : tensors) {
     TORCH_CHECK(tensor.device().is_cuda(), "No backend type associated with device type cpu (NCCL)");
-    TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
+    TORCH_CHECK_VALUE(tensor.is_contiguous(tensor.suggest_memory_format()), "Tensors must be contiguous");
+    const auto type = tensor.scalar_type();
+    TORCH_CHECK_TYPE(is_sent(type), "Input tensor data type is not supported for NCCL process group: ",
+                     type);
     out.push_back(simulation::on_host(tensor));
   }
   return out;

@@ -15,12 +15,16 @@ from tests.support.models.toy_gpt import ToyLM
 ASYNC: dict[str, Any] = {"async_tensor_parallel": True, "compile_blocks": True}
 
 TENSOR, SHARDS = ParallelSizes(tensor=2), ParallelSizes(data_shard=2)
+ONE, STAGES = ParallelSizes(), ParallelSizes(pipeline=2)
 
 
-def check(options: dict[str, Any], sizes: ParallelSizes, device: str) -> None:
+def check(
+    options: dict[str, Any], sizes: ParallelSizes, device: str, *, accumulates: bool = False
+) -> None:
     model = ToyLM()
     resolved = check_plan(model, model.parallel_plan(), sizes)
-    check_compiled(MeshOptions(**options), resolved, sizes, torch.device(device))
+    given = MeshOptions(**options), resolved, sizes, torch.device(device)
+    check_compiled(*given, accumulates=accumulates)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +69,17 @@ def test_graphs_are_refused_where_parameters_move(compiler: dict[str, Any]) -> N
     check({**options, "zero_stage": 3}, TENSOR, "cuda")
     check({**options, "zero_stage": 3}, SHARDS, "cpu")
     check({"compile_blocks": {"dynamic": False}, "zero_stage": 3}, SHARDS, "cuda")
+
+
+def test_graphs_are_refused_where_gradients_add_up() -> None:
+    """The gradients of a backward are outputs of its graph, which the next one writes over."""
+    graphs: dict[str, Any] = {"compile_blocks": {"mode": "reduce-overhead"}}
+    with pytest.raises(ConfigurationError, match=r"CUDA graphs.*Use accumulate_grad_batches=1, or"):
+        check(graphs, SHARDS, "cuda", accumulates=True)
+    check({**graphs, "offload_options": {"accumulate_on": "host"}}, ONE, "cuda", accumulates=True)
+    check(graphs, SHARDS, "cpu", accumulates=True)
+    check({"compile_blocks": True}, SHARDS, "cuda", accumulates=True)
+    with pytest.raises(ConfigurationError, match=r"CUDA graphs.*num_microbatches=8 are added"):
+        check(graphs, STAGES, "cuda")
+    check({**graphs, "num_microbatches": 1}, STAGES, "cuda")
+    check(graphs, STAGES, "cpu")
