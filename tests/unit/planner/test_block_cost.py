@@ -153,3 +153,30 @@ def test_gradients_that_a_product_adds_itself_cost_no_pass_of_their_own() -> Non
     code = Implementation(fused_accumulation=True)
     moved = BlockCost(SHAPE, thin, code, Clock(H100, Constants())).weight_compute
     assert moved == pytest.approx(0.8 * passes + Constants().kernel)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "ranks_of_data", "rate"),
+    [
+        ({"zero_stage": 0}, Implementation(), 3, 450e9),  # stages 0 and 1, 3 x 1 devices apart
+        ({"zero_stage": 1}, Implementation(), 3, 3 * 450e9),  # gradients of a third
+        ({"zero_stage": 1}, Implementation(fsdp=False), 3, 450e9),
+        ({"zero_stage": 0}, Implementation(), 8, 50e9),  # on two nodes
+    ],
+)
+def test_outer_stages_sum_the_gradients_of_a_table_that_both_hold(
+    changes: dict, code: Implementation, ranks_of_data: int, rate: float
+) -> None:
+    def cost(shape: TransformerShape, schedule: str = "1f1b") -> StepCost:
+        sizes = ParallelSizes(pipeline=2, data_shard=ranks_of_data)
+        layout = Layout(sizes=sizes, microbatches=2, schedule=schedule, **changes)
+        return StepCost(shape, layout, H100, code, IDEAL)
+
+    assert cost(SHAPE).tied() == pytest.approx(4 * SHAPE.table_weights / rate)
+    alone = cost(replace(SHAPE, tied=False))
+    assert alone.tied() == 0
+    assert cost(SHAPE, "zbv").tied() == 0  # one rank has both
+    found, without = cost(SHAPE).predict(), alone.predict()
+    assert found.parts["tied"] == cost(SHAPE).tied()
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert sum(without.parts.values()) == pytest.approx(without.seconds)

@@ -114,7 +114,8 @@ SHAPE = TransformerShape(layers=2, model_dim=64, heads=4, length=128, vocab=256)
         ({"tensor": 2}, 2 * 8 + 2),  # gathers and scatters both ways, sums of embedding and head
         ({"data_shard": 2}, 2 * (2 + 1)),  # gradients and weights: of every block, of the rest
         ({"data_replicate": 2}, 1),  # gradients, in one bucket
-        ({"pipeline": 2}, 2 * (2 + 2 - 1)),  # forward and backward, on the pipeline's longest way
+        # Forward and backward, on the pipeline's longest way, and the table of the outer stages.
+        ({"pipeline": 2}, 2 * (2 + 2 - 1) + 1),
         ({}, 0),
     ],
 )
