@@ -215,7 +215,7 @@ class StepCost:
         """Return the times of every stage, with the messages that hold it up."""
         if self.code.async_p2p or self.layout.sizes.pipeline == 1:
             return self.times
-        held = self.message
+        held = self.message + self.clock.constants.stage_start
         return [StageTime(t.forward + held, t.backward + held, t.weight) for t in self.times]
 
     def busy(self) -> float:
