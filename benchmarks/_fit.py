@@ -11,7 +11,7 @@ from lightning_par.planner.constants import Constants
 
 __all__ = ["START", "fit", "leave_out"]
 
-_GUESS, _KNOWN = 0.3, 0.1
+_UNKNOWN, _GUESS, _KNOWN = 1.0, 0.3, 0.1
 _SHARES = {
     "product": (0.8, _GUESS),
     "memory": (0.8, _GUESS),
@@ -20,22 +20,24 @@ _SHARES = {
     "network_joint": (0.9, _KNOWN),
     "network_part": (0.7, _GUESS),
     "network_wait": (0.05, _GUESS),
+    "network_part_wait": (0.05, _UNKNOWN),
     "network_start": (60e-6, _GUESS),
 }
 START: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    "a100": {**_SHARES, "host": (20e-6, _GUESS)},
+    "a100": {**_SHARES, "host": (20e-6, _GUESS), "stage_start": (500e-6, _UNKNOWN)},
     "h100": {**_SHARES, "product_fp8": (0.8, _GUESS)},
 }
 """Where a fit begins and what it may move, each with the standard deviation of its logarithm.
 
 Round shares of datasheets, of which two are known better, from the bus bandwidth of NCCL's own
-tests: inside a node, and over whole nodes that use all their ports.
+tests: inside a node, and over whole nodes that use all their ports. Of two times no number was at
+hand: what nodes add where groups share their ports, and what stages wait for their host.
 """
 _STAGES: Mapping[str, Callable[[], Sequence[MeasuredStage]]] = {"a100": a100_stages, "h100": list}
 """Measurements of one device, on which every fit of its family rests besides."""
 
 Values = npt.NDArray[np.float64]
-_UNBOUNDED = ("network_wait", "network_start", "host")
+_UNBOUNDED = ("network_wait", "network_part_wait", "network_start", "host", "stage_start")
 _NOISE = 0.05
 """Scale of the errors' Cauchy distribution: most are small, and some runs were disturbed."""
 _STEPS, _SHIFT, _ENOUGH = 30, 0.01, 1e-4

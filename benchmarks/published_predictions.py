@@ -17,6 +17,7 @@ from statistics import mean, median
 from typing import Literal
 
 from _fit import fit, leave_out
+from _noise import deviations, noise_regrets
 from _published import (
     A100,
     H100,
@@ -93,7 +94,9 @@ def _vtrain() -> None:
 
 
 def _noise() -> None:
-    """How well a run is known from its two neighbors, which differ in their micro-batch only."""
+    """How well a run is known from its two neighbors, which differ in their micro-batch only, and
+    the regret of one who knows what every run takes without noise.
+    """
     lines: dict[tuple[str, int, int], list[Measured]] = defaultdict(list)
     for row in vtrain():
         lines[row.problem, row.layout.sizes.tensor, row.layout.sizes.pipeline].append(row)
@@ -109,7 +112,14 @@ def _noise() -> None:
             inner.add(row)
     ours = [(item[1], item[0].seconds) for item in _by_model() if item[0] in inner]
     print(f"{len(pairs)} runs between two others: mean, median")
-    print(f"on the line between those: {_errors(pairs)}; the planner: {_errors(ours)}")
+    print(f"on the line between those: {_errors(pairs)}; the planner: {_errors(ours)}\n")
+    known = [item[:2] for item in _by_model()]
+    noise = deviations(known)
+    print(f"{len(noise)} deviations from a line's median; regret by them alone:")
+    for first, target in ((1, 0.03), (3, 0.005)):
+        found = noise_regrets(known, noise, first)
+        within = mean(regret <= target for regret in found)
+        print(f"best of {first}: {mean(found):.1%}, within {target:.1%} in {within:.0%} of draws")
 
 
 def _h100() -> None:

@@ -24,26 +24,31 @@ class Constants:
         network_joint: The same, of a group that holds whole nodes.
         network_part: The same, of a group with several ranks, but not all, on each node.
         network_wait: What every doubling of a group's nodes adds, of its time on the network.
+        network_part_wait: The same, of a group with several ranks, but not all, on each node.
         host: Of the host per kernel; below it, the device waits for the host.
         kernel: Of the device per kernel.
         inner_half: Inner length of a product at which a tile reaches half of its speed.
         link_start: To start a collective inside a node.
         network_start: To start a collective or a message between nodes.
+        stage_start: Of a stage's forward or backward, where stages wait for their messages: the
+            host waits as well, and the device then for kernels.
     """
 
     product: float = 0.59
     product_fp8: float = 0.54
-    memory: float = 0.46
+    memory: float = 0.47
     link: float = 0.81
-    network: float = 0.99
+    network: float = 1.0
     network_joint: float = 0.90
-    network_part: float = 0.90
-    network_wait: float = 0.045
+    network_part: float = 0.89
+    network_wait: float = 0.046
+    network_part_wait: float = 0.037
     host: float = 10e-6
     kernel: float = 3e-6
     inner_half: float = 64.0
     link_start: float = 30e-6
     network_start: float = 60e-6
+    stage_start: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +137,15 @@ FITTED: Mapping[str, Constants] = MappingProxyType(
     {
         "a100": Constants(
             product=0.84,
-            memory=0.60,
+            memory=0.62,
             link=0.72,
-            network=0.72,
-            network_joint=0.94,
-            network_part=0.31,
-            network_wait=0.062,
-            network_start=79e-6,
+            network=0.67,
+            network_joint=0.93,
+            network_part=0.55,
+            network_wait=0.054,
+            network_part_wait=0.44,
+            network_start=80e-6,
+            stage_start=550e-6,
             host=20e-6,
         ),
         "h100": Constants(),
@@ -148,9 +155,9 @@ FITTED: Mapping[str, Constants] = MappingProxyType(
 
 **Source**: ``benchmarks/published_predictions.py``. "a100": 109 runs of Megatron-DeepSpeed on 64 to
 512 A100s (vTrain), one cluster whose network of 800 Gb/s a node serves groups with a part of a node
-badly, and the times of four stages on one A100 (zero-bubble).
-"h100": 56 runs of torchtitan, NeMo and Megatron-Core on 4 to 6,144 H100s. Other devices take the
-latter: no measurement of them was at hand.
+worse the more nodes they have, and the times of four stages on one A100 (zero-bubble).
+"h100": 56 runs of torchtitan, NeMo and Megatron-Core on 4 to 6,144 H100s, none of which waits for
+messages between stages. Other devices take the latter: no measurement of them was at hand.
 """
 
 

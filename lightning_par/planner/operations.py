@@ -114,8 +114,10 @@ class Clock:
         # Every group has the network ports of its ranks on the node.
         joint = share.network_joint if inside == device.node else share.network_part
         reached = share.network if inside == 1 else joint
+        part = 1 < inside < device.node
+        wait = share.network_part_wait if part else share.network_wait
         rate = min(device.link * share.link, device.network * reached * inside)
-        slower = 1 + share.network_wait * math.log2(nodes)
+        slower = 1 + wait * math.log2(nodes)
         start = self.wait + passes * share.network_start * math.log2(nodes)
         return start + moved / rate * slower
 

@@ -168,6 +168,9 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
     numbers = {field.name for field in fields(Constants)}
     try:
         constants = {key: float(value) for key, value in entry["constants"].items()}
+        # Older profiles have one wait for all groups; what stages wait for is in `waits`.
+        constants.setdefault("network_part_wait", constants["network_wait"])
+        stage_start = constants.pop("stage_start", 0.0)
         forward, backward = map(float, entry["attention_rates"])
         slowdown = tuple(map(float, entry["slowdown"]))
         every = (*constants.values(), forward, backward, *slowdown)
@@ -179,11 +182,11 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
             kind: tuple((float(start), float(rate)) for start, rate in lines)
             for kind, lines in entry.get("collectives", {}).items()
         }
-        if min((eager, *exchange)) < 0:
-            raise ValueError("no rate can be less than 0")
+        if min((eager, *exchange, stage_start)) < 0:
+            raise ValueError("no time and no rate can be less than 0")
         if any(wait < -_shortest_start(collectives, k) for k, wait in enumerate(waits)):
             raise ValueError("a collective would take less than no time")
-        if set(constants) != numbers or not slowdown or min(every) <= 0:
+        if set(constants) != numbers - {"stage_start"} or not slowdown or min(every) <= 0:
             raise ValueError("a number is missing, unknown or not positive")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
@@ -192,7 +195,7 @@ def _calibration(name: str, entry: Any) -> Calibration | None:
             "lightning-par calibrate.",
         ) from error
     return Calibration(
-        constants=Constants(**constants),
+        constants=Constants(**constants, stage_start=stage_start),
         attention_rates=(forward, backward),
         slowdown=slowdown,
         overlaps=bool(overlaps),

@@ -122,6 +122,10 @@ class TransformerShape:
         tables = (first or last) if self.tied else first + last
         return tables * self.table_weights / tensor
 
+    def shared_weights(self, tensor: int = 1) -> float:
+        """Return the trained weights that are both before and after the blocks, on one rank."""
+        return self.table_weights / tensor if self.tied else 0.0
+
     @property
     def tensor_sums(self) -> float:
         """Sums of hidden states over the tensor axis in a block's forward."""

@@ -148,6 +148,22 @@ class StepCost:
         each = self.code.reduces_each(self.layout)
         return gathered + (reduced if each else reduced / self.layout.microbatches)
 
+    def tied(self) -> float:
+        """Return the time of the sum of gradients of weights that the outer stages both hold.
+
+        It follows the sum over replicas where those keep parts of gradients, else it precedes it.
+        """
+        layout, sizes, clock = self.layout, self.layout.sizes, self.clock
+        first, last = layout.owners[0], layout.owners[-1]
+        if first == last:
+            return 0.0
+        size = self.code.gradient_bytes * self.shape.shared_weights(sizes.tensor)
+        if self.code.fsdp and layout.zero_stage:
+            size /= self.code.shards(layout)
+        distance = abs(last - first) * sizes.tensor * sizes.context * sizes.data
+        inside = 1 if distance >= clock.device.node else 2
+        return clock.collective("all_reduce", size, 2, inside) if size else 0.0
+
     def optimizer(self) -> float:
         """Return the time of the update of what this rank owns, and of the norm of gradients."""
         held = self.held(trained=True)
@@ -199,7 +215,7 @@ class StepCost:
         """Return the times of every stage, with the messages that hold it up."""
         if self.code.async_p2p or self.layout.sizes.pipeline == 1:
             return self.times
-        held = self.message
+        held = self.message + self.clock.constants.stage_start
         return [StageTime(t.forward + held, t.backward + held, t.weight) for t in self.times]
 
     def busy(self) -> float:
@@ -278,7 +294,7 @@ class StepCost:
             return self.predict().seconds
         message = self.message if self.code.async_p2p else 0.0
         body = quick_pipeline(layout, self.stage_times(), self.busy(), message)
-        return body + self.exposed(body) + self.optimizer()
+        return body + self.exposed(body) + self.tied() + self.optimizer()
 
     def _compose(self, body: float) -> StepTime:
         layout, busy, block, blocks = self.layout, self.busy(), self.block, self._blocks()
@@ -292,9 +308,10 @@ class StepCost:
         parts |= {
             "bubble": body - busy,
             "replicas": self.exposed(body),
+            "tied": self.tied(),
             "optimizer": self.optimizer(),
         }
-        seconds = body + parts["replicas"] + parts["optimizer"]
+        seconds = body + parts["replicas"] + parts["tied"] + parts["optimizer"]
         return StepTime(seconds=seconds, bubble=max(0.0, 1 - busy / body), parts=parts)
 
 

@@ -248,6 +248,10 @@ class TracedShape(TransformerShape):
             found += both.times(-1)
         return found.tensor / tensor + found.whole
 
+    def shared_weights(self, tensor: int = 1) -> float:
+        """Return the trained parameters that are both before and after the blocks, on one rank."""
+        return self.shared_trained.tensor / tensor + self.shared_trained.whole
+
     @property
     def parameters(self) -> int:
         """Weights of the model."""

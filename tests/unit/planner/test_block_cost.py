@@ -22,6 +22,7 @@ IDEAL = Constants(
     network_joint=1.0,
     network_part=1.0,
     network_wait=1e-9,
+    network_part_wait=1e-9,
     link_start=0.0,
     network_start=0.0,
     kernel=0.0,
@@ -56,6 +57,16 @@ def test_collectives_move_what_rings_move() -> None:
     # A group that holds whole nodes has all their ports, but no more than its links.
     assert CLOCK.collective("all_gather", size, 16, 8) == pytest.approx(15 / 16 * size / 400e9)
     assert CLOCK.collective("all_reduce", size, 1, 1) == 0
+
+
+def test_groups_with_a_part_of_every_node_wait_by_a_share_of_their_own() -> None:
+    clock = Clock(H100, replace(IDEAL, network_wait=0.1, network_part_wait=0.5))
+    # 2 of 8 devices of each node have 2 of its 8 ports; 8 nodes are three doublings.
+    found = clock.collective("all_gather", 1e9, 16, 2)
+    assert found == pytest.approx(15 / 16 * 1e9 / 100e9 * (1 + 3 * 0.5))
+    for ranks, inside in ((64, 8), (8, 1)):
+        moved = (ranks - 1) / ranks * 1e9 / min(450e9, 50e9 * inside)
+        assert clock.collective("all_gather", 1e9, ranks, inside) == pytest.approx(moved * 1.3)
 
 
 @pytest.mark.parametrize(
@@ -153,3 +164,43 @@ def test_gradients_that_a_product_adds_itself_cost_no_pass_of_their_own() -> Non
     code = Implementation(fused_accumulation=True)
     moved = BlockCost(SHAPE, thin, code, Clock(H100, Constants())).weight_compute
     assert moved == pytest.approx(0.8 * passes + Constants().kernel)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "ranks_of_data", "rate"),
+    [
+        ({"zero_stage": 0}, Implementation(), 3, 450e9),  # stages 0 and 1, 3 x 1 devices apart
+        ({"zero_stage": 1}, Implementation(), 3, 3 * 450e9),  # gradients of a third
+        ({"zero_stage": 1}, Implementation(fsdp=False), 3, 450e9),
+        ({"zero_stage": 0}, Implementation(), 8, 50e9),  # on two nodes
+    ],
+)
+def test_outer_stages_sum_the_gradients_of_a_table_that_both_hold(
+    changes: dict, code: Implementation, ranks_of_data: int, rate: float
+) -> None:
+    def cost(shape: TransformerShape, schedule: str = "1f1b") -> StepCost:
+        sizes = ParallelSizes(pipeline=2, data_shard=ranks_of_data)
+        layout = Layout(sizes=sizes, microbatches=2, schedule=schedule, **changes)
+        return StepCost(shape, layout, H100, code, IDEAL)
+
+    assert cost(SHAPE).tied() == pytest.approx(4 * SHAPE.table_weights / rate)
+    alone = cost(replace(SHAPE, tied=False))
+    assert alone.tied() == 0
+    assert cost(SHAPE, "zbv").tied() == 0  # one rank has both
+    found, without = cost(SHAPE).predict(), alone.predict()
+    assert found.parts["tied"] == cost(SHAPE).tied()
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert sum(without.parts.values()) == pytest.approx(without.seconds)
+
+
+def test_a_stage_that_waits_for_messages_waits_for_its_host_as_well() -> None:
+    layout = Layout(sizes=ParallelSizes(pipeline=2), microbatches=3)
+
+    def times(start: float, *, waits: bool) -> list[float]:
+        code, constants = Implementation(async_p2p=not waits), replace(IDEAL, stage_start=start)
+        found = StepCost(SHAPE, layout, H100, code, constants).stage_times()
+        return [seconds for time in found for seconds in (time.forward, time.backward)]
+
+    assert times(0.25, waits=False) == times(0.0, waits=False)
+    before = times(0.0, waits=True)
+    assert times(0.25, waits=True) == pytest.approx([seconds + 0.25 for seconds in before])

@@ -80,6 +80,7 @@ def test_a_hidden_configuration_gives_the_same_forecast(
     assert isinstance(found, TracedShape)
     assert found.parameters == sum(p.numel() for p in module.parameters())
     assert found.flops(3) == pytest.approx(wanted.flops(3), rel=1e-9)
+    assert found.shared_weights(2) == wanted.shared_weights(2)
     assert [t for t in (2, 4, 8) if found.divides(t)] == [t for t in (2, 4, 8) if wanted.divides(t)]
     for layout in LAYOUTS:
         ours, theirs = forecast(found, layout), forecast(wanted, layout)

@@ -104,6 +104,15 @@ def test_what_was_measured_is_read_and_used(tmp_path: Path) -> None:
     assert [device.calibration.wait(busy) for busy in (1, 2, 8)] == [0.0, 0.0, 0.0]
 
 
+def test_profiles_of_older_versions_have_one_wait_for_all_groups(tmp_path: Path) -> None:
+    later = ("network_part_wait", "stage_start")
+    constants = {k: v for k, v in CALIBRATION["constants"].items() if k not in later}
+    constants["network_wait"] = 0.125
+    path = write(tmp_path, calibration={**CALIBRATION, "constants": constants})
+    found = reached(load_profile("v100", path))
+    assert (found.network_part_wait, found.stage_start) == (0.125, 0.0)
+
+
 WAIT = 0.25
 SHAPE = TransformerShape(layers=2, model_dim=64, heads=4, length=128, vocab=256)
 
@@ -114,7 +123,8 @@ SHAPE = TransformerShape(layers=2, model_dim=64, heads=4, length=128, vocab=256)
         ({"tensor": 2}, 2 * 8 + 2),  # gathers and scatters both ways, sums of embedding and head
         ({"data_shard": 2}, 2 * (2 + 1)),  # gradients and weights: of every block, of the rest
         ({"data_replicate": 2}, 1),  # gradients, in one bucket
-        ({"pipeline": 2}, 2 * (2 + 2 - 1)),  # forward and backward, on the pipeline's longest way
+        # Forward and backward, on the pipeline's longest way, and the table of the outer stages.
+        ({"pipeline": 2}, 2 * (2 + 2 - 1) + 1),
         ({}, 0),
     ],
 )
@@ -158,6 +168,7 @@ def test_messages_and_collectives_take_what_was_measured_of_them(tmp_path: Path)
         {"slowdown": []},
         {"attention_rates": [0.5]},
         {"slowdown": [-1]},
+        {"constants": {**CALIBRATION["constants"], "stage_start": -1}},
         {"waits": [-1]},
         {"waits": [-0.6], "collectives": LINES},
         {"eager": -1},
