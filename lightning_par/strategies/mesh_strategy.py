@@ -379,11 +379,10 @@ class MeshStrategy(ParallelStrategy):
         return self.parallel_model.steps.prepare_loader(dataloader)
 
     @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        moved = super().batch_to_device(batch, device, dataloader_idx)
-        return self.parallel_model.steps.prepare_batch(moved, batch) if self._is_set_up() else moved
+    @plain_before_setup
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        steps, move = self.parallel_model.steps, super().batch_to_device
+        return steps.prepare_batch(batch, move, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -51,6 +51,7 @@ __all__ = [
     "is_accumulating",
     "is_logging_step",
     "launch_scripts",
+    "next_of_fit",
     "plain_after_closure",
     "set_launcher",
     "synchronizes_batchnorm",
@@ -90,6 +91,23 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
     with names_of("lightning"):
         should_accumulate = trainer.fit_loop._should_accumulate
     return bool(should_accumulate())
+
+
+def next_of_fit(trainer: pl.Trainer) -> tuple[list[Any], list[object]]:
+    """Return the batches that a fit has fetched and not used, and what its next ones come from.
+
+    Only looks; both are empty outside of a fit, and where the step fetches its batches itself.
+
+    Returns:
+        Batches, as loaders gave them, and the iterators of all loaders that are in use.
+    """
+    with names_of("lightning"):
+        fetcher: Any = trainer.fit_loop._data_fetcher
+    if not hasattr(fetcher, "batches"):
+        return [], []
+    with names_of("lightning"):
+        iterators = fetcher.combined_loader._iterator.iterators
+    return [batch for batch, *_ in fetcher.batches], list(iterators)
 
 
 def uses_distributed_sampler(trainer: pl.Trainer) -> bool:

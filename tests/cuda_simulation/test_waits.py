@@ -94,6 +94,18 @@ def test_a_steady_step_waits_once(name: str) -> None:
         assert traffic.waits.total() - sum(ours.values()) <= 2 + has_experts
 
 
+@pytest.mark.parametrize("name", ["one device", "tp2", "pp2", "zero3"])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_no_loader_adds_a_wait(name: str, workers: int, pinned: bool) -> None:
+    world, options = LAYOUTS[name]
+    loading = {"num_workers": workers, "pin_memory": pinned}
+    # Workers are copies of a rank, which must not have run anything before.
+    for traffic in run_ranks(steady_step, world, options, **loading, fresh=True, timeout=120):
+        ours = {key: n for key, n in traffic.waits.items() if not key[-1].startswith(OF_LIGHTNING)}
+        assert sum(ours.values()) <= 1, str(traffic)
+
+
 def test_a_step_that_reads_its_loss_or_copies_waits_once_more() -> None:
     kinds = ToyModule, Reading, Copying
     plain, *more = (run_ranks(steady_step, 1, {}, kind)[0] for kind in kinds)

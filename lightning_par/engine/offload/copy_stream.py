@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["CopyStream", "pin", "unpin"]
+from lightning_par.upstream.tensor import count_of_changes
+
+__all__ = ["BegunCopies", "CopyStream", "pin", "unpin"]
 
 
 class CopyStream:
@@ -21,7 +24,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
-        self._stream = self._module.Stream()
+        self._device, self._stream = device, self._module.Stream()
 
     def to_host(self, source: Tensor, target: Tensor) -> None:
         """Copy a tensor that the current stream computes; the caller may free it at once.
@@ -49,6 +52,28 @@ class CopyStream:
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
+    def send(self, source: Tensor) -> Tensor:
+        """Return a copy on the device that waits for no other work there.
+
+        Its memory is of this stream's own pool: nothing that the current stream does may use it,
+        before `receive`.
+
+        Args:
+            source: Tensor on the host. If it is pinned, it must not change before the copy is over;
+                it may be freed, as torch keeps it until then.
+        """
+        with self._module.stream(self._stream):
+            return source.to(self._device, non_blocking=True)
+
+    def receive(self, copy: Tensor) -> None:
+        """Let the current stream have what `send` gave, to use once it has called `wait`.
+
+        Args:
+            copy: Its memory goes to no later copy before what the current stream does with it, as
+                asked for when it is freed, is over.
+        """
+        copy.record_stream(self._module.current_stream())
+
     def record_event(self) -> Any:
         """Return an event whose `synchronize` blocks until all copies so far are complete."""
         event = self._module.Event()
@@ -58,6 +83,69 @@ class CopyStream:
     def wait(self) -> None:
         """Let the current stream wait for all copies so far; the host does not block."""
         self._module.current_stream().wait_stream(self._stream)
+
+
+class BegunCopies:
+    """Copies of batches on a device; those of pinned tensors may begin before they are needed.
+
+    A copy that was begun lives as long as its tensor on the host and is given once, to who asks for
+    that very tensor, unchanged: whoever changes it in place, or puts another in its place, gets a
+    copy of that.
+
+    Args:
+        device: The device that is not the host; has to be the current one of its kind.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = CopyStream(device)
+        self._begun: Any = WeakTensorKeyDictionary()
+
+    def begin(self, tensor: Tensor) -> None:
+        """Begin a copy, if the tensor is pinned; the host does not wait.
+
+        Args:
+            tensor: Nobody may change it before it is taken, other than by operators of torch.
+        """
+        is_known = not tensor.is_inference() and tensor not in self._begun
+        if is_known and _is_plain(tensor) and tensor.is_pinned():
+            self._begun[tensor] = count_of_changes(tensor), self._stream.send(tensor)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return a copy as `Tensor.to` makes it, which may be used after `wait`.
+
+        Args:
+            tensor: Not one that needs more than a copy, such as one of a subclass, or one on the
+                device: it is returned as it is.
+        """
+        if not _is_plain(tensor):
+            return tensor
+        changes, copy = self._begun.pop(tensor, (0, None))
+        if copy is None or changes != count_of_changes(tensor):
+            copy = self._stream.send(_pinned(tensor))
+        self._stream.receive(copy)
+        return copy  # type: ignore[no-any-return]
+
+    def wait(self) -> None:
+        """Let the current stream wait for all copies so far; the host does not block."""
+        self._stream.wait()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor on the host is nothing but its memory."""
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    is_lazy = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and is_dense and not is_lazy
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Return a tensor's values in pinned memory, with the strides that `Tensor.to` would give."""
+    if tensor.is_pinned():
+        return tensor
+    try:
+        memory = torch.empty_like(tensor, pin_memory=True)
+    except RuntimeError:  # the host can lock no more: the copy waits, as any other
+        return tensor
+    return memory.copy_(tensor)
 
 
 def pin(memory: Tensor) -> None:

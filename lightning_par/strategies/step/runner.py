@@ -28,6 +28,7 @@ from lightning_par.engine.tensor_tree import TreeBroadcast
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.components.batch_copies import copies_to
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.batch_statistics import (
     check_batch_statistics,
@@ -131,7 +132,7 @@ class StepRunner:
         reads: ParameterReads,
         manual: ManualSteps,
     ) -> None:
-        sizes = mesh.sizes
+        sizes, self._copies = mesh.sizes, copies_to(module, device)
         self.module, self.sequence, self._reads = module, sequence, reads
         self.seed, self.evaluations, self.manual, self._pads = seed, 0, manual, sizes.context > 1
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
@@ -196,12 +197,13 @@ class StepRunner:
             self._sharding.hold()
         return join_ranks(dataloader, trainer, device)
 
-    def prepare_batch(self, batch: Any, given: Any) -> Any:
-        """Return the batch that all ranks of the replica use.
+    def prepare_batch(self, given: Any, move: Callable[..., Any], *rest: Any) -> Any:
+        """Return the batch that all ranks of the replica use, on the device.
 
         Args:
-            batch: On the device.
             given: As the data loader gave it.
+            move: Moves to the device what is not there yet, and calls the user's hooks.
+            rest: What else `move` takes.
 
         Raises:
             ConfigurationError: Its sequences cannot be sharded over the tensor-parallel ranks.
@@ -209,6 +211,7 @@ class StepRunner:
 
         **Communicates**: the batch, from the first rank of the replica to the others.
         """
+        batch = move(given if self._copies is None else self._copies.copy(given), *rest)
         self._activity.step = self.module.trainer.global_step
         if self._graphs:  # else every block is a step to torch, which reuses its output
             torch.compiler.cudagraph_mark_step_begin()
@@ -323,6 +326,8 @@ class StepRunner:
                 yield
         finally:
             step.close()
+        if self._copies is not None:
+            self._copies.begin_next()
 
     def watch(self, optimizer: Optimizer) -> None:
         """Let a step that runs its own optimizers see what they have changed."""

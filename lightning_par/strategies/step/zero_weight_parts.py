@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_par.engine.tensor_tree import tensors_of, TreeBroadcast
+from lightning_par.strategies.components.batch_copies import has_hook
 from lightning_par.strategies.step.batch_weights import BatchWeigher
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
@@ -61,7 +61,9 @@ class ZeroWeightParts:
         """Return the numbers of the parts with weight 0; None: the device has to be asked."""
         trainer = trainer_of(self._module)
         trains = trainer is not None and trainer.training
-        if not trains or self._weigher.rule.counts_all or self._is_changed_on_its_way(trainer):
+        if not trains or self._weigher.rule.counts_all:
+            return None
+        if any(has_hook(self._module, hook) for hook in _HOOKS):
             return None
         tensors = list(tensors_of(batch))
         if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
@@ -79,11 +81,3 @@ class ZeroWeightParts:
         found = self._found if is_same else None
         self._batch, self._found = None, None
         return found
-
-    def _is_changed_on_its_way(self, trainer: Any) -> bool:
-        data = getattr(trainer, "datamodule", None)
-        return any(
-            is_overridden(hook, self._module, pl.LightningModule)
-            or (data is not None and is_overridden(hook, data, pl.LightningDataModule))
-            for hook in _HOOKS
-        )

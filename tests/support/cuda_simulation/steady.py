@@ -43,6 +43,7 @@ def steady_step(
     batch_size: int = 4,
     ignored: bool = True,
     precision: str = "32-true",
+    **loading: Any,
 ) -> Traffic:
     """What a rank waits for, copies and launches in a steady step of `Hybrid3DStrategy`.
 
@@ -54,6 +55,7 @@ def steady_step(
         batch_size: Of all replicas together.
         ignored: Whether some labels do not count.
         precision: Of the Trainer.
+        loading: Options of the loader besides pinned memory.
     """
     torch.set_default_dtype(torch.float32)
     steady = _Steady()
@@ -70,7 +72,7 @@ def steady_step(
     )
     made = kind()
     module, data = made if isinstance(made, tuple) else (made, ToyData(64, ignored=ignored))
-    trainer.fit(module, loader(data, batch_size // replicas, pin_memory=True))
+    trainer.fit(module, loader(data, batch_size // replicas, **{"pin_memory": True, **loading}))
     return steady.traffic
 
 
