@@ -4,6 +4,7 @@ numbers, hooks, warnings and errors, and nothing is left behind.
 
 import collections
 import copy
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
 
 from tests.contract.one_device import (
     compare,
@@ -42,6 +44,7 @@ from tests.contract.one_device import (
     trained,
     Vectors,
 )
+from tests.support.parity import quiet_trainer
 
 pytestmark = pytest.mark.contract
 IDIOMS: dict[str, Idiom] = {}
@@ -464,3 +467,22 @@ def test_one_device_is_the_plain_trainer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     compare(IDIOMS[name], strategy, tmp_path)
+
+
+class Collecting(Vectors):
+    """Collects garbage in its worker, as Python may do at any time."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def test_workers_of_a_later_run_do_not_end_the_groups_of_an_earlier_one() -> None:
+    """They inherit them as garbage, but not their threads."""
+    gc.disable()
+    try:
+        for _ in range(2):
+            trainer = quiet_trainer(strategy="hybrid3d", devices=1, max_epochs=1)
+            trainer.fit(Tiny(), DataLoader(Collecting(), 2, num_workers=1))
+    finally:
+        gc.enable()

@@ -24,7 +24,6 @@ from tests.support.cuda_simulation.batch_runs import (
     ahead,
     Drawing,
     first,
-    forget_runs,
     Log,
     Losses,
     Net,
@@ -46,7 +45,6 @@ pytestmark = [
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
-    forget_runs()
     yield Log(monkeypatch)
     torch.cuda.synchronize()
 

@@ -44,6 +44,7 @@ from lightning_par.strategies.processes.module_copies import explain_copy
 from lightning_par.strategies.processes.rendezvous import (
     leave_at_exit,
     loopback_store,
+    spare_forks,
     use_loopback,
 )
 from lightning_par.strategies.processes.run_progress import RunProgress
@@ -353,6 +354,7 @@ class MeshProcesses:
 
     def _rendezvous(self) -> None:
         """Make the default process group; the processes of one node meet on its loopback."""
+        spare_forks()
         environment, timeout = self._environment, self._options.timeout
         assert environment is not None
         store: Any = None

@@ -3,11 +3,14 @@ a process leaves.
 """
 
 import atexit
+import gc
+import os
 import socket
 import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -20,11 +23,23 @@ from lightning_par.errors import MeshError
 from lightning_par.strategies.processes.interface import GLOO, name_interface
 from lightning_par.strategies.processes.interruption import Interruption
 
-__all__ = ["leave_at_exit", "loopback_store", "use_loopback"]
+__all__ = ["leave_at_exit", "loopback_store", "spare_forks", "use_loopback"]
 
 _LOOPBACK = "127.0.0.1"
 _PERIOD = 0.05
 """Seconds between two looks at who has come."""
+
+
+@cache
+def spare_forks() -> None:
+    """Let processes that are forked from now on, such as workers of data loaders, never collect
+    what they inherit.
+
+    The groups of an earlier run are garbage that nobody has collected yet. A worker that does so
+    joins threads of gloo that it does not have: it hangs, or dies.
+    """
+    if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+        os.register_at_fork(after_in_child=gc.freeze)
 
 
 def use_loopback() -> list[str]:

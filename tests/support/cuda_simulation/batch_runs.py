@@ -1,6 +1,5 @@
 """Runs whose batches are copied to the simulated device, and what they say of it."""
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ __all__ = [
     "Streaming",
     "ahead",
     "first",
-    "forget_runs",
     "run",
     "same",
 ]
@@ -89,11 +87,6 @@ def wait_for_workers(trainer: pl.Trainer) -> None:
             torch.accelerator.current_stream()  # lets other threads run
             with queue.not_empty:
                 queue.not_empty.wait(0.01)
-
-
-def forget_runs() -> None:
-    """Else workers, which are copies of this process, would close groups of gloo, and hang."""
-    gc.collect()
 
 
 class Net(pl.LightningModule):
@@ -164,7 +157,6 @@ def ahead(data: Dataset[Any], **options: Any) -> DataLoader[Any]:
 
 def run(strategy: Any, log: Log, make: Callable[[], Any], **options: Any) -> Told:
     """Train, and say what came out."""
-    forget_runs()
     pl.seed_everything(7, verbose=False)
     log.events.clear()
     module, losses = make(), Losses()
