@@ -157,7 +157,9 @@ class TreeBroadcast:
     """Gives every rank of a group the tree of one of them, without a wait for the device.
 
     What is not a tensor is sent through the host, and only where it changed since the last tree;
-    tensors stay on the kind of device where they are. Numbers travel together.
+    tensors stay on the kind of device where they are. Numbers travel together. All ranks get
+    contiguous tensors: kernels round in another order where memory has another one, as that of
+    images in channels_last, and weights that ranks hold alike would drift apart.
 
     Args:
         group: Ranks that get the tree.
@@ -190,7 +192,7 @@ class TreeBroadcast:
                 kind = torch.float64 if spec.dtype.is_floating_point else spec.dtype
                 numbers.setdefault((at, kind), []).append(index)
                 continue
-            own = tensors[index].detach() if self._is_source else None
+            own = tensors[index].detach().contiguous() if self._is_source else None
             received[index] = self._send(own, spec.shape, spec.dtype, at)
         for (at, kind), indices in numbers.items():
             parts = [tensors[i].detach().to(kind) for i in indices] if self._is_source else None
@@ -198,7 +200,8 @@ class TreeBroadcast:
             found = self._send(own, (len(indices),), kind, at)
             for index, number in zip(indices, found.unbind(), strict=True):
                 received[index] = number.to(packed.specs[index].dtype)
-        return tree if self._is_source else unpack(packed, received)
+        is_alike = self._is_source and all(tensor.is_contiguous() for tensor in tensors)
+        return tree if is_alike else unpack(packed, received)
 
     def _send(
         self, own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: str
