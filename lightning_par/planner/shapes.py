@@ -296,7 +296,8 @@ class Layout:
     def __str__(self) -> str:
         words = [str(self.sizes), f"zero {self.zero_stage}"]
         if self.sizes.pipeline > 1:
-            words.append(self.schedule + (f" x{self.virtual}" if self.virtual > 1 else ""))
+            count = f" x{self.stages_per_rank}" if self.schedule == "interleaved" else ""
+            words.append(self.schedule + count)
         words += [f"{self.microbatches} x {self.micro_batch}", f"recompute {self.recompute}"]
         if self.sizes.tensor > 1 and not self.sequence_parallel:
             words.append("no sequence parallelism")

@@ -58,3 +58,11 @@ def test_the_closed_form_equals_the_simulator_with_equal_stages(name: str) -> No
 def test_micro_batches_in_flight_equal_the_simulated_ones(name: str, p: int, m: int) -> None:
     simulation = simulate(build_schedule(name, p, m))
     assert in_flight(name, p, m, 2) == pytest.approx(simulation.peak_per_rank)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"), [("interleaved", "interleaved x3"), ("1f1b", "1f1b")]
+)
+def test_a_layout_tells_virtual_stages_where_there_are_some(schedule: str, said: str) -> None:
+    layout = Layout(sizes=ParallelSizes(pipeline=2), schedule=schedule, virtual=3)
+    assert f", {said}, 1 x 1," in str(layout)
