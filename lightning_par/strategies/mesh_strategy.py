@@ -379,10 +379,11 @@ class MeshStrategy(ParallelStrategy):
         return self.parallel_model.steps.prepare_loader(dataloader)
 
     @override
-    @plain_before_setup
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        steps, move = self.parallel_model.steps, super().batch_to_device
-        return steps.prepare_batch(batch, move, device, dataloader_idx)
+        move = super().batch_to_device
+        if not self._is_set_up():  # no decorator: each step would enter one more file
+            return move(batch, device, dataloader_idx)
+        return self.parallel_model.steps.prepare_batch(batch, move, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
