@@ -58,6 +58,12 @@ def leave(status=3):
     os._exit(status)
 
 
+def abort_deep_down(depth=80):
+    if depth:
+        abort_deep_down(depth - 1)
+    abort()
+
+
 def abort():
     os.abort()
 
@@ -219,7 +225,11 @@ def test_a_hang_is_cut_at_the_timeout_and_shows_where_each_rank_is():
 
 @pytest.mark.parametrize(
     ("act", "message", "stack"),
-    [(abort, "died by SIGABRT", "in abort"), (leave, "exited with status 3", "")],
+    [
+        (abort, "died by SIGABRT", "in abort"),
+        (abort_deep_down, "died by SIGABRT", "in abort\n"),
+        (leave, "exited with status 3", ""),
+    ],
 )
 def test_a_dead_rank_is_reported_with_how_it_died_and_where(act, message, stack):
     """After a Trainer too, which at its end takes away the handlers that print stacks."""

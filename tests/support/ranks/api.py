@@ -398,7 +398,10 @@ def _first_line(text):
 
 
 def _tail(log):
-    return log.read_text(errors="replace")[-_LOG_TAIL:] if log.exists() else ""
+    """The end of a log; of a crash its beginning, which says where the rank was."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    crash = text.rfind("Fatal Python error")
+    return text[crash:][:_LOG_TAIL] if crash >= 0 else text[-_LOG_TAIL:]
 
 
 def _size(log):
