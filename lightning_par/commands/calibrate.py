@@ -190,7 +190,7 @@ def _report(found: Measures) -> str:
         del rows["operators"]
     if any(found.waits):
         waits = ", ".join(f"{1e3 * wait:.3g}" for wait in found.waits)
-        rows["waits"] = f"{waits} ms of a collective, while so many compute"
+        rows["waits"] = f"{waits} ms that a collective takes longer, while so many compute"
     for name, link in (("inside a node", found.link), ("between nodes", found.network)):
         if link:
             rows[name] = (

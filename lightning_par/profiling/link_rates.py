@@ -227,12 +227,10 @@ def measure_waits(
 
     def wait(group: dist.ProcessGroup | None, ranks: int, count: int) -> float:
         works = (nothing, nothing) if group is None else _layers(rounds, group, ranks, width)
-        pairs = zip(*rounds.together(*works, rounds=_WAIT_ROUNDS), strict=True)
+        took = _longer(rounds, works) / (_LAYERS * _COLLECTIVES)
         moved = width // ranks // 4 * 4 * width * rounds.dtype.itemsize * (ranks - 1)
         expected = _in_loop(rates, ranks, count, moved) / 2
         expected += 2 * width * width * rounds.dtype.itemsize / eager
-        took: float = statistics.median(parallel - alone for parallel, alone in pairs)
-        took /= _LAYERS * _COLLECTIVES
         least = min(lines[count - 1][0] for kind, lines in rates.items() if kind != "message")
         return max(took - expected, -least)
 
@@ -258,8 +256,7 @@ def measure_exchange(
 
     def factor(group: dist.ProcessGroup | None, ranks: int, count: int) -> float:
         works = (nothing, nothing) if group is None else _shards(rounds, group, width)
-        pairs = zip(*rounds.together(*works, rounds=_WAIT_ROUNDS), strict=True)
-        took: float = statistics.median(sharded - whole for sharded, whole in pairs) / _LAYERS
+        took = _longer(rounds, works) / _LAYERS
         moved = width * width * rounds.dtype.itemsize * (ranks - 1) / ranks
         return max(took, 0.0) / _in_loop(rates, ranks, count, moved)
 
@@ -285,6 +282,12 @@ def _for_counts(
                 each.append(measured(group, len(groups[0]), count))
         found.append(statistics.mean(each))
     return tuple(np.interp(range(1, local + 1), counts, found).tolist())
+
+
+def _longer(rounds: Rounds, works: tuple[Callable[[], object], Callable[[], object]]) -> float:
+    """Return how many seconds longer the first of two works takes; they take turns."""
+    pairs = zip(*rounds.together(*works, rounds=_WAIT_ROUNDS), strict=True)
+    return float(statistics.median(first - second for first, second in pairs))
 
 
 def _in_loop(rates: Rates, ranks: int, count: int, moved: float) -> float:
