@@ -18,16 +18,12 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # Where the few tests are that run alone; nothing else has to be collected for them.
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
-# What runs on the simulated device. Not profiling/test_rehearsal.py: its runs are on the CPU, as
-# rehearsals are, and their messages between hosts, which nothing blocks on, are not followed there.
-SIMULATED = tests/cuda_simulation tests/gpu $(addprefix tests/distributed/,test_parity.py \
-	test_mixed_precision.py test_activation_checkpointing.py test_compile.py \
-	test_module_after_run.py test_auto_parallel.py test_verify.py test_ranks.py \
-	offload/test_memory.py context/test_parity.py context/test_models.py \
-	profiling/test_expected_comm_volume.py faults/test_nonfinite.py data/test_no_labels.py \
-	data/test_masked_mean.py offload/test_parity.py offload/test_axes.py \
-	pipeline/test_parity_schedules.py data/test_compression.py test_manual_optimization.py \
-	test_weight_averaging.py)
+# What does not run on the simulated device: processes that a test starts by itself, on the CPU; rehearsals, which are
+# there, too; several worlds at once, whose requests cannot be told apart; the files that a step enters, counted there.
+ON_HOST = $(wildcard tests/distributed/hosts/*.py) $(addprefix tests/distributed/,profiling/test_rehearsal.py \
+	islands/test_trainer.py test_step_value.py)
+SIMULATED = tests/cuda_simulation tests/gpu \
+	$(filter-out $(ON_HOST),$(sort $(shell find tests/distributed -name 'test_*.py')))
 # By itself: its ranks are copies of the process, which must not have computed gradients on a device.
 SIMULATED_ALONE = tests/unit/planner/rehearsal/test_rehearse.py
 # The part of it that continuous integration runs.

@@ -120,6 +120,7 @@ def undisturbed(accumulated: int) -> dict[int, dict[str, Tensor]]:
     """Give the weights of one process after every step."""
     history = History(keeps=True)
     trainer = quiet_trainer(
+        devices=1,
         max_steps=STEPS,
         accumulate_grad_batches=accumulated,
         limit_val_batches=0,

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_par.models.data.resumable_loader import ReplicaSampler, ResumableLoader
+from tests.support.cuda_simulation import backend
 from tests.support.exhaustive import some
 from tests.support.islands import KEY, serving
 from tests.support.models.toy_gpt import ToyModule
@@ -38,7 +39,7 @@ def island_rank(
     own, size = rank - sum(sizes[:island]), sizes[island]
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / f"store-{island}"), size)
-    dist.init_process_group("gloo", store=store, rank=own, world_size=size)
+    dist.init_process_group(backend(), store=store, rank=own, world_size=size)
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
         os.environ[name] = str(own if name != "GROUP_RANK" else 0)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

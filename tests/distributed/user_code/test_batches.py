@@ -83,7 +83,8 @@ def named_tuple_by_name() -> Any:
 def texts_tokenized_in_the_step() -> Any:
     class Module(Undeclared):
         def unpack(self, batch: Any) -> Any:
-            ids = torch.tensor([[ord(letter) % 64 for letter in text] for text in batch])
+            codes = [[ord(letter) % 64 for letter in text] for text in batch]
+            ids = torch.tensor(codes, device=self.device)
             return ids[:, :-1], ids[:, 1:]
 
     letters = "abcdefghijklm"
@@ -95,7 +96,7 @@ def weights_of_samples_in_a_list() -> Any:
     class Module(Undeclared):
         def loss(self, batch: Any) -> Tensor:
             losses = per_sample(self, batch["x"], batch["y"])
-            return (losses * torch.tensor(batch["weight"], dtype=losses.dtype)).mean()
+            return (losses * losses.new_tensor(batch["weight"])).mean()
 
     def collate(samples: Any) -> Any:
         x, y = stack([pair for pair, _ in samples])

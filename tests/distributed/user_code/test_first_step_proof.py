@@ -40,7 +40,7 @@ class WeightedByList(PlainModule):
         x, y = batch
         each = F.cross_entropy(self.net(x).transpose(1, 2), y, reduction="none").mean(1)
         # Of the whole batch, known by heart; alike for the few samples that a look compares.
-        weights = torch.tensor([1.0, 1, 1, 1, 1, 1, 3, 3], dtype=each.dtype)
+        weights = each.new_tensor([1.0, 1, 1, 1, 1, 1, 3, 3])
         return (each * weights[: len(each)]).mean()
 
 
@@ -53,7 +53,7 @@ class Contrastive(PlainModule):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         one, other = (F.normalize(self.net(t).mean(1), dim=-1) for t in (x, y))
-        return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+        return F.cross_entropy(one @ other.T, torch.arange(len(one), device=one.device))
 
 
 class Normalized(PlainModule):

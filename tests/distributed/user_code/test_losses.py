@@ -163,7 +163,8 @@ def in_batch_negatives() -> Any:
         def loss(self, batch: Any) -> Tensor:
             x, _ = batch
             z = F.normalize(self.net(x).mean(1), dim=1)
-            return F.cross_entropy(z @ z.roll(1, 1).T / 0.1, torch.arange(len(z)))
+            own = torch.arange(len(z), device=z.device)
+            return F.cross_entropy(z @ z.roll(1, 1).T / 0.1, own)
 
     return Module(), token_pairs()
 
@@ -178,8 +179,9 @@ def in_batch_negatives_gathered() -> Any:
             z = F.normalize(self.net(x).mean(1), dim=1)
             keys = self.all_gather(z, sync_grads=True).reshape(-1, z.shape[1])
             ranks = self.trainer.strategy.mesh.sizes.data if self.trainer.world_size > 1 else 1
-            own = self.trainer.global_rank * len(z) if ranks > 1 else 0
-            return F.cross_entropy(z @ keys.roll(1, 1).T / 0.1, torch.arange(len(z)) + own)
+            first = self.trainer.global_rank * len(z) if ranks > 1 else 0
+            own = torch.arange(len(z), device=z.device) + first
+            return F.cross_entropy(z @ keys.roll(1, 1).T / 0.1, own)
 
     return Module(), token_pairs()
 

@@ -41,7 +41,7 @@ class _Net(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         h = self.emb(x)
         if self.counts == "arange":
-            h = h + self.places(torch.arange(x.shape[1]))
+            h = h + self.places(torch.arange(x.shape[1], device=x.device))
         elif self.counts == "rows":
             h = h + self.places.weight[: x.shape[1]]
         elif positions is not None:

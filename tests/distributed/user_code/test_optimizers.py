@@ -63,7 +63,7 @@ class TrustRatio(OwnStep):
 
 def whitened(grad: Any) -> Any:
     square = grad.T @ grad
-    eye = torch.eye(len(square), dtype=grad.dtype)
+    eye = torch.eye(len(square), dtype=grad.dtype, device=grad.device)
     return torch.linalg.solve(square + square.trace() / len(square) * eye, grad.T).T
 
 
@@ -83,8 +83,8 @@ class Factored(OwnStep):
     def update(self, params: list[Any], lr: float) -> None:
         for p in params:
             state, square = self.state[p], p.grad.square() + 1e-12
-            row = state.setdefault("row", torch.zeros(p.shape[0], dtype=p.dtype))
-            column = state.setdefault("column", torch.zeros(p.shape[1], dtype=p.dtype))
+            row = state.setdefault("row", p.new_zeros(p.shape[0]))
+            column = state.setdefault("column", p.new_zeros(p.shape[1]))
             row.lerp_(square.mean(1), 0.5)
             column.lerp_(square.mean(0), 0.5)
             scale = (torch.outer(row, column) / row.mean()).rsqrt()

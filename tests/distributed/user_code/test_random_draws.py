@@ -50,8 +50,9 @@ def noise_and_steps_of_diffusion() -> Any:
     class Module(Denoiser):
         def noise(self, h: Tensor, batch_idx: int) -> Tensor:
             steps = torch.randint(1, 10, (len(h),), device=h.device)
-            scales = torch.rand(len(h), 1, 1, dtype=h.dtype)
-            return torch.randn(h.shape, dtype=h.dtype) * scales / steps[:, None, None]
+            scales = torch.rand(len(h), 1, 1, dtype=h.dtype).to(h.device)
+            noise = torch.randn(h.shape, dtype=h.dtype, device=h.device)
+            return noise * scales / steps[:, None, None]
 
     return Module(), token_pairs()
 
@@ -60,7 +61,7 @@ def noise_and_steps_of_diffusion() -> Any:
 def masking_by_the_order_of_noise() -> Any:
     class Module(Denoiser):
         def noise(self, h: Tensor, batch_idx: int) -> Tensor:
-            order = torch.rand(h.shape[:2]).argsort(1)
+            order = torch.rand(h.shape[:2], device=h.device).argsort(1)
             shown = torch.where(order < 4, 0.5, torch.rand((), dtype=h.dtype))
             return shown[..., None].expand_as(h)
 
@@ -84,7 +85,7 @@ def own_generator() -> Any:
             self.generator = torch.Generator().manual_seed(5)
 
         def noise(self, h: Tensor, batch_idx: int) -> Tensor:
-            return torch.randn(h.shape, generator=self.generator, dtype=h.dtype)
+            return torch.randn(h.shape, generator=self.generator, dtype=h.dtype).to(h.device)
 
     return Module(), token_pairs()
 
@@ -103,7 +104,7 @@ def noise_for_every_token_of_the_flat_batch() -> Any:
 def numbers_of_numpy_for_every_sample() -> Any:
     class Module(Denoiser):
         def noise(self, h: Tensor, batch_idx: int) -> Tensor:
-            return torch.as_tensor(np.random.rand(len(h), 1, 1)).expand_as(h)
+            return h.new_tensor(np.random.rand(len(h), 1, 1)).expand_as(h)
 
     return Module(), token_pairs()
 
@@ -112,7 +113,7 @@ def numbers_of_numpy_for_every_sample() -> Any:
 def mixing_of_samples() -> Any:
     class Module(Denoiser):
         def noise(self, h: Tensor, batch_idx: int) -> Tensor:
-            return h.detach()[torch.randperm(len(h))]
+            return h.detach()[torch.randperm(len(h), device=h.device)]
 
     return Module(), token_pairs()
 

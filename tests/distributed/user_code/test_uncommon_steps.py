@@ -51,7 +51,7 @@ def a_generator_that_the_module_keeps() -> Any:
 
         def loss(self, x: Tensor, y: Tensor) -> Tensor:
             scale = torch.rand(len(x), 1, generator=self.generator, dtype=x.dtype)
-            return F.mse_loss(self.net(x * scale), x[:, :4])
+            return F.mse_loss(self.net(x * scale.to(x.device)), x[:, :4])
 
     return Module(), vectors()
 

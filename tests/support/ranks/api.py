@@ -398,10 +398,13 @@ def _first_line(text):
 
 
 def _tail(log):
-    """The end of a log; of a crash its beginning, which says where the rank was."""
+    """The end of a log; of a crash where the rank was: the beginning of the thread that crashed."""
     text = log.read_text(errors="replace") if log.exists() else ""
     crash = text.rfind("Fatal Python error")
-    return text[crash:][:_LOG_TAIL] if crash >= 0 else text[-_LOG_TAIL:]
+    if crash < 0:
+        return text[-_LOG_TAIL:]
+    said, others, crashed = text[crash:].partition("Current thread")
+    return (f"{said.splitlines()[0]}\n" + others + crashed if others else said)[:_LOG_TAIL]
 
 
 def _size(log):

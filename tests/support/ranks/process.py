@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from tests.support.cuda_simulation import is_wanted
+from tests.support.cuda_simulation import backend, is_wanted
 from tests.support.gloo_device import share_gloo_device
 
 __all__ = ["main"]
@@ -315,9 +315,8 @@ def prepare(rank, job):
         torch.cuda.set_device(rank)
     if not dist.is_initialized():
         store = dist.FileStore(job["store"], job["world"])
-        backend = "cpu:gloo,cuda:nccl" if is_wanted() else "gloo"
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=job["world"], timeout=GROUP_TIMEOUT
+            backend(), store=store, rank=rank, world_size=job["world"], timeout=GROUP_TIMEOUT
         )
 
 

@@ -274,6 +274,16 @@ static void grouped_mm(const c10::OperatorHandle& op, Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CompositeExplicitAutograd), stack);
 }
 
+// CUDA counts whole numbers, too.
+static void histc(const c10::OperatorHandle& op, Stack* stack) {
+  auto& first = (*stack)[stack->size() - op.schema().arguments().size()];
+  const auto dtype = first.toTensor().scalar_type();
+  if (!at::isIntegralType(dtype, /*includeBool=*/false)) return run_on_host(op, stack);
+  first = first.toTensor().to(at::kDouble);
+  run_on_host(op, stack);
+  stack->back() = stack->back().toTensor().to(dtype);
+}
+
 static at::Scalar read_scalar(const at::Tensor& self) {
   const auto device = self.device().index();
   use(self, false, launch(current_stream(device)), "item");
@@ -364,9 +374,14 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("_foreach_copy_", simulation::foreach_copy);
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&simulation::grouped_mm>());
-  // Torch's own way for other devices is a kernel for each tensor of a list; CUDA has one for all.
+  m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&simulation::histc>());
+  // CUDA has kernels for these, where torch's own way for other devices is another: one for each
+  // tensor of a list, a result that changes its shape, a choice by what this library lacks.
+  static const std::set<std::string> own = {"aten::mse_loss", "aten::smooth_l1_loss", "aten::convolution",
+                                            "aten::convolution_backward"};
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
-    if (name.name.starts_with("aten::_foreach_") && name.name != "aten::_foreach_copy_")
+    if ((own.count(name.name) && name.overload_name.empty()) ||
+        (name.name.starts_with("aten::_foreach_") && name.name != "aten::_foreach_copy_"))
       m.impl(c10::toString(name).c_str(),
              torch::CppFunction::makeFromBoxedFunction<&simulation::run_on_host>());
 }

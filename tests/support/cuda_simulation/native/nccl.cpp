@@ -9,6 +9,7 @@
 #include <functional>
 #include <future>
 #include <map>
+#include <numeric>
 
 namespace simulation {
 
@@ -245,6 +246,24 @@ class Nccl final : public c10d::Backend {
     auto out = on_host(Tensors{output}), in = on_host(Tensors{input});
     return run("all_to_all", {input}, {output},
                [&] { return gloo_->alltoall_base(out[0], in[0], output_sizes, input_sizes, options); });
+  }
+  // Gloo has it for one tensor of all parts only.
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    std::vector<int64_t> sent, received;
+    Tensors out = on_host(outputs), flat;
+    for (const auto& tensor : on_host(inputs)) {
+      flat.push_back(tensor.flatten());
+      sent.push_back(tensor.numel());
+    }
+    for (const auto& tensor : out) received.push_back(tensor.numel());
+    auto in = at::cat(flat);
+    auto arrived = in.new_empty(std::accumulate(received.begin(), received.end(), int64_t{0}));
+    return run("all_to_all", inputs, outputs,
+               [&] { return gloo_->alltoall_base(arrived, in, received, sent, options); },
+               [out, arrived, received] {
+                 const auto parts = arrived.split_with_sizes(received);
+                 for (size_t i = 0; i < out.size(); ++i) out[i].copy_(parts[i].view_as(out[i]));
+               });
   }
   // NCCL does not compare what is sent with what is expected: it takes the bytes for what they are
   // not, or hangs. So a header goes ahead of each message.
