@@ -9,7 +9,7 @@ it decides, the same on every rank, whether the step is refused, and by how much
 
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from lightning_par.dtensor import local_part
@@ -112,6 +114,7 @@ class GradientPath:
     Attributes:
         actions: All actions, in order.
         norms: Gives the norms that users ask for.
+        mixes_kinds: Whether some parameters of this rank are DTensors, and others are not.
     """
 
     def __init__(
@@ -131,6 +134,8 @@ class GradientPath:
         self.counted_elsewhere = counted_elsewhere
         self._module, self._sizes, self._sharding = module, mesh.sizes, sharding
         self._on_nonfinite = options.on_nonfinite
+        kinds = {isinstance(parameter, DTensor) for parameter in module.parameters()}
+        self.mixes_kinds = len(kinds) > 1
         self._host: HostOptimizer | None = None
         self._scaler: MeshGradScaler | None = None
         self._loss: Tensor | None = None  # sum over the batches since the last optimizer step
@@ -400,6 +405,16 @@ class _MeshPrecision(Precision):
         with self.around_backward(tensor) as weighted:
             super().backward(weighted, *args, **kwargs)
 
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Any, **kwargs: Any
+    ) -> Any:
+        with ExitStack() as stack:
+            # Experts may be DTensors among plain tensors, and lists of both are stepped on at once.
+            if self.gradients.mixes_kinds:
+                stack.enter_context(implicit_replication())
+                closure = partial(_outside, stack, closure)
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         optimizers = module.trainer.optimizers
         with self._in_hooks(("on_after_backward",), optimizers):
@@ -423,6 +438,14 @@ class _MeshPrecision(Precision):
             getattr(super(), CLIP_GRADIENTS)(model, optimizer, *args, **kwargs)
         finally:
             self.gradients.end_step()
+
+
+def _outside(stack: ExitStack, closure: Callable[[], Any]) -> Any:
+    """Run the user's step, in which a mixture of both would be a mistake."""
+    stack.close()
+    output = closure()
+    stack.enter_context(implicit_replication())
+    return output
 
 
 def mesh_precision(kind: type[Precision]) -> type[_MeshPrecision]:

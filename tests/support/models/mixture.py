@@ -42,12 +42,12 @@ class SgdMixtral(MixtralModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, foreach=True)
 
 
 class AdamMixtral(SgdMixtral):
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
 
 
 def make(*, ragged: bool = False, skewed: bool = False, adam: bool = False, **config: Any) -> Made:
