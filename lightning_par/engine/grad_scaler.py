@@ -19,7 +19,7 @@ from lightning_par.dtensor import local_part
 from lightning_par.engine.data.gradient_reduction import is_counted_here, local_gradients
 from lightning_par.engine.offload.offloaded_gradients import OffloadedGradients
 from lightning_par.upstream.aten import unscale_and_check_
-from lightning_par.upstream.autograd import OverridableGradScaler, scaler_device
+from lightning_par.upstream.autograd import OverridableGradScaler
 
 __all__ = ["MeshGradScaler", "underflow_share"]
 
@@ -41,11 +41,11 @@ class MeshGradScaler(OverridableGradScaler):
         self._skipped: Tensor | None = None
 
     @classmethod
-    def like(cls, scaler: torch.amp.GradScaler) -> "MeshGradScaler":
-        """Return a scaler with the settings of `scaler`."""
+    def like(cls, scaler: torch.amp.GradScaler, device: str) -> "MeshGradScaler":
+        """Return a scaler with the settings of `scaler`, for devices of a type."""
         state = scaler.state_dict()
         made = cls(
-            scaler_device(scaler),
+            device,
             init_scale=state["scale"],
             growth_factor=state["growth_factor"],
             backoff_factor=state["backoff_factor"],

@@ -14,7 +14,7 @@ with names_of("torch"):
     _RUN_BACKWARD = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     _UNSCALE = GradScaler._unscale_grads_
 
-__all__ = ["OverridableGradScaler", "backward_inside", "is_in_backward", "scaler_device"]
+__all__ = ["OverridableGradScaler", "backward_inside", "is_in_backward"]
 
 
 def is_in_backward() -> bool:
@@ -56,9 +56,3 @@ class OverridableGradScaler(GradScaler):
     `unscale_`, which also does the accounting, and the gradients. Without this look-up a torch that
     renames it would never call the override.
     """
-
-
-def scaler_device(scaler: GradScaler) -> str:
-    """Return the type of the devices that a scaler was made for; its `state_dict` leaves it out."""
-    with names_of("torch"):
-        return scaler._device

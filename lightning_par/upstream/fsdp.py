@@ -1,7 +1,7 @@
 """FSDP2 units (`torch.distributed.fsdp.FSDPModule`)."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,6 +19,7 @@ __all__ = [
     "initialize",
     "reduce_gradients",
     "unshard_without_streams",
+    "wait_for_reductions",
 ]
 
 
@@ -59,6 +60,26 @@ def reduce_gradients(root: FSDPModule) -> None:
     with names_of("torch"):
         finish = state._root_post_backward_final_callback
     finish()
+
+
+def wait_for_reductions(root: FSDPModule, waits: Literal["stream", "host"] = "stream") -> None:
+    """Wait for the reductions of gradients that were started below `root`.
+
+    FSDP2 does so at the end of a backward; nothing public does within one.
+
+    Args:
+        root: The root of the units.
+        waits: The current stream, or the host, which needs the results in its own memory.
+    """
+    state = _get_state(root)
+    with names_of("torch"):
+        context = state._comm_ctx
+        streams = context.reduce_scatter_stream, context.all_reduce_stream
+    for stream in streams:
+        if waits == "host":
+            stream.synchronize()
+        else:
+            context.device_handle.current_stream().wait_stream(stream)
 
 
 def unshard_without_streams(root: FSDPModule) -> None:

@@ -14,6 +14,7 @@ from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.rehearsal.rehearse import rehearse_apart
+from tests.distributed.user_code.test_parameters import CASES as PENALTIES
 from tests.support.cuda_simulation import is_wanted
 from tests.support.models.rehearsed import build
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
@@ -65,6 +66,14 @@ def test_a_rehearsal_after_gradients_on_the_device_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="has computed gradients on a GPU"):
         rehearse_apart(make, num_nodes=1, devices=2, rank=0)
+
+
+@pytest.mark.parametrize(
+    "case", ["penalty_before_the_model_runs", "penalty_of_parameters_on_the_host"]
+)
+def test_gradients_of_reads_wait_for_those_of_the_forward(case: str) -> None:
+    """FSDP2 reduces these on a stream of its own, or is still copying them to the host."""
+    PENALTIES.check(case, "zero3", None)
 
 
 def test_the_thread_of_offloaded_updates_has_the_device_of_its_rank() -> None:

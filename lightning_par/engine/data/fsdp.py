@@ -12,19 +12,23 @@ zero_stage  parameters              gradients                                opt
 Note [Overlap on the CPU]: FSDP2 overlaps through CUDA streams; elsewhere its collectives block. So
 on the CPU a unit's all-gather is started, without waiting, before the unit ahead of it computes.
 
+Note [Gradients of shards]: a step that reads a parameter itself, as for a penalty, gets the
+gradient of that on the shard, by autograd. FSDP2 adds that of the forward, on a stream of which
+autograd knows nothing. So what autograd adds to a shard waits for the reductions that were started.
+
 A step has several backwards where a pipeline runs micro-batches. While gradients accumulate over
 batches, no stage communicates gradients, unless they are added up on the host.
 
 **Source**: Rajbhandari et al. 1910.02054 (ZeRO); Zhao et al. 2304.11277 (FSDP).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, Tensor
 from torch.distributed.fsdp import (
     FSDPModule,
     fully_shard,
@@ -38,7 +42,12 @@ from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
-from lightning_par.upstream.fsdp import initialize, reduce_gradients, unshard_without_streams
+from lightning_par.upstream.fsdp import (
+    initialize,
+    reduce_gradients,
+    unshard_without_streams,
+    wait_for_reductions,
+)
 
 __all__ = ["Sharding", "shard_model"]
 
@@ -266,8 +275,24 @@ def shard_model(
         _gather_ahead(root, held)
     assert isinstance(root, FSDPModule)
     initialize(root)  # now, so that all that changes the modules has happened after set-up
+    _order_gradients(root, mesh.device_type, whole)
     held_experts = () if experts is None else list(experts.modules.values())
     return Sharding(root, zero_stage, held_experts, in_steps=in_steps)
+
+
+def _order_gradients(root: FSDPModule, device_type: str, ignored: Container[nn.Parameter]) -> None:
+    """Let what autograd adds to gradients of shards wait; see Note [Gradients of shards]."""
+    if device_type == "cpu":  # where collectives block
+        return
+
+    def wait(grad: Tensor) -> None:
+        wait_for_reductions(root, "host" if grad.device.type == "cpu" else "stream")
+
+    assert isinstance(root, nn.Module)
+    for shard in (p for p in root.parameters() if p not in ignored):
+        trains = shard.requires_grad
+        shard.requires_grad_(True).register_hook(wait)  # may be unfrozen later
+        shard.requires_grad_(trains)
 
 
 def _gather_ahead(root: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:

@@ -56,7 +56,8 @@ class AdoptedPrecision:
             self._own.__class__ = mesh_precision(type(plugin))
             scaler = getattr(plugin, "scaler", None)
             if scaler is not None:
-                self._own.scaler = MeshGradScaler.like(scaler)  # type: ignore[attr-defined]
+                device = getattr(plugin, "device", "cuda")  # for which torch makes a scaler
+                self._own.scaler = MeshGradScaler.like(scaler, device)  # type: ignore[attr-defined]
         return self._own
 
     def connect(

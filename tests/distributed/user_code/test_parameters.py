@@ -70,7 +70,8 @@ def penalty_of_the_embedding() -> Any:
 def columns_kept_orthogonal() -> Any:
     def term(module: Any) -> Any:
         weights = [b.mlp.up.weight for b in module.net.blocks]
-        return sum((w.T @ w - torch.eye(w.shape[1], dtype=w.dtype)).norm() for w in weights)
+        eye = torch.eye(weights[0].shape[1], dtype=weights[0].dtype, device=module.device)
+        return sum((w.T @ w - eye).norm() for w in weights)
 
     return penalized(term)
 
@@ -84,14 +85,24 @@ def spectral_norms_of_linear_layers() -> Any:
     return penalized(term)
 
 
+class Penalized(PlainModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        penalty = sum(p.square().sum() for b in self.net.blocks for p in b.parameters())
+        loss = self.loss(batch) + 1e-2 * penalty
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
 @CASES.add(equal="tp2 zero1 zero3", refused={"pp2": ELSEWHERE})
 def penalty_before_the_model_runs() -> Any:
-    class Module(PlainModule):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            penalty = sum(p.square().sum() for b in self.net.blocks for p in b.parameters())
-            loss = self.loss(batch) + 1e-2 * penalty
-            self.log("loss", loss, sync_dist=True)
-            return loss
+    return Penalized(), token_pairs()
+
+
+@CASES.add(equal="zero3", strategy={"offload_options": {"offload_parameters": True}})
+def penalty_of_parameters_on_the_host() -> Any:
+    class Module(Penalized):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
 
     return Module(), token_pairs()
 
