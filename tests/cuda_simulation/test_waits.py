@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_par import BatchLayout
 from tests.support.cuda_simulation import is_wanted
 from tests.support.cuda_simulation.steady import experts, steady_step
 from tests.support.exhaustive import some
 from tests.support.models.mixture import layout
+from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.models.toy_gpt import ToyModule
 from tests.support.ranks.api import run_ranks
 
@@ -41,6 +43,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts ep2, switch, padded": (2, layout(dp=2, ep=2, expert_max_rows=20)),
     "experts tp2": (2, layout(tp=2)),
     "experts pp2": (2, layout(pp=2)),
+    "undeclared, zero1": (2, layout(dp=2)),
+    "undeclared, pp2": (2, layout(pp=2)),
     "tp2 pp2": (4, layout(tp=2, pp=2)),
     "pp2 zero3": (4, layout(pp=2, dp=2, zero=3)),
     "tp2 zero3": (4, layout(tp=2, dp=2, zero=3)),
@@ -58,6 +62,18 @@ of either can be overridden.
 """
 EXPERT_LAYERS = 3
 SWITCH = {"routing": "switch", "experts_per_token": 1}
+
+
+class Undeclared(PlainModule):
+    """Says nothing of its batch, so that the run has to find how its loss is made of parts; as no
+    label is left out, several rules fit, and every batch may tell them apart.
+    """
+
+    batch = BatchLayout()
+
+
+def undeclared() -> tuple[Any, Any]:
+    return Undeclared(), [(x.clamp(min=1), y.clamp(min=1)) for x, y in token_pairs(64)]
 
 
 class Reading(ToyModule):
@@ -84,8 +100,10 @@ def test_a_steady_step_waits_once(name: str) -> None:
     precision = "32-true" if "float32" in name else "bf16-mixed"
     routed = EXPERT_LAYERS * (reads + (precision == "32-true"))
     has_experts = name.startswith("experts")
-    made = partial(experts, **SWITCH) if "switch" in name else experts
-    kind = {"kind": made, "precision": precision} if has_experts else {}
+    made: Any = undeclared if name.startswith("undeclared") else ToyModule
+    if has_experts:
+        made = partial(experts, **SWITCH) if "switch" in name else experts
+    kind = {"kind": made, "precision": precision if has_experts else "32-true"}
     found = run_ranks(steady_step, world, options, **kind, timeout=120)
     for rank, traffic in enumerate(found):
         sys.stdout.write(f"{name}, rank {rank}: {traffic}\n")

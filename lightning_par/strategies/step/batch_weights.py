@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.engine.batch import batch_entry, count_valid
-from lightning_par.engine.tensor_tree import tensors_of
 from lightning_par.errors import PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
@@ -27,7 +26,6 @@ __all__ = [
     "LossRule",
     "count_entries",
     "declared_rule",
-    "device_of",
     "entries_unlike",
     "sum_of_class_weights",
     "sum_of_entry",
@@ -227,6 +225,7 @@ class BatchWeigher:
         self.alternatives: tuple[LossRule, ...] = ()
         self.sums: frozenset[str] = frozenset()
         self._ranks, self._replicas = sizes.shares, sizes.data
+        self._device_type = mesh.device_type
         self._data_group = mesh.data_group
         self._context_group = mesh.group("cp") if sizes.context > 1 else None
 
@@ -239,20 +238,26 @@ class BatchWeigher:
         """Return whether any label of a batch counts; None if every sample counts."""
         return None if self.rule.counts_all else self.rule.weigh(batch, 1) > 0
 
-    def is_unsettled(self, batch: Any) -> bool:
-        """Tell whether a rule weighs the samples of a batch otherwise than the others do, so that
-        it shows which one holds; the same on every rank.
+    def rules_differ(self, batch: Any) -> bool:
+        """Tell whether a rule weighs the samples of a batch otherwise than the others do.
 
-        Args:
-            batch: That of this replica.
-
-        **Communicates**: one all-reduce of a number over the replicas.
+        Nobody asks once the rule is settled. The host waits for the device of the batch.
         """
         rules = (self.rule, *self.alternatives)
-        differs = not all(rule.is_uniform(batch) for rule in rules)
+        return len(rules) > 1 and not all(rule.is_uniform(batch) for rule in rules)
+
+    def is_unsettled(self, differ: bool) -> bool:
+        """Tell whether the `rules_differ` on any replica, so that its batch shows which one holds;
+        the same on every rank.
+
+        Args:
+            differ: Whether they do on this one.
+
+        **Communicates**: one all-reduce of a number over the replicas, between the hosts.
+        """
         if self._replicas == 1:
-            return differs
-        found = torch.tensor([float(differs)], device=device_of(batch))
+            return differ
+        found = torch.tensor([float(differ)])  # on the host, which has to know it
         dist.all_reduce(found, group=self._data_group)
         return bool(found > 0)
 
@@ -272,9 +277,11 @@ class BatchWeigher:
         **Communicates**: one all-reduce of one number per micro-batch over the context ranks, and
         one of two numbers over the replicas, where there are several.
         """
-        device = device_of(microbatches)
         pairs = zip(microbatches, samples, strict=True)
-        counts = torch.stack([self.rule.weigh(b, n) for b, n in pairs]).to(device)
+        counts = torch.stack([self.rule.weigh(b, n) for b, n in pairs])
+        if counts.device.type != self._device_type:
+            # Without waiting for the device, as from memory that is not pinned.
+            counts = counts.pin_memory().to(self._device_type, non_blocking=True)
         counted, replica = None, counts
         if self._context_group is not None:
             replica = counts.clone()
@@ -302,9 +309,3 @@ class BatchWeigher:
             zero=zero,
             context_group=self._context_group,
         )
-
-
-def device_of(batch: Any) -> torch.device:
-    """Return where the tensors of a batch are; the CPU if it has none."""
-    tensor = next(tensors_of(batch), None)
-    return torch.device("cpu") if tensor is None else tensor.device

@@ -215,12 +215,13 @@ class FirstLook:
         self._looks = 0
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
 
-    def is_due(self, batch: Any, microbatches: int) -> bool:
+    def is_due(self, batch: Any, microbatches: int, differ: bool | None = None) -> bool:
         """Tell whether the step has to be looked at before it runs; the same on every rank.
 
         Args:
             batch: That of this replica.
             microbatches: Into how many it is cut.
+            differ: Whether the rules differ for it, as the weigher says; None: it is asked.
 
         **Communicates**: see `BatchWeigher.is_unsettled`.
         """
@@ -229,8 +230,11 @@ class FirstLook:
         if not self._looks:
             return True
         self.is_over = self._looks >= _LOOKS or not self._weigher.alternatives
-        finds = not self.is_over and self._finds_rule(microbatches)
-        return finds and self._weigher.is_unsettled(batch)
+        if self.is_over or not self._finds_rule(microbatches):
+            return False
+        return self._weigher.is_unsettled(
+            self._weigher.rules_differ(batch) if differ is None else differ
+        )
 
     def _finds_rule(self, microbatches: int) -> bool:
         divides = microbatches > 1 or self._mesh.sizes.data > 1

@@ -50,7 +50,7 @@ from lightning_par.strategies.step.step_errors import raise_explained
 from lightning_par.strategies.step.step_random import StepRandom
 from lightning_par.strategies.step.step_traces import adjust_logs, LogCall, numbers_of, record_logs
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
-from lightning_par.strategies.step.zero_weight_parts import ZeroWeightParts
+from lightning_par.strategies.step.weights_on_host import WeightsOnHost
 from lightning_par.upstream.lightning import synchronizes_batchnorm, trainer_of
 
 __all__ = ["Step", "StepRunner"]
@@ -143,7 +143,7 @@ class StepRunner:
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         _synchronize(module, mesh)
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
-        self._zero_parts = ZeroWeightParts(module, self._weigher, self._cut)
+        self._on_host = WeightsOnHost(module, self._weigher, self._cut)
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
         self._random = StepRandom(mesh, device, lambda: self.seed)
         self.after_look: dict[int, Callable[[], None]] = {}
@@ -219,7 +219,7 @@ class StepRunner:
         if self._device.type == "cpu":  # which needs not be waited for
             batch = self._broadcast.broadcast(batch)
         else:
-            batch = self._zero_parts.broadcast(self._broadcast, batch, given)
+            batch = self._on_host.broadcast(self._broadcast, batch, given)
         self._check_tokens(batch, predicts=bool(self.module.trainer.predicting))
         self._activity.begin("start of the batch")
         return batch
@@ -238,7 +238,8 @@ class StepRunner:
         self._activity.step = trainer.global_step
         self._activity.begin("training_step")
         key = ("training_step", trainer.fit_loop.total_batch_idx)
-        zero = None if self._device.type == "cpu" else self._zero_parts.known(args[0])
+        known = None if self._device.type == "cpu" else self._on_host.known(args[0])
+        zero = None if known is None else known.zero
         with ExitStack() as opened:  # closes what is open if the step raises
             args = self._open("training_step", args, opened)
             dims = self._dims_of(args[0])
@@ -248,7 +249,8 @@ class StepRunner:
                 self._is_checked = True
                 if not self._batch_layout.local_statistics:
                     check_batch_statistics(self.module, self._mesh, count)
-            if not self._first_look.is_over and self._first_look.is_due(args[0], count):
+            differ = None if known is None else known.differ
+            if not self._first_look.is_over and self._first_look.is_due(args[0], count, differ):
                 found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
                 run = partial(self._look, context, args[1:], found.size or 1)
                 self._first_look.look(args[0], found, count, run)

@@ -1,11 +1,13 @@
-"""Which parts of a batch have weight 0, found on the host before the batch goes to the device.
+"""What the host has to know of the weights in a batch, found before the batch goes to the device.
 
-The host has to know them before it runs a backward; see Note [Zero-weight loss] in
-`engine/data/zero_weight_loss.py`. Asked of the device, the answer would come after all work that
-the device was given before, which is the step before this one.
+That is which parts have weight 0, see Note [Zero-weight loss] in `engine/data/zero_weight_loss.py`,
+and whether rules that the loss may follow differ, see Note [Finding the rule] in `loss_rule.py`.
+Asked of the device, the answer would come after all work that the device was given before, which is
+the step before this one.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +18,7 @@ from lightning_par.strategies.step.batch_weights import BatchWeigher
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["ZeroWeightParts"]
+__all__ = ["KnownWeights", "WeightsOnHost"]
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -24,7 +26,20 @@ Parts = Callable[[Any], tuple[Sequence[Any], Sequence[int]]]
 """Batch -> its micro-batches, and their numbers of samples."""
 
 
-class ZeroWeightParts:
+@dataclass(frozen=True)
+class KnownWeights:
+    """What the host knows of the weights in a batch.
+
+    Attributes:
+        zero: Numbers of the parts with weight 0.
+        differ: Whether the rules that the loss may follow weigh its samples otherwise.
+    """
+
+    zero: frozenset[int]
+    differ: bool
+
+
+class WeightsOnHost:
     """Finds them for every batch of a fit on a device that is not the host.
 
     Args:
@@ -38,10 +53,10 @@ class ZeroWeightParts:
         self._module, self._weigher, self._parts = module, weigher, parts
         self._batch: Any = None
         self._changes: list[int] = []
-        self._found: frozenset[int] | None = None
+        self._found: KnownWeights | None = None
 
     def broadcast(self, send: TreeBroadcast, batch: Any, given: Any) -> Any:
-        """Return the batch of the first rank of the replica, and note which parts weigh 0.
+        """Return the batch of the first rank of the replica, and note what is known of its weights.
 
         Args:
             send: Gives every rank the tree of the first one.
@@ -53,26 +68,30 @@ class ZeroWeightParts:
         batch, found = send.broadcast((batch, self._find(given)))
         self._batch = self._found = None
         if found is not None:
-            self._batch, self._found = batch, frozenset(found)
+            zero, differ = found
+            self._batch, self._found = batch, KnownWeights(frozenset(zero), differ)
             self._changes = [count_of_changes(tensor) for tensor in tensors_of(batch)]
         return batch
 
-    def _find(self, batch: Any) -> tuple[int, ...] | None:
-        """Return the numbers of the parts with weight 0; None: the device has to be asked."""
-        trainer = trainer_of(self._module)
+    def _find(self, batch: Any) -> tuple[tuple[int, ...], bool] | None:
+        """Return what `KnownWeights` holds; None: the device has to be asked."""
+        trainer, weigher = trainer_of(self._module), self._weigher
         trains = trainer is not None and trainer.training
-        if not trains or self._weigher.rule.counts_all:
+        if not trains or (weigher.rule.counts_all and not weigher.alternatives):
             return None
         if any(has_hook(self._module, hook) for hook in _HOOKS):
             return None
         tensors = list(tensors_of(batch))
         if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
             return None
-        pairs = zip(*self._parts(batch), strict=True)
-        weights = [self._weigher.rule.weigh(part, samples) for part, samples in pairs]
-        return tuple(index for index, weight in enumerate(weights) if weight == 0)
+        weights = []
+        if not weigher.rule.counts_all:
+            pairs = zip(*self._parts(batch), strict=True)
+            weights = [weigher.rule.weigh(part, samples) for part, samples in pairs]
+        zero = tuple(index for index, weight in enumerate(weights) if weight == 0)
+        return zero, weigher.rules_differ(batch)
 
-    def known(self, batch: Any) -> frozenset[int] | None:
+    def known(self, batch: Any) -> KnownWeights | None:
         """Return what is known of a batch; None if it is another one, or was changed since."""
         is_same = self._found is not None and batch is self._batch
         is_same = is_same and self._changes == [
