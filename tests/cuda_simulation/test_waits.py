@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from lightning_par import BatchLayout
@@ -76,6 +77,17 @@ def undeclared() -> tuple[Any, Any]:
     return Undeclared(), [(x.clamp(min=1), y.clamp(min=1)) for x, y in token_pairs(64)]
 
 
+class LogsNorms(Undeclared):
+    """Logs the norm of every gradient in every step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
+
+
+def logs_norms() -> tuple[Any, Any]:
+    return LogsNorms(), undeclared()[1]
+
+
 class Reading(ToyModule):
     """Asks for the value of its loss in every step."""
 
@@ -122,6 +134,15 @@ def test_no_loader_adds_a_wait(name: str, workers: int, pinned: bool) -> None:
     for traffic in run_ranks(steady_step, world, options, **loading, fresh=True, timeout=120):
         ours = {key: n for key, n in traffic.waits.items() if not key[-1].startswith(OF_LIGHTNING)}
         assert sum(ours.values()) <= 1, str(traffic)
+
+
+@pytest.mark.parametrize("name", ["tp2", "zero1", "pp2"])
+def test_norms_of_all_gradients_add_one_wait(name: str) -> None:
+    """For which of them there are; Lightning itself waits for each."""
+    world, options = LAYOUTS[name]
+    for traffic in run_ranks(steady_step, world, options, kind=logs_norms, timeout=120):
+        ours = {key: n for key, n in traffic.waits.items() if not key[-1].startswith(OF_LIGHTNING)}
+        assert sum(ours.values()) <= 2, str(traffic)
 
 
 def test_a_step_that_reads_its_loss_or_copies_waits_once_more() -> None:

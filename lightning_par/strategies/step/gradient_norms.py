@@ -83,7 +83,7 @@ class GradientNorms:
             if parameter.grad is not None:
                 number = place[self._canonical[name]]
                 found[0, number] = self._power(parameter.grad, norm_type, id(parameter))
-                found[1, number] = 1
+                found[1, number].fill_(1)  # an assignment would be a copy from the host
         norms, held = self._root(self._reduce(found, norm_type)[0], norm_type), found[1].tolist()
         return {n: norms[i] for i, n in enumerate(self._names) if held[i]}
 
@@ -221,7 +221,7 @@ class GradientNorms:
 
     def _exchange(self, kind: int) -> list[int]:
         group = self._mesh.group("pp")
-        kinds = torch.zeros(group.size(), dtype=torch.int, device=self._device)
+        kinds = torch.zeros(group.size(), dtype=torch.int)  # between the hosts, which ask
         kinds[group.rank()] = kind
         dist.all_reduce(kinds, group=group)
         return kinds.tolist()
