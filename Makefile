@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell printf %s '$(CURDIR)' | cksum | cut -d' ' -f1)
 TORCH = $(shell grep '^torch==' constraints.txt)
 CODE := lightning_par tests $(wildcard benchmarks docs examples)
+# Tests start many processes, and each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 # Workers of the tests: 3 on two cores are 15 % faster, and show more races of gloo.
 WORKERS ?= 2
