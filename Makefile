@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell printf %s '$(CURDIR)' | cksum | cut -d' ' -f1)
 TORCH = $(shell grep '^torch==' constraints.txt)
 CODE := lightning_par tests $(wildcard benchmarks docs examples)
+# Tests start many processes, and each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 # Workers of the tests: 3 on two cores are 15 % faster, and show more races of gloo.
 WORKERS ?= 2
@@ -34,7 +36,7 @@ SIMULATED_SHORT = tests/cuda_simulation tests/gpu/test_single_device.py tests/gp
 # (transformers, which the tests use, wants a newer one).
 OLDEST = $(shell sed -nE 's/^ *"(jsonargparse|lightning|torchmetrics)[^>]*>=([0-9.]+).*/\1==\2/p' pyproject.toml)
 
-.PHONY: help setup demo test test-all test-cuda-sim test-cuda-sim-short minimal lint format types bench bench-gpu pictures docs docs-serve package clean
+.PHONY: help setup demo test test-together test-alone test-all test-cuda-sim test-cuda-sim-short minimal lint format types bench bench-gpu pictures docs docs-serve package clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -66,9 +68,15 @@ demo: $(STAMP) ## Train a small GPT on four ranks (tensor 2 x pipeline 2) and sh
 
 test: $(STAMP) ## Run the tests (PYTEST_ARGS="tests/unit -k plan" for a part)
 	@status=0; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
-	$(BIN)/python -m pytest -m "alone and not exhaustive" $(or $(PYTEST_ARGS),$(ALONE)) || [ $$? -eq 5 ] || status=1; \
+	$(MAKE) --no-print-directory test-together || status=1; \
+	$(MAKE) --no-print-directory test-alone || status=1; \
 	exit $$status
+
+test-together: $(STAMP)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+test-alone: $(STAMP)
+	@$(BIN)/python -m pytest -m "alone and not exhaustive" $(or $(PYTEST_ARGS),$(ALONE)) || [ $$? -eq 5 ]
 
 test-all: test ## Run the tests, and then every cell of the large matrices (long)
 	@status=0; \

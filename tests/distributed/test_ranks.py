@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._ops import utils as sharding_ops
 
 from tests.support.exhaustive import some
 from tests.support.ranks.api import RankError, ranks, run_ranks
@@ -307,3 +309,32 @@ def test_every_process_dies_when_the_test_process_is_killed(how, tmp_path):
         assert len(pids) == 2
         process.send_signal(how)
     assert all(map(is_gone, pids))
+
+
+@ranks(4)
+def test_shardings_that_are_skipped_are_those_that_torch_leaves_out(rank, world, monkeypatch):
+    expand, compared = sharding_ops.expand_to_full_mesh_op_strategy, []
+
+    def compare(*args, **options):
+        found = expand(*args, **options)
+        assert found.strategies == expand.__wrapped__(*args, **options).strategies
+        compared.append(options["inplace_op"])
+        return found
+
+    monkeypatch.setattr(sharding_ops, "expand_to_full_mesh_op_strategy", compare)
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    # Shapes that no test has on a mesh: what torch has once found it keeps.
+    for length, placements in enumerate(
+        ((Shard(0), Shard(1)), (Shard(1), Shard(1)), (Replicate(), Shard(0))), start=211
+    ):
+        x, y = (
+            DTensor.from_local(torch.rand(length, 6), mesh, placements, run_check=False)
+            for _ in range(2)
+        )
+        y.mul_(0.5).lerp_(x, 0.1)
+        x.addcdiv_(y, y.sqrt().add_(1e-8), value=-1.0)
+        x.add_(y, alpha=-0.1)
+    assert compared.count(True) >= 12
+    assert compared.count(False) >= 3
+    with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
+        DTensor.from_local(torch.rand(223), mesh, [Replicate(), Partial()]).sigmoid_()

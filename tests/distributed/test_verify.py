@@ -205,21 +205,35 @@ trainer:
     class_path: lightning_par.Hybrid3DStrategy
     init_args: {{tensor_parallel_size: 4, pipeline_parallel_size: 1}}
 model:
-  class_path: tests.support.models.huggingface.HFModule
+  class_path: file_beside.Own
   init_args: {{family: llama, on_meta: true}}
 data:
   class_path: tests.support.models.huggingface.PaddedTextData
 """
 
 
+OWN = """
+from tests.support.models.huggingface import HFModule
+
+
+class Own(HFModule):
+    pass
+"""
+
+
 @pytest.mark.contract
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_command_prints_the_table(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """In processes of its own, with two ranks in place of four; steps are shown on a terminal."""
+    """In processes of its own, which find a file beside the configuration, with two ranks in place
+    of four; steps are shown on a terminal.
+    """
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the folder
     (tmp_path / "my.yaml").write_text(YAML)
-    command = ["lightning-par", "verify", f"--config={tmp_path / 'my.yaml'}", "--steps=2"]
+    (tmp_path / "file_beside.py").write_text(OWN)
+    command = ["lightning-par", "verify", "--config=my.yaml", "--steps=2"]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning_par.commands.calibrate import as_profile
 from lightning_par.planner.profiles import load_profile
 from lightning_par.planner.shapes import Layout, TransformerShape
 from lightning_par.planner.step_time import predict_step
+from lightning_par.profiling import calibration, link_rates
 from lightning_par.profiling.calibration import measure
 from lightning_par.profiling.link_rates import KINDS, measure_waits
 from lightning_par.profiling.rounds import Rounds
@@ -24,10 +26,23 @@ SHAPE = TransformerShape(layers=2, model_dim=64, heads=4, length=128, vocab=256)
 
 @ranks(3)
 @pytest.mark.parametrize("local", [3, 1])
-def test_ranks_agree_and_their_profile_predicts(rank, world, local, tmp_path):
+def test_ranks_agree_and_their_profile_predicts(rank, world, local, tmp_path, monkeypatch):
+    """Of narrow layers, a few times; and no group is left behind.
+
+    Threads of idle groups of gloo would slow down what is measured next.
+    """
+    monkeypatch.setattr(calibration, "_SLOWDOWN_ROUNDS", 1)
+    monkeypatch.setattr(link_rates, "_WAIT_ROUNDS", 1)
+    for name in ("measure_exchange", "measure_waits"):
+        narrow = partial(getattr(link_rates, name), width=48)
+        monkeypatch.setattr(calibration, name, narrow)
+    made, living = watch_groups(monkeypatch)
     kept = Kept(tmp_path / f"kept {rank}")
     with showing(kept):
         found = measure(torch.device("cpu"), torch.float32, local, round_seconds=0.001)
+    assert made
+    # Of groups of others a rank has nothing.
+    assert set(living) <= {dist.GroupMember.NON_GROUP_MEMBER}
     assert [done - total for _, _, done, total in kept.works()] == [0] * (rank == 0)
     assert len(found.slowdown) == local
     assert len(found.waits) == (local if local > 1 else 0)
@@ -50,14 +65,14 @@ def test_ranks_agree_and_their_profile_predicts(rank, world, local, tmp_path):
     assert predict_step(SHAPE, layout, device).seconds > 0
 
 
-@ranks(3)
-def test_no_group_is_left_behind(rank, world, monkeypatch):
-    """Threads of idle groups of gloo would slow down what is measured next."""
-    make, destroy, living = dist.new_group, dist.destroy_process_group, []
+def watch_groups(monkeypatch):
+    """Gives lists of the groups that are made from now on, and of those that are not destroyed."""
+    make, destroy, made, living = dist.new_group, dist.destroy_process_group, [], []
 
     def new_group(ranks):
-        living.append(make(ranks))
-        return living[-1]
+        made.append(make(ranks))
+        living.append(made[-1])
+        return made[-1]
 
     def destroy_process_group(group):
         living.remove(group)
@@ -65,9 +80,7 @@ def test_no_group_is_left_behind(rank, world, monkeypatch):
 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "destroy_process_group", destroy_process_group)
-    measure(torch.device("cpu"), torch.float32, world, round_seconds=0.001)
-    # Of groups of others a rank has nothing.
-    assert set(living) <= {dist.GroupMember.NON_GROUP_MEMBER}
+    return made, living
 
 
 @ranks(4)

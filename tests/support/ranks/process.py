@@ -64,6 +64,7 @@ def main(descriptor):
     gc.enable()
     reuse_meshes()
     reuse_groups()
+    skip_hopeless_shardings()
     share_gloo_device()
     keep_printing_stacks()
     gc.collect()
@@ -153,6 +154,31 @@ def reuse_groups():
         module.new_group = new_group
     for module in (dist, distributed_c10d):
         module.destroy_process_group = destroy_process_group
+
+
+def skip_hopeless_shardings():
+    """Makes DTensor weigh only the shardings that an operator in place can have.
+
+    What it computes in place keeps the sharding that it has. torch makes the shardings of all
+    dims of the mesh first, and then leaves out nearly all: for each shape that an optimizer meets
+    35 ms of a core on three dims, where this takes 3. What is left is the same, in the same order.
+    """
+    from torch.distributed.tensor._ops import utils
+
+    expand = utils.expand_to_full_mesh_op_strategy
+
+    @functools.wraps(expand)
+    def expand_to_full_mesh_op_strategy(mesh, op_schema, strategies, **options):
+        if options.get("inplace_op"):
+            held = op_schema.args_strategy[0].strategies[0].output_spec.placements
+            first = options.get("input_index", 1)
+            kept = [s for s in strategies if s[first] in held and s[0] in (None, s[first])]
+            found = expand(mesh, op_schema, kept, **options) if kept else None
+            if found and found.strategies:
+                return found
+        return expand(mesh, op_schema, strategies, **options)
+
+    utils.expand_to_full_mesh_op_strategy = expand_to_full_mesh_op_strategy
 
 
 def print_stacks():
