@@ -18,7 +18,8 @@ batches, no stage communicates gradients, unless they are added up on the host.
 **Source**: Rajbhandari et al. 1910.02054 (ZeRO); Zhao et al. 2304.11277 (FSDP).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -65,8 +66,10 @@ class Sharding:
         zero_stage: 0 to 3.
         experts: Modules with experts that are sharded over the replicas.
         in_steps: Whether the user's training steps run their backwards themselves.
+        copies: Parameters that every replica holds whole.
 
     Attributes:
+        copies: As given; the caller averages their gradients over the replicas.
         is_plain: Whether there is one replica.
         synchronizes: Whether the next step reduces gradients over the replicas.
         zero_weight: Hooks for losses with weight 0.
@@ -79,8 +82,9 @@ class Sharding:
         experts: Sequence[nn.Module] = (),
         *,
         in_steps: bool = False,
+        copies: Sequence[nn.Parameter] = (),
     ) -> None:
-        self._root, self._stage = root, zero_stage
+        self._root, self._stage, self.copies = root, zero_stage, tuple(copies)
         modules = () if root is None else root.modules()
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
         self.is_plain, self.synchronizes, self._holds = root is None, True, False
@@ -234,6 +238,7 @@ def shard_model(
         in_steps: Whether the user's training steps run their backwards themselves.
     """
     whole: set[nn.Parameter] = set()
+    copies: list[nn.Parameter] = []
     units = [n for n in resolved.block_names if not isinstance(model.get_submodule(n), StageStub)]
     shards = mesh.sizes.data > 1 and reduces
     data_mesh = mesh.device_mesh["dp_shard"]
@@ -251,12 +256,17 @@ def shard_model(
         if shards:
             if experts is not None:
                 whole |= experts.shard(name, reshard_after_forward=zero_stage == 3)
+            copies += _unshardable(p for p in block.parameters() if p not in whole)
+            whole.update(copies)
             fully_shard(block, reshard_after_forward=zero_stage == 3, **fully)
     materialize(model, "")
     if not shards:
         plain = _StepRoot(model) if mesh.sizes.data > 1 else None
         return Sharding(plain, zero_stage, in_steps=in_steps)
     root = _StepRoot(model)
+    in_blocks = {p for name in units for p in model.get_submodule(name).parameters()}
+    copies += _unshardable(p for p in model.parameters() if p not in in_blocks | whole)
+    whole.update(copies)
     # The root holds what is used before and after the blocks: gathered once for the whole step.
     fully_shard(root, reshard_after_forward=False, **fully)
     if mesh.device_type == "cpu" and not in_steps:  # which use blocks in any order
@@ -267,7 +277,19 @@ def shard_model(
     assert isinstance(root, FSDPModule)
     initialize(root)  # now, so that all that changes the modules has happened after set-up
     held_experts = () if experts is None else list(experts.modules.values())
-    return Sharding(root, zero_stage, held_experts, in_steps=in_steps)
+    return Sharding(root, zero_stage, held_experts, in_steps=in_steps, copies=copies)
+
+
+def _unshardable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return what FSDP2 refuses to shard of a unit: scalars, and weights that train in another
+    dtype than most, such as complex ones.
+    """
+    held = list(parameters)
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in held:
+        sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
+    main = max(sizes, key=sizes.__getitem__, default=None)
+    return [p for p in held if not p.ndim or (p.requires_grad and p.dtype != main)]
 
 
 def _gather_ahead(root: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:

@@ -56,6 +56,22 @@ def a_parameter_without_entries() -> Any:
     return module, samples
 
 
+@CASES.add(equal="zero0 zero3", large="zero1 zero2", trainer={"gradient_clip_val": 0.5})
+def a_temperature_without_dims_and_complex_weights() -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(0.1))
+            self.filter = nn.Parameter(torch.randn(64, dtype=torch.complex128))
+
+        def loss(self, batch: Any) -> Tensor:
+            logits = torch.fft.ifft(torch.fft.fft(self.net(batch[0])) * self.filter).real
+            logits = logits * self.temperature.exp()
+            return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal="tp2 pp2 zero3", large="tp2pp2")
 def penalty_of_the_head() -> Any:
     return penalized(lambda m: m.net.head.weight.pow(2).mean() + m.net.norm.weight.abs().sum())
