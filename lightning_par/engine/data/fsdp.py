@@ -19,7 +19,7 @@ batches, no stage communicates gradients, unless they are added up on the host.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -237,8 +237,7 @@ def shard_model(
             unsharded, and the caller reduces them.
         in_steps: Whether the user's training steps run their backwards themselves.
     """
-    whole: set[nn.Parameter] = set()
-    copies: list[nn.Parameter] = []
+    whole, copies = set[nn.Parameter](), list[nn.Parameter]()
     units = [n for n in resolved.block_names if not isinstance(model.get_submodule(n), StageStub)]
     shards = mesh.sizes.data > 1 and reduces
     data_mesh = mesh.device_mesh["dp_shard"]
@@ -256,17 +255,13 @@ def shard_model(
         if shards:
             if experts is not None:
                 whole |= experts.shard(name, reshard_after_forward=zero_stage == 3)
-            copies += _unshardable(p for p in block.parameters() if p not in whole)
-            whole.update(copies)
+            copies += _unshardable(block, whole)
             fully_shard(block, reshard_after_forward=zero_stage == 3, **fully)
     materialize(model, "")
-    if not shards:
-        plain = _StepRoot(model) if mesh.sizes.data > 1 else None
-        return Sharding(plain, zero_stage, in_steps=in_steps)
     root = _StepRoot(model)
-    in_blocks = {p for name in units for p in model.get_submodule(name).parameters()}
-    copies += _unshardable(p for p in model.parameters() if p not in in_blocks | whole)
-    whole.update(copies)
+    if not shards:
+        return Sharding(root if mesh.sizes.data > 1 else None, zero_stage, in_steps=in_steps)
+    copies += _unshardable(root, whole)
     # The root holds what is used before and after the blocks: gathered once for the whole step.
     fully_shard(root, reshard_after_forward=False, **fully)
     if mesh.device_type == "cpu" and not in_steps:  # which use blocks in any order
@@ -280,16 +275,20 @@ def shard_model(
     return Sharding(root, zero_stage, held_experts, in_steps=in_steps, copies=copies)
 
 
-def _unshardable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return what FSDP2 refuses to shard of a unit: scalars, and weights that train in another
-    dtype than most, such as complex ones.
+def _unshardable(unit: nn.Module, whole: set[nn.Parameter]) -> list[nn.Parameter]:
+    """Return, and add to `whole`, what FSDP2 refuses to shard of a unit: scalars, and weights that
+    train in another dtype than most, such as complex ones.
     """
-    held = list(parameters)
+    inside = [m for m in unit.modules() if isinstance(m, FSDPModule)]
+    done = whole.union(*(m.parameters() for m in inside))
+    held = [p for p in unit.parameters() if p not in done]
     sizes: Counter[torch.dtype] = Counter()
     for parameter in held:
         sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
     main = max(sizes, key=sizes.__getitem__, default=None)
-    return [p for p in held if not p.ndim or (p.requires_grad and p.dtype != main)]
+    found = [p for p in held if not p.ndim or (p.requires_grad and p.dtype != main)]
+    whole.update(found)
+    return found
 
 
 def _gather_ahead(root: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:

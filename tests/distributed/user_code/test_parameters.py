@@ -56,6 +56,20 @@ def a_parameter_without_entries() -> Any:
     return module, samples
 
 
+@CASES.add(
+    refused={
+        "zero1": "net.head has no sizes yet.*\n.*net.norm.bias has a hook.*on_after_backward.*\n"
+        ".*net.emb has sparse=True.*\n.*net.blocks.3 went through torch.jit.script"
+    }
+)
+def parameters_that_nobody_can_take_over() -> Any:
+    module, samples = penalized(lambda m: 0)
+    module.net.norm.bias.register_hook(lambda grad: 0.1 * grad)
+    module.net.blocks[3] = torch.jit.script(nn.Linear(32, 32))
+    module.net.emb.sparse, module.net.head = True, nn.LazyLinear(64)
+    return module, samples
+
+
 @CASES.add(equal="zero0 zero3", large="zero1 zero2", trainer={"gradient_clip_val": 0.5})
 def a_temperature_without_dims_and_complex_weights() -> Any:
     class Module(PlainModule):
