@@ -56,6 +56,18 @@ def a_parameter_without_entries() -> Any:
     return module, samples
 
 
+@CASES.add(equal="zero1", refused={"pp2": "backbone.0 is net.blocks.0: .*a property of Module"})
+def blocks_with_a_second_name() -> Any:
+    """As `BackboneFinetuning` asks for."""
+
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = self.net.blocks
+
+    return Module(), token_pairs()
+
+
 @CASES.add(
     refused={
         "zero1": "net.head has no sizes yet.*\n.*net.norm.bias has a hook.*on_after_backward.*\n"
