@@ -457,6 +457,7 @@ class StepRunner:
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
         batches = [batch for batch, _ in parts]
+        self._sharding.release()  # gathered weights are gone before they could be put back
         with (
             untouched(self.module),
             torch.compiler.set_stance("force_eager"),

@@ -173,7 +173,7 @@ class Validating(Denoiser):
     def on_validation_epoch_end(self) -> None:
         self.log("batches", float(self.meters[0].counts["batches"][0]), sync_dist=True)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.meters[0].counts["batches"][0] += 1
         self.key = "val"
         loss = self.training_step(batch, batch_idx)
@@ -199,7 +199,7 @@ def _validate(rank: int, world: int, layout: str | None) -> Any:
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, loader(samples[:16]), loader(samples[:12]))
+        trainer.fit(module, loader(samples[:16]), [loader(samples[:12]), loader(samples[20:])])
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return found, [str(w.message) for w in caught if "logs exp, which" in str(w.message)]
 
@@ -211,7 +211,8 @@ def test_validation_draws_and_logs_what_one_process_does(layout: str) -> None:
     results = run_ranks(_validate, 2, layout, timeout=180)
     for found, _ in results:
         if layout == "zero1":  # the mean of the replicas, with a warning
-            assert found.pop("exp") != pytest.approx(wanted["exp"], rel=1e-6)
-            assert len(results[0][1]) == 1
-            found["exp"] = wanted["exp"]
+            for name in (f"exp/dataloader_idx_{index}" for index in range(2)):
+                assert found.pop(name) != pytest.approx(wanted[name], rel=1e-6)
+                found[name] = wanted[name]
+            assert len(results[0][1]) == 2
         assert found == pytest.approx(wanted, rel=1e-6)
