@@ -89,7 +89,7 @@ class MaskingModule(ToyModule):
         return self.loss({"ids": ids, "labels": labels})
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.seen.append(str(torch.rand(2).tolist()))
+        self.seen.append(str(torch.rand(len(batch["ids"]), 2).tolist()))
         self.loss(batch)
 
 

@@ -53,9 +53,11 @@ CONVENTIONAL = MappingProxyType(
         "_flash_attn_forward": "of flash-attn; FlashAttnKernel.missing looks for it",
         "_flash_attn_fwd": "of flash-attn-4; FlashAttn4Kernel.missing looks for it",
         "_forward_hooks": "what nn.Module registers",
+        "_forward_pre_hooks": "what nn.Module registers",
         "_getframe": "Python documents sys._getframe",
         "_modules": "what nn.Module registers, without the walk of named_modules()",
         "_parameters": "what nn.Module registers, without the walk of named_parameters()",
+        "_post_accumulate_grad_hooks": "what the method of this name of a Tensor registers",
     }
 )
 

@@ -22,6 +22,7 @@ batches, no stage communicates gradients, unless they are added up on the host.
 **Source**: Rajbhandari et al. 1910.02054 (ZeRO); Zhao et al. 2304.11277 (FSDP).
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -74,8 +75,10 @@ class Sharding:
         zero_stage: 0 to 3.
         experts: Modules with experts that are sharded over the replicas.
         in_steps: Whether the user's training steps run their backwards themselves.
+        copies: Parameters that every replica holds whole.
 
     Attributes:
+        copies: As given; the caller averages their gradients over the replicas.
         is_plain: Whether there is one replica.
         synchronizes: Whether the next step reduces gradients over the replicas.
         zero_weight: Hooks for losses with weight 0.
@@ -88,8 +91,9 @@ class Sharding:
         experts: Sequence[nn.Module] = (),
         *,
         in_steps: bool = False,
+        copies: Sequence[nn.Parameter] = (),
     ) -> None:
-        self._root, self._stage = root, zero_stage
+        self._root, self._stage, self.copies = root, zero_stage, tuple(copies)
         modules = () if root is None else root.modules()
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
         self.is_plain, self.synchronizes, self._holds = root is None, True, False
@@ -242,14 +246,12 @@ def shard_model(
             unsharded, and the caller reduces them.
         in_steps: Whether the user's training steps run their backwards themselves.
     """
-    whole: set[nn.Parameter] = set()
+    whole, copies = set[nn.Parameter](), list[nn.Parameter]()
     units = [n for n in resolved.block_names if not isinstance(model.get_submodule(n), StageStub)]
     shards = mesh.sizes.data > 1 and reduces
-    data_mesh = mesh.device_mesh["dp_shard"]
-    if mesh.sizes.data_replicate > 1:
-        data_mesh = mesh.device_mesh["dp_replicate", "dp_shard"]
+    axes = ("dp_replicate", "dp_shard") if mesh.sizes.data_replicate > 1 else ("dp_shard",)
     fully: dict[str, Any] = {
-        "mesh": data_mesh,
+        "mesh": mesh.device_mesh[axes],
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         "offload_policy": offload,
         "ignored_params": whole,
@@ -260,12 +262,13 @@ def shard_model(
         if shards:
             if experts is not None:
                 whole |= experts.shard(name, reshard_after_forward=zero_stage == 3)
+            copies += _unshardable(block, whole)
             fully_shard(block, reshard_after_forward=zero_stage == 3, **fully)
     materialize(model, "")
-    if not shards:
-        plain = _StepRoot(model) if mesh.sizes.data > 1 else None
-        return Sharding(plain, zero_stage, in_steps=in_steps)
     root = _StepRoot(model)
+    if not shards:
+        return Sharding(root if mesh.sizes.data > 1 else None, zero_stage, in_steps=in_steps)
+    copies += _unshardable(root, whole)
     # The root holds what is used before and after the blocks: gathered once for the whole step.
     fully_shard(root, reshard_after_forward=False, **fully)
     if mesh.device_type == "cpu" and not in_steps:  # which use blocks in any order
@@ -277,7 +280,23 @@ def shard_model(
     initialize(root)  # now, so that all that changes the modules has happened after set-up
     _order_gradients(root, mesh.device_type, whole)
     held_experts = () if experts is None else list(experts.modules.values())
-    return Sharding(root, zero_stage, held_experts, in_steps=in_steps)
+    return Sharding(root, zero_stage, held_experts, in_steps=in_steps, copies=copies)
+
+
+def _unshardable(unit: nn.Module, whole: set[nn.Parameter]) -> list[nn.Parameter]:
+    """Return, and add to `whole`, what FSDP2 refuses to shard of a unit: scalars, and weights that
+    train in another dtype than most, such as complex ones.
+    """
+    inside = [m for m in unit.modules() if isinstance(m, FSDPModule)]
+    done = whole.union(*(m.parameters() for m in inside))
+    held = [p for p in unit.parameters() if p not in done]
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in held:
+        sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
+    main = max(sizes, key=sizes.__getitem__, default=None)
+    found = [p for p in held if not p.ndim or (p.requires_grad and p.dtype != main)]
+    whole.update(found)
+    return found
 
 
 def _order_gradients(root: FSDPModule, device_type: str, ignored: Container[nn.Parameter]) -> None:
@@ -289,8 +308,10 @@ def _order_gradients(root: FSDPModule, device_type: str, ignored: Container[nn.P
         wait_for_reductions(root, "host" if grad.device.type == "cpu" else "stream")
 
     assert isinstance(root, nn.Module)
-    for shard in (p for p in root.parameters() if p not in ignored):
-        trains = shard.requires_grad
+    for shard in root.parameters():
+        trains, is_number = shard.requires_grad, shard.is_floating_point() or shard.is_complex()
+        if shard in ignored or not is_number:
+            continue
         shard.requires_grad_(True).register_hook(wait)  # may be unfrozen later
         shard.requires_grad_(trains)
 

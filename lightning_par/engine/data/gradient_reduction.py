@@ -148,8 +148,14 @@ def fill_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]
 
 @torch.no_grad()
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients as local plain tensors, which share their memory."""
-    return [local_part(p.grad) for p in parameters if p.grad is not None]
+    """Return the gradients as local plain tensors of real numbers, which share their memory."""
+    return [_real_part(p.grad) for p in parameters if p.grad is not None]
+
+
+def _real_part(grad: Tensor) -> Tensor:
+    """Return the local part of a gradient; of complex numbers, both parts in a last dim."""
+    local = local_part(grad)
+    return torch.view_as_real(local) if local.is_complex() else local
 
 
 def is_counted_here(grad: Tensor) -> bool:
@@ -186,7 +192,7 @@ def total_norm(
     **Communicates**: one all-reduce of one number over all ranks.
     """
     held = [(p, p.grad) for p in parameters if p.grad is not None]
-    grads = [local_part(grad) for _, grad in held]
+    grads = [_real_part(grad) for _, grad in held]
     poison = None if loss is None else loss * 0  # NaN if the loss is not finite
     # Without a process group: on one device, in a step that is called after the run.
     if not (dist.is_initialized() and dist.get_world_size() > 1) and not offloaded_norms:

@@ -21,9 +21,10 @@ def find_copies(
     rank_of_stage: Sequence[int],
     tensor: TensorParallel | None,
     experts: ExpertParallel | None = None,
+    replicas: Sequence[nn.Parameter] = (),
 ) -> tuple[tuple[SharedGradients | ReplicatedGradients, ...], frozenset[int]]:
     """Find the parameters that several pipeline ranks hold, those with partial gradients on the
-    ``tp`` axis, and those that the ``cp`` axis replicates; every rank must call this.
+    ``tp`` axis, and those that the ``cp`` axis or replicas hold alike; every rank must call this.
 
     Args:
         module: The module, with the parameters of this rank.
@@ -33,6 +34,7 @@ def find_copies(
         rank_of_stage: The pipeline rank that holds each stage.
         tensor: Tensor parallelism of the module, if any.
         experts: Experts that are sharded, which other context ranks do not hold.
+        replicas: Parameters that every replica holds whole.
 
     Returns:
         The reductions after the backward, in order; and the ids of the parameters that another
@@ -43,6 +45,9 @@ def find_copies(
     named = dict(module.named_parameters(remove_duplicate=False))
     shared: list[SharedGradients | ReplicatedGradients] = []
     elsewhere: set[int] = set()
+    if replicas:
+        shared.append(ReplicatedGradients(parameters=tuple(replicas), group=mesh.data_group))
+        elsewhere |= {id(p) for p in replicas} if mesh.data_rank else set()
     if tensor is not None:
         partial = [p for n, p in named.items() if n in tensor.partial]
         unique = tuple({id(p): p for p in partial}.values())

@@ -55,6 +55,13 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "is torch.optim.Adam or torch.optim.AdamW. Use one of them, or a strategy without "
             "offloading, such as Hybrid3DStrategy(zero_stage=2).",
         )
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigurationError(
+            "LP604",
+            f"{kind.__name__} trains complex parameters, of which no kernel keeps the moments on "
+            "the host. Train two real parameters, or use a strategy without offloading, such as "
+            "Hybrid3DStrategy(zero_stage=2).",
+        )
     if any(group["amsgrad"] for group in optimizer.param_groups):
         raise ConfigurationError(
             "LP604",

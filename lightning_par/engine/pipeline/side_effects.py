@@ -82,8 +82,11 @@ def _kept(model: nn.Module) -> _Seen:
     for fqn, module in model.named_modules():
         if isinstance(module, StageStub):
             continue
+        # What weight_norm, spectral_norm and pruning compute anew before each forward.
+        own = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        own |= {name.removesuffix("_orig") for name in module._parameters}
         for name, value in vars(module).items():
-            if name.startswith(("_", "captured_")):
+            if name.startswith(("_", "captured_")) or name in own:
                 continue
             _note(seen, (fqn, name), value)
         for number, hook in enumerate(module._forward_hooks.values()):

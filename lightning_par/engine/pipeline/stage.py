@@ -300,7 +300,11 @@ class _Shape(StageStub):
     def __init__(self, module: nn.Module, fqn: str) -> None:
         super().__init__()
         # Given to deepcopy as copied already, so that the values are never duplicated.
-        memo = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in module.parameters()}
+        params = module.parameters()
+        memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in params}
+        kept = (v for part in module.modules() for v in vars(part).values())
+        computed = (v for v in kept if isinstance(v, Tensor) and not v.is_leaf)
+        memo |= {id(v): v.detach().to("meta") for v in computed}  # which deepcopy refuses
         self.__dict__["_shape_only"] = copy.deepcopy(module, memo).to("meta")
         self.__dict__["_fqn"] = fqn
 

@@ -29,8 +29,8 @@ def gather_after_run(model: ParallelModel, options: MeshOptions, processes: Mesh
 
     **Communicates**: the weights, to every rank, where there are several.
     """
-    model.sharding.release()
-    if not model.forms.is_whole:
+    if not model.forms.is_whole:  # it is, where the set-up of another run failed
+        model.sharding.release()
         _gather(model, options, processes)
     if model.forms.is_whole:
         model.module.cpu()

@@ -156,7 +156,7 @@ def compare_states(
         got = mesh.get(name)
         if got is None or got.shape != wanted.shape:
             continue
-        update = wanted.double() - before[name].double() if name in before else wanted.double()
+        update = _wide(wanted) - _wide(before[name]) if name in before else _wide(wanted)
         bound = tolerance.update * _norm(update) + tolerance.rounding * _norm(wanted)
         if not wanted.is_floating_point():
             bound = 0.0
@@ -174,14 +174,14 @@ def _worst(
     for name, got, wanted, bound in pairs:
         if torch.equal(got, wanted):
             continue
-        apart = _norm(got.double() - wanted.double())
+        apart = _norm(_wide(got) - _wide(wanted))
         same_nan = apart != apart and torch.equal(got.isfinite(), wanted.isfinite())
         if not apart <= bound and not same_nan:
             beyond.append((apart / bound if bound else float("inf"), apart, name, got, wanted))
     if not beyond:
         return None
     _, apart, name, got, wanted = max(beyond, key=lambda b: b[0] if b[0] == b[0] else float("inf"))
-    start = before[name].double() if before is not None and name in before else 0.0
+    start = _wide(before[name]) if before is not None and name in before else 0.0
     return Difference(
         kind=kind,
         name=name,
@@ -189,12 +189,18 @@ def _worst(
         wanted=_norm(wanted),
         apart=apart,
         others=len(beyond) - 1,
-        factor=_factor(got.double() - start, wanted.double() - start),
+        factor=_factor(_wide(got) - start, _wide(wanted) - start),
     )
 
 
 def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double()))
+    return float(torch.linalg.vector_norm(_wide(tensor)))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in 64 bits; of complex numbers, both parts in a last dim."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.double()
 
 
 def _norm_of_all(tensors: Iterable[Tensor]) -> float:

@@ -4,11 +4,13 @@ import inspect
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_par.engine.context.apply import check_context
 from lightning_par.engine.data.compression.options import check_compression
@@ -144,6 +146,7 @@ def check_module(
         ScheduleError: The schedule does not fit the number of pipeline ranks.
     """
     _check_offload(options, sizes)
+    _check_parameters(module, sizes)
     plan = options.plan if options.plan is not None else find_plan(module)
     if plan is None and (sizes.tensor > 1 or sizes.pipeline > 1):
         if not infers:
@@ -188,7 +191,6 @@ def check_module(
     _check_batch(module, plan, options, sizes)
     check_experts(module, resolved, sizes)
     _check_compression(module, options, sizes)
-    _check_entries(module, sizes)
     return resolved
 
 
@@ -231,6 +233,38 @@ def _check_compression(module: nn.Module, options: MeshOptions, sizes: ParallelS
             "that of the next step, which is not known. Set automatic_optimization=True, or use "
             "gradient_compression=None.",
         )
+
+
+def _check_parameters(module: nn.Module, sizes: ParallelSizes) -> None:
+    """Refuse what holds parameters in a way that a mesh cannot take over."""
+    if sizes.world_size == 1:
+        return
+    replaced = module.named_parameters() if sizes.data > 1 or sizes.tensor > 1 else ()
+    hooked = [n for n, p in replaced if p._backward_hooks or p._post_accumulate_grad_hooks]
+    lazy, sparse, scripted = list[str](), list[str](), list[str]()
+    for name, part in module.named_modules():
+        held = [*part.parameters(recurse=False)]
+        if any(isinstance(parameter, UninitializedParameter) for parameter in held):
+            lazy.append(name)
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            sparse.append(name)
+        if isinstance(part, torch.jit.ScriptModule) and held and sizes.data > 1:
+            scripted.append(name)
+    texts = (
+        f"{', '.join(lazy)} has no sizes yet. Call it once, on a batch, before the Trainer gets "
+        "it; or give it its sizes in place of a lazy module.",
+        f"{', '.join(hooked)} has a hook (register_hook), which {sizes} would lose: other tensors "
+        "take the place of parameters. Change p.grad in on_after_backward, or hook the output of "
+        "a module.",
+        f"{', '.join(sparse)} has sparse=True, and {sizes} reduces dense gradients only. Use "
+        "sparse=False.",
+        f"{', '.join(scripted)} went through torch.jit.script, and its parameters cannot be "
+        "sharded. Train the plain module, and script it after the run.",
+    )
+    found = zip((lazy, hooked, sparse, scripted), texts, strict=True)
+    problems: list[Problem] = [text for names, text in found if names]
+    raise_problems(ConfigurationError, "LP919", problems)
+    _check_entries(module, sizes)
 
 
 def _check_entries(module: nn.Module, sizes: ParallelSizes) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par.engine.rng import fork_all_rng
+from lightning_par.engine.tensor_tree import map_tensors
 from lightning_par.plan.inference.infer import describe_inferred, infer_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
@@ -30,8 +31,10 @@ def infer_for_run(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
         sizes: Sizes of the mesh.
     """
     example = first_samples(module)
-    key = (sizes.tensor, sizes.pipeline, example is None)
     plans = _known.setdefault(module, {})
+    key = (sizes.tensor, sizes.pipeline, True)  # of a training step
+    if key not in plans and example is None:
+        key = (*key[:2], False)
     if key not in plans:
         plans[key] = infer_plan(
             module,
@@ -76,8 +79,11 @@ def first_samples(module: nn.Module) -> Any:
                 return None
             dataset: Any = loader.dataset
             if loader.batch_sampler is None:  # `batch_size=None`: the dataset has batches
-                return loader.collate_fn(dataset[0])
-            batch = loader.collate_fn([dataset[i] for i in range(min(_SAMPLES, len(dataset)))])
+                batch = loader.collate_fn(dataset[0])
+            else:
+                batch = loader.collate_fn([dataset[i] for i in range(min(_SAMPLES, len(dataset)))])
+            # As a precision plugin does it, which converts the module later.
+            kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+            return map_tensors(batch, lambda t: t.to(kind) if t.is_floating_point() else t)
         except Exception:  # of a loader or dataset of the user; the run will meet it again
             return None
-    return batch

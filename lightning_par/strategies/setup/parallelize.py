@@ -229,7 +229,14 @@ def _gradient_path(
     options: MeshOptions,
 ) -> GradientPath:
     shared, elsewhere = find_copies(
-        module, resolved, mesh, parts.bounds, parts.rank_of_stage, parts.tensor, parts.experts
+        module,
+        resolved,
+        mesh,
+        parts.bounds,
+        parts.rank_of_stage,
+        parts.tensor,
+        parts.experts,
+        sharding.copies,
     )
     compression = _compress(module, resolved, mesh, device, options)
     elsewhere |= _of_other_replicas(module, mesh, compression)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_par.errors import LightningParError
+from lightning_par.errors import LightningParError, PlanError
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
@@ -64,6 +64,8 @@ def _check(
     check_trainer(trainer, module, sizes)
     check_whole(module)
     resolved = check_module(module, options, sizes)
+    if sizes.pipeline > 1:
+        _check_names(module, resolved)
     accumulates = trainer.accumulate_grad_batches > 1 or any(
         isinstance(callback, GradientAccumulationScheduler)
         and callback.going_to_accumulate_grad_batches()
@@ -85,3 +87,17 @@ def _check(
         num_stages = len(options.place_stages(sizes.pipeline))
         check_recomputation(module, resolved, options.recomputation, num_stages)
     return resolved
+
+
+def _check_names(module: pl.LightningModule, resolved: ResolvedPlan) -> None:
+    """Refuse blocks that are reached by a second name, of which no stage knows that it is one."""
+    blocks = {id(module.get_submodule(name)): name for name in resolved.block_names}
+    for name, part in module.named_modules(remove_duplicate=False):
+        block = blocks.get(id(part), name)
+        if block != name:
+            raise PlanError(
+                "LP203",
+                f"{name} is {block}: under a pipeline a block has one name. Make "
+                f"{name.partition('.')[0]!r} a property of {type(module).__name__}, which is no "
+                "second child, or use pipeline_parallel_size=1.",
+            )

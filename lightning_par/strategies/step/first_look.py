@@ -6,7 +6,8 @@ import copy
 import inspect
 import logging
 import math
-from collections import deque
+import sys
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
@@ -31,8 +33,9 @@ from lightning_par.strategies.step.loss_rule import (
     rule_error,
     Seen,
 )
+from lightning_par.strategies.step.step_traces import compare_parts
 
-__all__ = ["FirstLook", "StateOfParts", "untouched"]
+__all__ = ["FirstLook", "StateOfParts", "choose_parts", "untouched"]
 
 _LOG = logging.getLogger(__name__)
 _LOOKS = 4
@@ -41,6 +44,8 @@ _ROWS = 16
 """Samples of a batch from which the parts are chosen."""
 _COPIED = 2**30
 """Bytes of parameters that are copied, as a step may write to them."""
+_LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
+"""Packages whose objects no step is expected to change; those of Python are, too."""
 _OWN = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold its parameters, buffers, children and hooks."""
 
@@ -58,7 +63,7 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     """Leave children, parameters, buffers, hooks and attributes of a module and its parts alone.
 
     Parameters are put back where the copy of this rank's part is small. Tensors, arrays, random
-    generators, lists, dicts, sets and deques in attributes keep their contents, too.
+    generators, containers and objects in attributes keep their contents, at any depth.
 
     Args:
         module: Code that changes it may run inside.
@@ -67,9 +72,10 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
     parameters = [local_part(parameter.detach()) for parameter in module.parameters()]
     if sum(tensor.nbytes for tensor in parameters) > _COPIED:
         parameters = []
-    contents = [_restore(parameter) for parameter in parameters]
+    seen = {id(part) for part in module.modules()}
+    contents = [_restore(parameter, seen) for parameter in parameters]
     hooks = [(held, set(held)) for part in module.modules() for held in _hooks(part)]
-    state = {name: (value, _restore(value)) for name, value in _state(module)}
+    state = {name: (value, _restore(value, seen)) for name, value in _state(module)}
     children = [(part._modules, dict(part._modules)) for part in module.modules()]
     parts = dict(module.named_modules())
     try:
@@ -147,11 +153,18 @@ def _holder(part: nn.Module, name: str) -> dict[str, Any]:
     return buffers if name in buffers else held
 
 
-def _restore(value: Any) -> Callable[[], Any]:
-    """Return a function that gives a mutable value its present contents again."""
-    is_kept = isinstance(value, Tensor) and (value.is_meta or value.requires_grad)
-    copied = value if is_kept else _copy(value)
-    if copied is value:
+def _restore(value: Any, seen: set[int]) -> Callable[[], Any]:
+    """Return a function that gives a mutable value its present contents again, at any depth.
+
+    Args:
+        value: Of an attribute, or of what is in one.
+        seen: Ids of the containers and objects that have such a function, or need none.
+    """
+    is_weight = isinstance(value, nn.Parameter)
+    is_kept = is_weight or (isinstance(value, Tensor) and (value.is_meta or value.requires_grad))
+    held = value if _is_container(value) else _attributes(value)
+    copied = value if is_kept else _copy(value if held is None else held)
+    if copied is value or id(value) in seen:
         return lambda: None
     if isinstance(value, Tensor):
         return partial(value.data.copy_, copied)
@@ -159,7 +172,29 @@ def _restore(value: Any) -> Callable[[], Any]:
         return partial(value.set_state, copied)
     if isinstance(value, np.ndarray):
         return partial(np.copyto, value, copied)
-    return partial(_refill, value, copied)
+    seen.add(id(value))
+    inside = copied.values() if isinstance(copied, dict) else copied
+    items = [_restore(item, seen) for item in inside]
+
+    def restore() -> None:
+        _refill(held, copied)
+        for restore_item in items:
+            restore_item()
+
+    return restore
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object, such as a meter or metric in a list, if a step may change
+    it; None for values and for what belongs to the run.
+    """
+    package = type(value).__module__.partition(".")[0]
+    is_foreign = package in _LEFT_ALONE or package in sys.stdlib_module_names
+    return (
+        None
+        if is_foreign and not isinstance(value, nn.Module)
+        else getattr(value, "__dict__", None)
+    )
 
 
 def _copy(value: Any) -> Any:
@@ -170,8 +205,11 @@ def _copy(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, np.ndarray):
         return value.copy()
-    is_container = isinstance(value, list | deque) or type(value) in (dict, set)
-    return copy.copy(value) if is_container else value
+    return copy.copy(value) if _is_container(value) else value
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, list | deque | defaultdict) or type(value) in (dict, set, Counter)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -266,14 +304,14 @@ class FirstLook:
         parts = [(batch, dims.size or 1)]
         divides = microbatches > 1 or self._mesh.sizes.data > 1
         if divides and dims.size is not None and dims.size > 1 and not dims.unsure:
-            parts = _choose_parts(batch, dims, microbatches, rules)
+            parts = choose_parts(batch, dims, microbatches, rules)
         seen, is_random = run(parts)
         self._check_tensor_ranks(seen)
         if not self._finds_rule(microbatches):
             return
         if len(parts) > 1:
-            found = _errors(rules, seen, parts[1:]), _sums(seen), is_random
-        errors, sums, is_random = self._agree(found)
+            found = _errors(rules, seen, parts[1:]), is_random
+        errors, is_random = self._agree(found)
         if not errors or not math.isfinite(min(errors.values())):
             return  # one sample, or a loss that is not finite: nothing can be told
         fitting = choose_rule(errors, self._tolerance())
@@ -288,9 +326,51 @@ class FirstLook:
         trusted = weigher.rule is rules[0] and self._layout.labels is not None
         others = [] if trusted else [by_name[name] for name in fitting[1:]]
         weigher.alternatives = tuple(rule for rule in others if not rule.is_sum)
-        weigher.sums = sums if weigher.rule.is_sum else frozenset()
         if weigher.rule is not rules[0]:
             _LOG.info("the loss of a batch is %s.", weigher.rule.name)
+        if not is_random:
+            self.warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
+
+    def judge_logs(
+        self, seen: Seen, parts: Sequence[tuple[Any, int]], microbatches: int
+    ) -> frozenset[str]:
+        """Learn which logged numbers are sums over the samples; return the names of those that are
+        not made of what parts of a batch log.
+
+        Args:
+            seen: What the step did on some samples and on parts of them.
+            parts: These, with their numbers of samples.
+            microbatches: Into how many a batch is cut. Replicas log together what `sync_dist` asks.
+
+        **Communicates**: the names, over the replicas.
+        """
+        box: list[Any] = [None] * self._mesh.sizes.data
+        if len(parts) > 1 and any(seen.logs):  # a prediction has no labels to weigh by
+            weights = [float(self._weigher.rule.weigh(*part)) for part in parts[1:]]
+            logs = [
+                [call for call in made if microbatches > 1 or call.options.get("sync_dist")]
+                for made in seen.logs
+            ]
+            weighted = torch.tensor(weights, dtype=torch.float64)
+            box[0] = compare_parts(logs, weighted, self._tolerance())
+        if len(box) > 1:
+            dist.all_gather_object(box, box[0], group=self._mesh.data_group)
+        held = [found for found in box if found is not None]
+        if not held:
+            return frozenset()
+        self._weigher.sums |= frozenset.intersection(*(sums for sums, _ in held))
+        return frozenset.union(*(others for _, others in held))
+
+    def warn_of_logs(self, step: str, names: frozenset[str]) -> None:
+        """Say which numbers are logged as the mean of what parts of a batch give."""
+        if names:
+            rank_zero_warn(
+                f"{step} logs {', '.join(sorted(names))}, which for a batch is neither the mean "
+                "nor the sum of its parts: micro-batches and replicas log the mean of theirs, "
+                "where one process would log another number. Log what it is computed from, and "
+                "compute it at the end of the epoch; or use a torchmetrics metric, or "
+                "reduce_fx='max'."
+            )
 
     def _check_tensor_ranks(self, seen: Seen) -> None:
         """Refuse a loss that tensor-parallel ranks, which have the same samples, do not share.
@@ -318,12 +398,8 @@ class FirstLook:
                 "'colwise_gather_output'). No weight was changed.",
             )
 
-    def _agree(
-        self, found: tuple[dict[str, float], frozenset[str], bool] | None
-    ) -> tuple[dict[str, float], frozenset[str], bool]:
-        """Return the largest error of every rule, what all replicas have in common, and whether
-        one of them draws.
-        """
+    def _agree(self, found: tuple[dict[str, float], bool] | None) -> tuple[dict[str, float], bool]:
+        """Return the largest error of every rule, and whether a replica draws."""
         box: list[Any] = [None] * self._mesh.sizes.data
         if len(box) > 1:
             dist.all_gather_object(box, found, group=self._mesh.data_group)
@@ -331,11 +407,10 @@ class FirstLook:
             box = [found]
         held = [replica for replica in box if replica is not None]
         if not held:
-            return {}, frozenset(), False
-        names = [name for name in held[0][0] if all(name in errors for errors, _, _ in held)]
-        worst = {name: max(errors[name] for errors, _, _ in held) for name in names}
-        sums = frozenset.intersection(*(sums for _, sums, _ in held))
-        return worst, sums, any(draws for _, _, draws in held)
+            return {}, False
+        names = [name for name in held[0][0] if all(name in errors for errors, _ in held)]
+        worst = {name: max(errors[name] for errors, _ in held) for name in names}
+        return worst, any(draws for _, draws in held)
 
     def _tolerance(self) -> float:
         precision = str(self._module.trainer.precision)
@@ -371,7 +446,7 @@ class FirstLook:
         )
 
 
-def _choose_parts(
+def choose_parts(
     batch: Any, dims: BatchDims, microbatches: int, rules: Sequence[LossRule]
 ) -> list[tuple[Any, int]]:
     """Return some samples and two parts of them, for which the rules differ most; each with its
@@ -419,15 +494,3 @@ def _errors(
         )
         for rule in rules
     }
-
-
-def _sums(seen: Seen) -> frozenset[str]:
-    """Return the names of logged numbers that are sums over the parts, and no means of equals."""
-    whole, *parts = seen.logs
-    return frozenset(
-        name
-        for name, value in whole.items()
-        if all(name in part for part in parts)
-        and value
-        and math.isclose(value, sum(part[name] for part in parts), rel_tol=1e-3)
-    )

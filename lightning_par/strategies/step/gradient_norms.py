@@ -195,7 +195,7 @@ class GradientNorms:
         counts = is_counted_here(grad) and owner not in self._elsewhere
         if owner is None and not isinstance(grad, DTensor):
             counts = self._mesh.rank == 0
-        norm = torch.linalg.vector_norm(local, norm_type, dtype=_wide(local)).double()
+        norm = torch.linalg.vector_norm(local, norm_type, dtype=_wide(local)).real.double()
         power = norm if norm_type == float("inf") else norm**norm_type
         counted: Tensor = power if counts else power * 0
         return counted.to(self._device)
@@ -267,4 +267,4 @@ def _whole_numbers() -> Iterator[None]:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    return torch.promote_types(tensor.dtype, torch.float32)

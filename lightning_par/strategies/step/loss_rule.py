@@ -26,6 +26,7 @@ from lightning_par.strategies.step.batch_weights import (
     sum_of_entry,
     SUM_OVER_SAMPLES,
 )
+from lightning_par.strategies.step.step_traces import LogCall
 
 __all__ = ["Seen", "candidate_rules", "choose_rule", "rule_error"]
 
@@ -39,11 +40,11 @@ class Seen:
 
     Attributes:
         losses: Its losses, for each batch one of every backward.
-        logs: The numbers that it logged, for each batch.
+        logs: The calls that logged numbers, for each batch.
     """
 
     losses: list[tuple[float, ...]]
-    logs: list[dict[str, float]]
+    logs: list[list[LogCall]]
 
 
 def _has_equal_rows(path: str, batch: Any) -> bool:

@@ -1,5 +1,7 @@
 """A step whose batch goes through a pipeline in micro-batches.
 
+Length: training, evaluation and the first look share the cutting and the joining.
+
 The schedule runs forwards and backwards inside `training_step`, before Lightning calls for a
 backward. So the gradients are set aside, and the loss that Lightning gets puts them in place in its
 own backward: accumulation, hooks and loss scaling then see them where they expect them.
@@ -23,7 +25,13 @@ from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
 from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu, TreeBroadcast
-from lightning_par.errors import ConfigurationError, NonFiniteError, PlanError, raise_problems
+from lightning_par.errors import (
+    ConfigurationError,
+    NonFiniteError,
+    PipelineError,
+    PlanError,
+    raise_problems,
+)
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
@@ -163,7 +171,13 @@ class PipelinedSteps:
         return output, weights.total > 0
 
     def evaluation(
-        self, name: str, context: StepContext, args: Sequence[Any], dims: BatchDims, key: Any
+        self,
+        name: str,
+        context: StepContext,
+        args: Sequence[Any],
+        dims: BatchDims,
+        key: Any,
+        count: int,
     ) -> Any:
         """Run a step without a backward on the batch of this replica; every stage gets the result.
 
@@ -173,9 +187,8 @@ class PipelinedSteps:
             args: The batch, and what else the step takes.
             dims: Which entries of the batch have a batch dim.
             key: Seed of the step, without its micro-batch.
+            count: Number of micro-batches.
         """
-        # Nobody knows which values of a step whose loss is a sum are sums, too.
-        count = 1 if self._weigher.rule.is_sum else self._num_microbatches
         parts, sizes = self.cut(args[0], dims, count)
         # A prediction needs no labels, and replicas may have unequal numbers of batches.
         predicts = name == "predict_step"
@@ -189,7 +202,8 @@ class PipelinedSteps:
         self._take_attributes(self._attributes_sent.broadcast(left))
         if run.results:
             merged = merge_results([run.results[i] for i in sorted(run.results)], weights.shares)
-            found = to_cpu(merged), [_log_to_cpu(c) for c in combine_logs(calls, weights.shares)]
+            logs = combine_logs(calls, weights.shares, weights.sums)
+            found = to_cpu(merged), [_log_to_cpu(call) for call in logs]
         output, logs = self.from_last_stage(found)
         replay_logs(self.module, logs, weights, sum(sizes))
         return output
@@ -199,24 +213,28 @@ class PipelinedSteps:
         context: StepContext,
         batches: Sequence[Any],
         rest: Sequence[Any],
-        is_refused: Callable[[], bool],
+        refusal: Callable[[], Exception | None],
+        name: str,
     ) -> Seen:
-        """Run `training_step` on batches of their own, without gradients and logs.
+        """Run a step on batches of their own, without gradients and logs.
 
         Args:
             context: Precision plugin's context of the step.
             batches: Any number of batches.
             rest: What else the step takes.
-            is_refused: Whether the step was found to be one that cannot run here, and gave nothing.
+            refusal: Says why the step cannot run here, and gave nothing.
+            name: Of the step.
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
-        with torch.no_grad():
-            run = self._forward_only(
-                "training_step", context, batches, rest, ("first look",), calls
-            )
+        try:
+            with torch.no_grad():
+                run = self._forward_only(name, context, batches, rest, ("first look",), calls)
+        except PipelineError as error:
+            raise refusal() or error from None  # of a stage that gave the next one nothing
         found = None
-        if run.results and not is_refused():
-            losses = [(float(loss_of(run.results[i]).detach()),) for i in sorted(run.results)]
+        if run.results and refusal() is None:
+            ends = sorted(run.results) if name == "training_step" else []
+            losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
             found = losses, [numbers_of(made) for made in calls]
         losses, logs = self.from_last_stage(found) or ([], [])
         return Seen(losses=losses, logs=logs)

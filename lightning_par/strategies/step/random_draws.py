@@ -83,16 +83,19 @@ class WholeDraws(TorchFunctionMode):
 
     Args:
         device: Where modules that stand on meta, for their shapes only, draw.
+        name: Of the step, for messages.
 
     Attributes:
+        name: As given.
         drew: Whether anything but dropout drew.
         is_opaque: Whether a kernel drew that cannot be told which numbers to take.
         tokens: Tokens that this rank sees; None: all.
         refusal: Why the draws cannot be shared.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, name: str = "training_step") -> None:
         super().__init__()
+        self.name = name
         self.drew = self.is_opaque = False
         self.tokens: Tokens | None = None
         self.refusal: LightningParError | None = None
@@ -190,7 +193,7 @@ class WholeDraws(TorchFunctionMode):
             return None
         if len(dims) > 1 or shape[dims[0]] % rows.length:
             self.refuse(
-                f"training_step calls {known.name} for a tensor of shape {known.shape} for "
+                f"{self.name} calls {known.name} for a tensor of shape {known.shape} for "
                 f"{rows.size} samples and of shape {shape} for {rows.length} of them: its numbers "
                 "belong to no single sample, so that micro-batches and replicas cannot draw their "
                 "share. Draw them in the data set or in on_after_batch_transfer, or use "
@@ -314,7 +317,7 @@ def _permutation(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[
     count = args[0] if args else kwargs["n"]
     if mode.choose(func, (count,)) is not None:  # one dim: never that of tokens
         mode.refuse(
-            f"training_step calls torch.randperm({count}) for the samples of a batch, which mixes "
+            f"{mode.name} calls torch.randperm({count}) for the samples of a batch, which mixes "
             "samples that other micro-batches or replicas hold. Mix them in the collate_fn of the "
             "data loader, or use num_microbatches=1 and data_parallel_size=1."
         )
@@ -395,7 +398,7 @@ def _inseparable(mode: WholeDraws, func: Any, args: Sequence[Any], kwargs: dict[
     tensor = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     if mode.choose(func, tensor.shape) is not None:
         mode.refuse(
-            f"training_step draws by {func.__name__} for each sample: how many random numbers that "
+            f"{mode.name} draws by {func.__name__} for each sample: how many random numbers that "
             "takes depends on the values, so that micro-batches and replicas cannot draw their "
             "share. Draw in the data set, or use num_microbatches=1 and data_parallel_size=1."
         )

@@ -1,4 +1,7 @@
-"""Running the user's steps on a mesh: the batch, weights of the loss, random numbers, logs."""
+"""Running the user's steps on a mesh: the batch, weights of the loss, random numbers, logs.
+
+Length: training and evaluation go the same way, through a pipeline and without one.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack, nullcontext
@@ -10,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,6 +22,7 @@ from lightning_par.engine.batch import (
     batch_entry,
     BatchDims,
     BatchDimsFinder,
+    has_entry,
     sequence_entries,
     tokens_of,
 )
@@ -39,7 +44,12 @@ from lightning_par.strategies.step.batch_weights import (
     declared_rule,
     weigh,
 )
-from lightning_par.strategies.step.first_look import FirstLook, StateOfParts, untouched
+from lightning_par.strategies.step.first_look import (
+    choose_parts,
+    FirstLook,
+    StateOfParts,
+    untouched,
+)
 from lightning_par.strategies.step.loss_rule import Seen
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
@@ -86,6 +96,19 @@ class Step:
     def close(self) -> None:
         """Close what the forward opened; may be called again."""
         self.opened.close()
+
+
+@dataclass(eq=False)
+class _Evaluation:
+    """What is known of an evaluation step on the batches of one data loader.
+
+    Attributes:
+        random: Its random numbers.
+        count: Into how many micro-batches a batch is cut.
+    """
+
+    random: StepRandom
+    count: int
 
 
 class StepRunner:
@@ -145,7 +168,7 @@ class StepRunner:
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
         self._on_host = WeightsOnHost(module, self._weigher, self._cut)
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
-        self._random = StepRandom(mesh, device, lambda: self.seed)
+        self._training, self._met = self._random_of("training_step"), dict[Any, _Evaluation]()
         self.after_look: dict[int, Callable[[], None]] = {}
         self.pipeline: PipelinedSteps | None = None
         self._count = count = 1 if executor is None else options.microbatches(sizes.pipeline)
@@ -158,7 +181,7 @@ class StepRunner:
                 sharding=sharding,
                 weigher=self._weigher,
                 user_step=self._microbatch_step,
-                replay=self._random.replay,
+                replay=self._training.replay,
                 sequence=sequence,
                 num_microbatches=count,
                 schedule=cache(partial(options.build_schedule, sizes.pipeline)),
@@ -235,7 +258,7 @@ class StepRunner:
             What `training_step` returned, whose loss has a backward; and what that needs to know.
         """
         trainer = self.module.trainer
-        self._activity.step = trainer.global_step
+        self._activity.step, self._random = trainer.global_step, self._training
         self._activity.begin("training_step")
         key = ("training_step", trainer.fit_loop.total_batch_idx)
         known = None if self._device.type == "cpu" else self._on_host.known(args[0])
@@ -252,12 +275,12 @@ class StepRunner:
             differ = None if known is None else known.differ
             if not self._first_look.is_over and self._first_look.is_due(args[0], count, differ):
                 found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
-                run = partial(self._look, context, args[1:], found.size or 1)
+                run = partial(self._look, "training_step", context, args[1:], found.size or 1)
                 self._first_look.look(args[0], found, count, run)
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
                 tokens = self._tokens_of(args[0])
-                random = self._random.step(dims.size or 1, count, tokens, trains=True)
+                random = self._random.step(dims.size or 1, count, tokens)
                 with random, self._reads.agreed():
                     output, has_valid_labels = self.pipeline.training(
                         context, args, dims, key, scaler, zero
@@ -297,13 +320,76 @@ class StepRunner:
         with ExitStack() as opened:
             args = self._open(name, args, opened)
             weighted = self._weigher.is_needed and name != "predict_step"
-            if self.pipeline is not None:
+            dims = BatchDims()
+            if self.pipeline is not None or weighted:
                 dims = self._dims_of(args[0])
-                with self._random.step(trains=False):
-                    return self.pipeline.evaluation(name, context, args, dims, key)
-            weights = self._weigher.weigh(*self._cut(args[0])) if weighted else None
+            known = self._evaluation(name, context, args, dims)
+            self._random = known.random
+            if self.pipeline is not None:
+                # Nobody knows which values of a step whose loss is a sum are sums, too.
+                count = 1 if self._weigher.rule.is_sum else known.count
+                with self._random.step(dims.size or 1, count, self._tokens_of(args[0])):
+                    output = self.pipeline.evaluation(name, context, args, dims, key, count)
+                    self._random.share(self.pipeline.from_last_stage)
+                return output
+            weights = self._weigher.weigh([args[0]], [dims.size or 1]) if weighted else None
             with adjust_logs(self.module, weights):
-                return self._whole(name, context, args, key)
+                return self._whole(name, context, args, key, dims)
+
+    def _evaluation(
+        self, name: str, context: StepContext, args: Sequence[Any], dims: BatchDims
+    ) -> _Evaluation:
+        """Return what is known of an evaluation step; its first batch is looked at.
+
+        **Communicates**: then what the step does, and the results over all ranks.
+        """
+        key = name, *args[2:]
+        known = self._met.get(key)
+        if known is None:
+            known = self._met[key] = _Evaluation(self._random_of(name), self._count)
+            sizes = self._mesh.sizes
+            # Replicas may predict unequal numbers of batches.
+            is_alone = name == "predict_step" and self._has_replicas
+            if sizes.world_size > 1 and sizes.context == 1 and not is_alone:
+                self._meet(known, name, context, args, dims)
+        return known
+
+    def _meet(
+        self,
+        known: _Evaluation,
+        name: str,
+        context: StepContext,
+        args: Sequence[Any],
+        dims: BatchDims,
+    ) -> None:
+        """Find out how an evaluation step draws, and whether parts of a batch log what it does."""
+        size = dims.size or 1
+        look = partial(self._look, name, context, args[1:], size)
+        whole = [(args[0], size)]
+        divides = (known.count > 1 or self._has_replicas) and size > 1 and not dims.unsure
+        parts = choose_parts(args[0], dims, known.count, []) if divides else whole
+        self._random = known.random
+        try:
+            seen, is_random = look(parts)
+        except ConfigurationError as error:  # it does not run on parts, or draws for all together
+            known.count, known.random = 1, self._random_of(name)
+            if self._has_replicas:
+                say = rank_zero_warn if error.code == "LP311" else rank_zero_info
+                say(f"{name} runs on the samples of each replica as if they were all: {error}")
+                return
+            self._random = known.random
+            look(whole)
+            return
+        if is_random:
+            return
+        others = self._first_look.judge_logs(seen, parts, known.count)
+        if others:
+            known.count = 1
+        if self._has_replicas:
+            self._first_look.warn_of_logs(name, others)
+
+    def _random_of(self, name: str) -> StepRandom:
+        return StepRandom(self._mesh, self._device, lambda: self.seed, name)
 
     def before_backward(self) -> None:
         """Get ready for the backward of a whole step; a pipeline does so for every micro-batch."""
@@ -361,38 +447,47 @@ class StepRunner:
         )
 
     def _look(
-        self, context: StepContext, rest: Sequence[Any], size: int, parts: Sequence[tuple[Any, int]]
+        self,
+        name: str,
+        context: StepContext,
+        rest: Sequence[Any],
+        size: int,
+        parts: Sequence[tuple[Any, int]],
     ) -> tuple[Seen, bool]:
-        """Run the step on some samples, and on parts of them, without leaving a trace.
+        """Run a step on some samples, and on parts of them, without leaving a trace.
 
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
         batches = [batch for batch, _ in parts]
+        self._sharding.release()  # gathered weights are gone before they could be put back
         with (
             untouched(self.module),
             torch.compiler.set_stance("force_eager"),
             self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
         ):
             if self.pipeline is not None:
-                seen = self.pipeline.look(context, batches, rest, self._random.is_refused)
+                seen = self.pipeline.look(context, batches, rest, self._random.refusal, name)
             else:
-                seen = self._look_whole(context, batches, rest)
-            is_random = self._random.judge(divides=self._count > 1 or self._has_replicas)
+                seen = self._look_whole(name, context, batches, rest)
+            is_random = self._random.judge(divides=len(batches) > 1)
         self._sharding.release()
         for restart in self.after_look.values():
             restart()
         return seen, is_random
 
     def _look_whole(
-        self, context: StepContext, batches: Sequence[Any], rest: Sequence[Any]
+        self, name: str, context: StepContext, batches: Sequence[Any], rest: Sequence[Any]
     ) -> Seen:
         losses, logs, state = [], [], StateOfParts(self.module)
         for index, batch in enumerate(batches):
             calls: list[LogCall] = []
-            step = partial(self._run, self.module.training_step, (batch, *rest))
+            step = partial(self._run, getattr(self.module, name), (batch, *rest))
             logging = record_logs(self.module, calls)
             with state.next_part(), context(), logging, self._user_step(_LOOK, index):
-                losses.append(self._losses_of(step))
+                if name == "training_step":
+                    losses.append(self._losses_of(step))
+                else:
+                    self._sharding.call(step)
                 self._sharding.release()
             logs.append(numbers_of(calls))
         return Seen(losses=losses, logs=logs)
@@ -419,8 +514,7 @@ class StepRunner:
         step: Callable[..., Any] = getattr(self.module, name)
         samples = 1 if dims is None else dims.size or 1
         trains = name == "training_step"
-        tokens = self._tokens_of(args[0]) if trains else None
-        random = self._random.step(samples, tokens=tokens, trains=trains)
+        random = self._random.step(samples, tokens=self._tokens_of(args[0]))
         backwards = trains and self.manual.is_used
         call = self._sharding.call_with_backwards if backwards else self._sharding.call
         with context(), random, self._user_step(key, 0):
@@ -457,7 +551,7 @@ class StepRunner:
         if self._tensor_degree == 1:
             return None
         for path, dim in sequence_entries(batch, self._batch_layout).items():
-            entry = batch_entry(batch, path)
+            entry = batch_entry(batch, path) if has_entry(batch, path) else None
             if dim == 1 and isinstance(entry, Tensor) and entry.ndim > 1:
                 return int(entry.shape[1])
         return None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_par.engine.batch import split_rows
 from lightning_par.engine.rng import (
@@ -37,15 +38,22 @@ class StepRandom:
         mesh: Its replicas see other samples; the ranks of one draw the same.
         device: Device of this rank.
         seed: Gives the seed of all steps, the same on every rank.
+        name: ``"training_step"`` or another step.
     """
 
-    def __init__(self, mesh: ParallelMesh, device: torch.device, seed: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        device: torch.device,
+        seed: Callable[[], int],
+        name: str,
+    ) -> None:
         sizes = mesh.sizes
-        self._device, self._seed = device, seed
+        self._device, self._seed, self._name = device, seed, name
         self._seeds = sizes.world_size > sizes.data
         self._replicas, self._data_rank = sizes.data, mesh.data_rank
         self._token_ranks, self._token_rank = sizes.tensor, mesh.place["tp"]
-        self._draws = WholeDraws(device)
+        self._draws = WholeDraws(device, name)
         self._draws_whole = self._is_silent = False
         self._rows: list[Rows] = []
         self._begin: dict[str, Any] | None = None  # state at the beginning of the step
@@ -59,8 +67,6 @@ class StepRandom:
         samples: int = 1,
         microbatches: int = 1,
         tokens: int | None = None,
-        *,
-        trains: bool,
     ) -> Iterator[None]:
         """Surrounds all micro-batches of a step.
 
@@ -68,11 +74,10 @@ class StepRandom:
             samples: Of the batch of this replica.
             microbatches: Into how many it is cut.
             tokens: T, if this rank may see T/tp of them.
-            trains: Whether it is a training step.
 
         **Communicates**: the random state of rank 0, if the step draws more than dropout.
         """
-        if not (trains and self._draws_whole):
+        if not self._draws_whole:
             with fork_all_rng(self._device) if self._seeds else nullcontext():
                 yield
             return
@@ -130,15 +135,21 @@ class StepRandom:
         if self._seeds:
             seed = seed_of(self._seed(), *key, microbatch, self._data_rank)
             seed_all_generators(seed, self._device)
-        checks = self._is_silent and key[0] == "training_step"
-        before = torch.get_rng_state() if checks else None
+        before = torch.get_rng_state() if self._is_silent else None
         yield
         if before is not None and not torch.equal(before, torch.get_rng_state()):
-            raise ConfigurationError(
-                "LP311",
-                "training_step drew random numbers, but drew none when the run began, so that they "
-                "would not be those of one process. Let it draw from the first step on.",
-            )
+            self._complain()
+
+    def _complain(self) -> None:
+        """Refuse numbers that nobody has learned to share; warn once if nothing trains on them."""
+        text = (
+            f"{self._name} drew random numbers, but drew none when the run began, so that they "
+            "{} those of one process. Let it draw from the first step on."
+        )
+        if self._name == "training_step":
+            raise ConfigurationError("LP311", text.format("would not be"))
+        self._is_silent = False
+        rank_zero_warn(text.format("are not"))
 
     def replay(self, microbatch: int = 0) -> AbstractContextManager[None]:
         """Surrounds a backward, which may recompute blocks that drew random numbers."""
@@ -181,9 +192,9 @@ class StepRandom:
         self._draws.refusal = self._draws.refusal or error
         return True
 
-    def is_refused(self) -> bool:
-        """Return whether something was noted that `judge` will raise."""
-        return self._draws.refusal is not None
+    def refusal(self) -> LightningParError | None:
+        """Return what was noted, and `judge` will raise."""
+        return self._draws.refusal
 
     @contextmanager
     def _look_at(self, part: int) -> Iterator[None]:
@@ -201,7 +212,7 @@ class StepRandom:
             if size == of:  # it fails on one process, too
                 raise
             text = (
-                f"training_step does not run on {size} of the {of} samples of a batch, as "
+                f"{self._name} does not run on {size} of the {of} samples of a batch, as "
                 f"micro-batches and replicas need: {type(error).__name__}: {error} If it runs on "
                 f"all {of}, write it for any number of samples, or use num_microbatches=1 and "
                 "data_parallel_size=1."
@@ -251,7 +262,7 @@ class StepRandom:
         if depends and divides:
             raise ConfigurationError(
                 "LP311",
-                "training_step draws as many random numbers of NumPy or Python as there are "
+                f"{self._name} draws as many random numbers of NumPy or Python as there are "
                 "samples, which micro-batches and replicas cannot share. Draw them by torch "
                 "(torch.rand(batch_size)), or in the data set, or use num_microbatches=1 and "
                 "data_parallel_size=1.",

@@ -10,9 +10,10 @@ end of an epoch. So the others take over what the last stage has changed. A step
 micro-batch: a list gets an entry of each of them.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,11 +34,15 @@ __all__ = [
     "StepAttributes",
     "adjust_logs",
     "combine_logs",
+    "compare_parts",
     "logs_off",
     "numbers_of",
     "record_logs",
     "replay_logs",
 ]
+
+
+_REDUCTIONS = ("mean", "avg", "sum", "max", "min")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +109,39 @@ def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[No
         yield
 
 
-def numbers_of(calls: Sequence[LogCall]) -> dict[str, float]:
-    """Return the numbers that were logged, by name; no metrics."""
-    return {
-        call.name: float(call.value)
+def numbers_of(calls: Sequence[LogCall]) -> list[LogCall]:
+    """Return the calls that logged numbers, which are then on the host; no metrics."""
+    return [
+        replace(call, value=float(call.value))
         for call in calls
         if call.metric is None and isinstance(call.value, int | float | Tensor)
-    }
+    ]
+
+
+def compare_parts(
+    logs: Sequence[Sequence[LogCall]], weights: Tensor, tolerance: float
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of numbers that are sums over the parts of a batch although they are
+    logged as means, and of those that are not made of what the parts log at all.
+
+    Args:
+        logs: From `numbers_of`, of the batch and of each of its parts.
+        weights: [m] weights of the parts.
+        tolerance: Of roundings, relative.
+    """
+
+    def is_near(one: float, other: float) -> bool:
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-9) or one != one
+
+    known = [[call for call in calls if _name_of(call) in _REDUCTIONS] for calls in logs]
+    combined = {call.name: float(call.value) for call in combine_logs(known[1:], weights)}
+    sums, others = set[str](), set[str]()
+    for call in known[0]:
+        if call.name not in combined or is_near(call.value, combined[call.name]):
+            continue
+        total = sum(part.value for calls in known[1:] for part in calls if part.name == call.name)
+        (sums if is_near(call.value, total) else others).add(call.name)
+    return frozenset(sums), frozenset(others)
 
 
 @contextmanager
@@ -243,11 +274,16 @@ def reduction_name(reduce_fx: Any) -> str:
         ConfigurationError: It is another function.
     """
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    if name not in ("mean", "avg", "sum", "max", "min"):
+    if name not in _REDUCTIONS:
         raise ConfigurationError(
             "LP316", f"self.log(reduce_fx={reduce_fx!r}): use mean, sum, max or min."
         )
     return str(name)
+
+
+def _name_of(call: LogCall) -> str:
+    kind = call.options.get("reduce_fx", "mean")
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", "")
 
 
 def replay_logs(

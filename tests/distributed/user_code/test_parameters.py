@@ -56,6 +56,48 @@ def a_parameter_without_entries() -> Any:
     return module, samples
 
 
+@CASES.add(equal="zero1", refused={"pp2": "backbone.0 is net.blocks.0: .*a property of Module"})
+def blocks_with_a_second_name() -> Any:
+    """As `BackboneFinetuning` asks for."""
+
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = self.net.blocks
+
+    return Module(), token_pairs()
+
+
+@CASES.add(
+    refused={
+        "zero1": "net.head has no sizes yet.*\n.*net.norm.bias has a hook.*on_after_backward.*\n"
+        ".*net.emb has sparse=True.*\n.*net.blocks.3 went through torch.jit.script"
+    }
+)
+def parameters_that_nobody_can_take_over() -> Any:
+    module, samples = penalized(lambda m: 0)
+    module.net.norm.bias.register_hook(lambda grad: 0.1 * grad)
+    module.net.blocks[3] = torch.jit.script(nn.Linear(32, 32))
+    module.net.emb.sparse, module.net.head = True, nn.LazyLinear(64)
+    return module, samples
+
+
+@CASES.add(equal="zero0 zero3", large="zero1 zero2", trainer={"gradient_clip_val": 0.5})
+def a_temperature_without_dims_and_complex_weights() -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(0.1))
+            self.filter = nn.Parameter(torch.randn(64, dtype=torch.complex128))
+
+        def loss(self, batch: Any) -> Tensor:
+            logits = torch.fft.ifft(torch.fft.fft(self.net(batch[0])) * self.filter).real
+            logits = logits * self.temperature.exp()
+            return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal="tp2 pp2 zero3", large="tp2pp2")
 def penalty_of_the_head() -> Any:
     return penalized(lambda m: m.net.head.weight.pow(2).mean() + m.net.norm.weight.abs().sum())

@@ -1,22 +1,29 @@
-"""Random numbers drawn in the step: those of one process."""
+"""Random numbers drawn in the step: those of one process; and what validation logs of them."""
 
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from torch import nn, Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_par import BatchLayout, ParallelPlan
+from lightning_par import BatchLayout, Hybrid3DStrategy, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
-from tests.support.user_code import Cases
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import Cases, LAYOUTS
 
 CASES = Cases(__name__)
 
 
 class Denoiser(PlainModule):
     """Predicts the noise that was added to the embeddings; cases draw it in other ways."""
+
+    key = "loss"
 
     def __init__(self, net: nn.Module | None = None, drop: float = 0.0) -> None:
         super().__init__(net)
@@ -33,7 +40,7 @@ class Denoiser(PlainModule):
         for block in self.net.blocks:
             z = block(z)
         loss = F.mse_loss(self.net.norm(z), noise)
-        self.log("loss", loss, sync_dist=True)
+        self.log(self.key, loss, sync_dist=True)
         return loss
 
 
@@ -148,3 +155,65 @@ def choice_by_a_random_number() -> Any:
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
     CASES.check(case, layout, refusal)
+
+
+class Meter:
+    """Counts, as helpers of users do."""
+
+    def __init__(self) -> None:
+        self.counts = {"batches": [0]}
+
+
+class Validating(Denoiser):
+    """Validation draws noise, too, logs more than means, and counts in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meters = [Meter()]
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("batches", float(self.meters[0].counts["batches"][0]), sync_dist=True)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.meters[0].counts["batches"][0] += 1
+        self.key = "val"
+        loss = self.training_step(batch, batch_idx)
+        self.key = "loss"
+        values = {"exp": loss.exp(), "samples": float(len(batch[0]))}
+        self.log_dict(values, sync_dist=True)
+
+
+def _validate(rank: int, world: int, layout: str | None) -> Any:
+    seed_everything(0, verbose=False)
+    samples, module = token_pairs(), Validating()
+    replicas = 2 if layout == "zero1" else 1
+    strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout])
+
+    def loader(chosen: Any) -> Any:
+        sampler = (
+            DistributedSampler(chosen, replicas, rank, shuffle=False) if replicas > 1 else None
+        )
+        return DataLoader(chosen, 8 // replicas, sampler=sampler)
+
+    trainer = quiet_trainer(
+        devices=world, strategy=strategy, precision="64-true", max_epochs=2, num_sanity_val_steps=0
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(samples[:16]), [loader(samples[:12]), loader(samples[20:])])
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return found, [str(w.message) for w in caught if "logs exp, which" in str(w.message)]
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero1", "tp2_whole_sequence"])
+def test_validation_draws_and_logs_what_one_process_does(layout: str) -> None:
+    wanted, _ = _validate(0, 1, None)
+    torch.set_default_dtype(torch.float32)
+    results = run_ranks(_validate, 2, layout, timeout=180)
+    for found, _ in results:
+        if layout == "zero1":  # the mean of the replicas, with a warning
+            for name in (f"exp/dataloader_idx_{index}" for index in range(2)):
+                assert found.pop(name) != pytest.approx(wanted[name], rel=1e-6)
+                found[name] = wanted[name]
+            assert len(results[0][1]) == 2
+        assert found == pytest.approx(wanted, rel=1e-6)
