@@ -311,6 +311,27 @@ def test_every_process_dies_when_the_test_process_is_killed(how, tmp_path):
     assert all(map(is_gone, pids))
 
 
+PATCHED = None
+
+
+def patch(rank, world, monkeypatch, skips):
+    monkeypatch.setattr(sys.modules[__name__], "PATCHED", rank)
+    if skips:
+        skip(rank, world)
+
+
+def get_patched(rank, world):
+    return PATCHED
+
+
+def test_what_a_test_patches_in_ranks_is_taken_back(monkeypatch):
+    run_ranks(patch, 2, monkeypatch=monkeypatch, skips=False)
+    assert run_ranks(get_patched, 2) == [None, None]
+    with pytest.raises(pytest.skip.Exception):
+        run_ranks(patch, 2, monkeypatch=monkeypatch, skips=True)
+    assert run_ranks(get_patched, 2) == [None, None]
+
+
 @ranks(4)
 def test_shardings_that_are_skipped_are_those_that_torch_leaves_out(rank, world, monkeypatch):
     expand, compared = sharding_ops.expand_to_full_mesh_op_strategy, []

@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
+import pytest
+
 from tests.support.cuda_simulation import backend, is_wanted
 from tests.support.gloo_device import share_gloo_device
 
@@ -278,7 +280,7 @@ def run_job(rank, job):
         connected = True
         function = load_function(job["module"], job["file"], job["qualname"])
         args, kwargs = pickle.loads(job["arguments"])
-        with requests() as asked:
+        with undone(kwargs.values()), requests() as asked:
             value = dump(function(rank, job["world"], *args, **kwargs))
         return "ok", value, dist.is_initialized(), pickle.dumps(asked)
     except BaseException as error:
@@ -289,6 +291,17 @@ def run_job(rank, job):
         frames = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))
         return kind, f"{name}{error}", text, when
+
+
+@contextlib.contextmanager
+def undone(arguments):
+    """Takes back what a test has patched: its `monkeypatch` here is a copy that pytest forgets."""
+    try:
+        yield
+    finally:
+        for argument in arguments:
+            if isinstance(argument, pytest.MonkeyPatch):
+                argument.undo()
 
 
 def requests():
