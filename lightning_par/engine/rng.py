@@ -22,6 +22,7 @@ __all__ = [
     "seed_all_generators",
     "seed_generators",
     "seed_of",
+    "states_alike",
 ]
 
 
@@ -152,6 +153,16 @@ def collect_random_states(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
+
+
+def states_alike(one: Any, other: Any) -> bool:
+    """Return whether two states that `collect_random_states` gave are the same."""
+    if isinstance(one, dict):
+        return all(states_alike(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return all(map(states_alike, one, other))
+    same = one == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:

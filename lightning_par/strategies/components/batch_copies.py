@@ -22,7 +22,10 @@ from lightning_par.engine.tensor_tree import children
 from lightning_par.upstream.data import pinned_batches, WorkerIterator
 from lightning_par.upstream.lightning import next_of_fit, trainer_of
 
-__all__ = ["BatchCopies", "copies_to", "has_hook"]
+__all__ = ["BATCH_HOOKS", "BatchCopies", "copies_to", "has_hook"]
+
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Lightning's hooks that may change a batch on its way to the device."""
 
 
 class BatchCopies:

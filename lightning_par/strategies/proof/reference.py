@@ -26,7 +26,12 @@ from torch import nn, Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_par.engine.rng import collect_random_states, fork_all_rng, restore_random_states
+from lightning_par.engine.rng import (
+    collect_random_states,
+    fork_all_rng,
+    restore_random_states,
+    states_alike,
+)
 from lightning_par.strategies.proof.record import StartValues, StepRecord
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.upstream.lightning import TunerExit
@@ -221,7 +226,7 @@ def _prepare(
         before = collect_random_states(device)
         with _noting_writes(module, record.written):
             result = step(batch, *given.arguments[done])
-        record.draws |= not _alike(before, collect_random_states(device))
+        record.draws |= not states_alike(before, collect_random_states(device))
         return result
 
     @functools.wraps(last)
@@ -271,15 +276,6 @@ def _noting_writes(module: nn.Module, written: set[str]) -> Iterator[None]:
                 hooks.callback(begin.remove)
                 hooks.callback(part.register_forward_hook(partial(leave, place)).remove)
         yield
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return all(_alike(one[key], other[key]) for key in one)
-    if isinstance(one, tuple):
-        return all(map(_alike, one, other))
-    same = one == other
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
 @contextmanager

@@ -196,8 +196,8 @@ class WholeDraws(TorchFunctionMode):
                 f"{self.name} calls {known.name} for a tensor of shape {known.shape} for "
                 f"{rows.size} samples and of shape {shape} for {rows.length} of them: its numbers "
                 "belong to no single sample, so that micro-batches and replicas cannot draw their "
-                "share. Draw them in the data set or in on_after_batch_transfer, or use "
-                "num_microbatches=1 and data_parallel_size=1."
+                "share. Draw them in the data set, or use num_microbatches=1 and "
+                "data_parallel_size=1."
             )
             return None
         return _Cut(dims[0], shape[dims[0]] // rows.length)

@@ -57,7 +57,7 @@ from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_errors import raise_explained
-from lightning_par.strategies.step.step_random import StepRandom
+from lightning_par.strategies.step.step_random import HookDraws, StepRandom
 from lightning_par.strategies.step.step_traces import adjust_logs, LogCall, numbers_of, record_logs
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
 from lightning_par.strategies.step.weights_on_host import WeightsOnHost
@@ -160,14 +160,14 @@ class StepRunner:
         self.seed, self.evaluations, self.manual, self._pads = seed, 0, manual, sizes.context > 1
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
         self._in_step, self._is_checked, self._broadcast = False, False, _batch_broadcast(mesh)
-        # Each is asked for in every step or micro-batch: properties of the mesh compute them anew.
-        self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device
+        self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device  # asked often
         self._num_microbatches, self._graphs = options.num_microbatches, options.records_graphs
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         _synchronize(module, mesh)
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
         self._on_host = WeightsOnHost(module, self._weigher, self._cut)
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
+        self._hook_draws = HookDraws(module, sizes.data, device)
         self._training, self._met = self._random_of("training_step"), dict[Any, _Evaluation]()
         self.after_look: dict[int, Callable[[], None]] = {}
         self.pipeline: PipelinedSteps | None = None
@@ -234,7 +234,9 @@ class StepRunner:
 
         **Communicates**: the batch, from the first rank of the replica to the others.
         """
-        batch = move(given if self._copies is None else self._copies.copy(given), *rest)
+        copied = given if self._copies is None else self._copies.copy(given)
+        with self._hook_draws.watched():
+            batch = move(copied, *rest)
         self._activity.step = self.module.trainer.global_step
         if self._graphs:  # else every block is a step to torch, which reuses its output
             torch.compiler.cudagraph_mark_step_begin()

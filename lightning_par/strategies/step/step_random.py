@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -22,13 +23,46 @@ from lightning_par.engine.rng import (
     restore_random_states,
     seed_all_generators,
     seed_of,
+    states_alike,
 )
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.components.batch_copies import BATCH_HOOKS, has_hook
 from lightning_par.strategies.step.random_draws import Rows, Tokens, WholeDraws
 
-__all__ = ["StepRandom"]
+__all__ = ["HookDraws", "StepRandom"]
+
+
+class HookDraws:
+    """Warns, once, where hooks for batches draw random numbers on each of several replicas.
+
+    Args:
+        module: The user's LightningModule; its hooks, or those of its data module, are watched.
+        replicas: Their number.
+        device: Device of this rank.
+    """
+
+    def __init__(self, module: pl.LightningModule, replicas: int, device: torch.device) -> None:
+        hooks = [name for name in BATCH_HOOKS if replicas > 1 and has_hook(module, name)]
+        self._hooks, self._replicas, self._device = " or ".join(hooks), replicas, device
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Surrounds the hooks on one batch."""
+        if not self._hooks:
+            yield
+            return
+        before = collect_random_states(self._device)
+        yield
+        if not states_alike(before, collect_random_states(self._device)):
+            rank_zero_warn(
+                f"{self._hooks} draws random numbers: each of {self._replicas} replicas draws them "
+                "for its own samples, from generators that are alike, where one process draws for "
+                "the whole batch. Draw in training_step, where replicas share what one process "
+                "draws, or in the data set."
+            )
+            self._hooks = ""
 
 
 class StepRandom:

@@ -13,14 +13,12 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_par.engine.tensor_tree import tensors_of, TreeBroadcast
-from lightning_par.strategies.components.batch_copies import has_hook
+from lightning_par.strategies.components.batch_copies import BATCH_HOOKS, has_hook
 from lightning_par.strategies.step.batch_weights import BatchWeigher
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["KnownWeights", "WeightsOnHost"]
-
-_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 Parts = Callable[[Any], tuple[Sequence[Any], Sequence[int]]]
 """Batch -> its micro-batches, and their numbers of samples."""
@@ -79,7 +77,7 @@ class WeightsOnHost:
         trains = trainer is not None and trainer.training
         if not trains or (weigher.rule.counts_all and not weigher.alternatives):
             return None
-        if any(has_hook(self._module, hook) for hook in _HOOKS):
+        if any(has_hook(self._module, hook) for hook in BATCH_HOOKS):
             return None
         tensors = list(tensors_of(batch))
         if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):

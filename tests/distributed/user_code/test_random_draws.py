@@ -217,3 +217,27 @@ def test_validation_draws_and_logs_what_one_process_does(layout: str) -> None:
                 found[name] = wanted[name]
             assert len(results[0][1]) == 2
         assert found == pytest.approx(wanted, rel=1e-6)
+
+
+class Augmenting(Denoiser):
+    """Draws in a hook, before there is a step that could share it."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x.where(torch.rand(x.shape, device=x.device) > 0.1, 0), y
+
+
+def _augment(rank: int, world: int, layout: str) -> list[str]:
+    strategy: Any = Hybrid3DStrategy(**LAYOUTS[layout])
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Augmenting(), DataLoader(token_pairs(), 4))
+    return [str(w.message) for w in caught if "draws random numbers: each of" in str(w.message)]
+
+
+@pytest.mark.parametrize(("layout", "warnings_of_ranks"), [("zero1", [1, 0]), ("pp2", [0, 0])])
+def test_draws_of_hooks_on_replicas_are_told(layout: str, warnings_of_ranks: list[int]) -> None:
+    found = run_ranks(_augment, 2, layout)
+    assert [len(said) for said in found] == warnings_of_ranks
+    assert not any(said and "on_after_batch_transfer draws" not in said[0] for said in found)
