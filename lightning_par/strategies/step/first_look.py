@@ -1,5 +1,7 @@
 """The first look at a run's training step: finds how the loss of a batch is made of those of its
 parts, without leaving a trace.
+
+Length: what is looked at, and how it is put back, belong together.
 """
 
 import copy
@@ -33,7 +35,12 @@ from lightning_par.strategies.step.loss_rule import (
     rule_error,
     Seen,
 )
-from lightning_par.strategies.step.step_traces import compare_parts
+from lightning_par.strategies.step.step_traces import (
+    compare_parts,
+    NOT_OF_PARTS,
+    SAME_KIND,
+    SUM_OF_PARTS,
+)
 
 __all__ = ["FirstLook", "StateOfParts", "choose_parts", "untouched"]
 
@@ -312,14 +319,21 @@ class FirstLook:
         if len(parts) > 1:
             found = _errors(rules, seen, parts[1:]), is_random
         errors, is_random = self._agree(found)
-        if not errors or not math.isfinite(min(errors.values())):
-            return  # one sample, or a loss that is not finite: nothing can be told
-        fitting = choose_rule(errors, self._tolerance())
-        if not fitting and is_random:
+        # Of one sample, or of a loss that is not finite, nothing can be told.
+        is_known = bool(errors) and math.isfinite(min(errors.values()))
+        fitting = choose_rule(errors, self._tolerance()) if is_known else []
+        if fitting:
+            self._settle(rules, fitting)
+        elif is_known and is_random:
             _LOG.info("the step draws random numbers in a way that left its loss unchecked.")
-            return
-        if not fitting:
+        elif is_known:
             raise ConfigurationError("LP309", self._refusal(rules[0], dims, microbatches))
+        if not is_random:
+            told = seen if is_known else Seen(losses=[], logs=[])
+            self.warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
+
+    def _settle(self, rules: Sequence[LossRule], fitting: Sequence[str]) -> None:
+        """Give the weigher its rule, and those that fit as well so far."""
         by_name = {rule.name: rule for rule in rules}
         weigher = self._weigher
         weigher.rule = by_name[fitting[0]]
@@ -328,8 +342,6 @@ class FirstLook:
         weigher.alternatives = tuple(rule for rule in others if not rule.is_sum)
         if weigher.rule is not rules[0]:
             _LOG.info("the loss of a batch is %s.", weigher.rule.name)
-        if not is_random:
-            self.warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
 
     def judge_logs(
         self, seen: Seen, parts: Sequence[tuple[Any, int]], microbatches: int
@@ -342,9 +354,9 @@ class FirstLook:
             parts: These, with their numbers of samples.
             microbatches: Into how many a batch is cut. Replicas log together what `sync_dist` asks.
 
-        **Communicates**: the names, over the replicas.
+        **Communicates**: a number over the replicas; and the names, if there are such.
         """
-        box: list[Any] = [None] * self._mesh.sizes.data
+        kinds: dict[str, int] | None = None
         if len(parts) > 1 and any(seen.logs):  # a prediction has no labels to weigh by
             weights = [float(self._weigher.rule.weigh(*part)) for part in parts[1:]]
             logs = [
@@ -352,14 +364,19 @@ class FirstLook:
                 for made in seen.logs
             ]
             weighted = torch.tensor(weights, dtype=torch.float64)
-            box[0] = compare_parts(logs, weighted, self._tolerance())
-        if len(box) > 1:
-            dist.all_gather_object(box, box[0], group=self._mesh.data_group)
-        held = [found for found in box if found is not None]
-        if not held:
-            return frozenset()
-        self._weigher.sums |= frozenset.intersection(*(sums for sums, _ in held))
-        return frozenset.union(*(others for _, others in held))
+            kinds = compare_parts(logs, weighted, self._tolerance())
+        held = [kinds]
+        if self._mesh.sizes.data > 1:
+            tells = torch.tensor(max((kinds or {}).values(), default=SAME_KIND))
+            dist.all_reduce(tells, dist.ReduceOp.MAX, group=self._mesh.data_group)
+            if tells == SAME_KIND:
+                return frozenset()
+            held *= self._mesh.sizes.data
+            dist.all_gather_object(held, kinds, group=self._mesh.data_group)
+        known = [found for found in held if found is not None]
+        by_name = {name: {found.get(name) for found in known} for found in known for name in found}
+        self._weigher.sums |= {name for name, kind in by_name.items() if kind == {SUM_OF_PARTS}}
+        return frozenset(name for name, kind in by_name.items() if NOT_OF_PARTS in kind)
 
     def warn_of_logs(self, step: str, names: frozenset[str]) -> None:
         """Say which numbers are logged as the mean of what parts of a batch give."""

@@ -30,6 +30,9 @@ from lightning_par.upstream.tensor import count_of_changes
 from lightning_par.upstream.torchmetrics import last_batch_value, set_last_batch_value
 
 __all__ = [
+    "NOT_OF_PARTS",
+    "SAME_KIND",
+    "SUM_OF_PARTS",
     "LogCall",
     "StepAttributes",
     "adjust_logs",
@@ -118,11 +121,15 @@ def numbers_of(calls: Sequence[LogCall]) -> list[LogCall]:
     ]
 
 
+SAME_KIND, SUM_OF_PARTS, NOT_OF_PARTS = range(3)
+"""What a number that a batch logs is of those that its parts log; see `compare_parts`."""
+
+
 def compare_parts(
     logs: Sequence[Sequence[LogCall]], weights: Tensor, tolerance: float
-) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of numbers that are sums over the parts of a batch although they are
-    logged as means, and of those that are not made of what the parts log at all.
+) -> dict[str, int]:
+    """Tell of each number what it is of those that the parts of a batch log: `SAME_KIND` as it is
+    logged, their `SUM_OF_PARTS` although it is logged as a mean, or `NOT_OF_PARTS` at all.
 
     Args:
         logs: From `numbers_of`, of the batch and of each of its parts.
@@ -135,13 +142,15 @@ def compare_parts(
 
     known = [[call for call in calls if _name_of(call) in _REDUCTIONS] for calls in logs]
     combined = {call.name: float(call.value) for call in combine_logs(known[1:], weights)}
-    sums, others = set[str](), set[str]()
+    kinds: dict[str, int] = {}
     for call in known[0]:
+        kinds.setdefault(call.name, SAME_KIND)
         if call.name not in combined or is_near(call.value, combined[call.name]):
             continue
         total = sum(part.value for calls in known[1:] for part in calls if part.name == call.name)
-        (sums if is_near(call.value, total) else others).add(call.name)
-    return frozenset(sums), frozenset(others)
+        kind = SUM_OF_PARTS if is_near(call.value, total) else NOT_OF_PARTS
+        kinds[call.name] = max(kinds[call.name], kind)
+    return kinds
 
 
 @contextmanager

@@ -89,8 +89,7 @@ class Auxiliary(PlainModule):
 
 
 class GradientHook(PlainModule):
-    def __init__(self) -> None:
-        super().__init__()
+    def on_train_start(self) -> None:
         self.net.head.weight.register_hook(lambda g: 0.1 * g)
 
 
