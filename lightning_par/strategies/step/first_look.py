@@ -76,7 +76,9 @@ def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
         module: Code that changes it may run inside.
         but: Buffers and attributes that stay as they are then; read at the end.
     """
-    parameters = [local_part(parameter.detach()) for parameter in module.parameters()]
+    # Lightning evaluates in inference mode on CUDA, where a DTensor cannot be detached.
+    with torch.inference_mode(False), torch.no_grad():
+        parameters = [local_part(parameter.detach()) for parameter in module.parameters()]
     if sum(tensor.nbytes for tensor in parameters) > _COPIED:
         parameters = []
     seen = {id(part) for part in module.modules()}
