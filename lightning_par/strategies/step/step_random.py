@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
@@ -308,16 +307,4 @@ class StepRandom:
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any], *names: str) -> bool:
-    for name in names:
-        if name not in one:
-            continue
-        a, b = one[name], other[name]
-        if name == "numpy":
-            if not np.array_equal(a[1], b[1]) or a[2:] != b[2:]:
-                return True
-        elif isinstance(a, torch.Tensor):
-            if not torch.equal(a, b):
-                return True
-        elif a != b:
-            return True
-    return False
+    return not states_alike({name: one[name] for name in names if name in one}, other)
