@@ -10,7 +10,7 @@ from torch import nn, Tensor
 
 from lightning_par.engine.rng import fork_all_rng, restore_random_states
 from lightning_par.strategies.proof.determinism import WithoutDropout
-from lightning_par.strategies.step.first_look import untouched
+from lightning_par.strategies.step.look.untouched import untouched
 from lightning_par.strategies.step.pipelined_step import loss_of, take_gradients
 from lightning_par.strategies.step.step_traces import logs_off
 

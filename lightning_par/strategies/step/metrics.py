@@ -1,20 +1,29 @@
 """torchmetrics of the user's module on a mesh: reduced over the right ranks, known to all stages.
 
 Only the last pipeline stage gathers, as only there the user's step runs to its end.
+
+A call of a metric returns its value for what it is called with, and Lightning logs that for a step.
+Under a pipeline this is a micro-batch; `MetricsOfBatch` has the value for all of them.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, Tensor
 from torchmetrics import Metric
 
 from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu
 from lightning_par.mesh import ParallelMesh
-from lightning_par.upstream.torchmetrics import set_update_count
+from lightning_par.strategies.step.step_traces import NOT_OF_PARTS, SAME_KIND
+from lightning_par.upstream.pytree import tree_leaves
+from lightning_par.upstream.torchmetrics import last_batch_value, set_update_count
 
-__all__ = ["bind_metrics"]
+__all__ = ["OF_METRIC", "LookAtMetrics", "MetricsOfBatch", "bind_metrics", "compare_metrics"]
 
 
 def bind_metrics(
@@ -70,3 +79,168 @@ def _shared_compute(
         return original(*args, **kwargs)
 
     return compute
+
+
+class MetricsOfBatch:
+    """What the metrics of a module are for a whole batch whose parts they are called with.
+
+    Beside each metric, a copy gets the same updates and begins anew with every batch.
+
+    Args:
+        module: The user's LightningModule.
+        looks: Whether a look at the step is followed: then calls of `Metric.update` count as well,
+            and nothing is reduced over replicas.
+    """
+
+    def __init__(self, module: nn.Module, *, looks: bool = False) -> None:
+        self._names = {
+            id(metric): name
+            for name, metric in module.named_modules()
+            if isinstance(metric, Metric)
+        }
+        self._module, self._looks = module, looks
+        self._copies: dict[int, Metric] = {}  # by the id of the metric: its hash is of its state
+        self._calls = 0  # under way; the updates that they make are theirs
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._calls = 0
+        for copied in self._copies.values():
+            copied.reset()
+
+    def followed(self) -> AbstractContextManager[None]:
+        """Inside, what the metrics are called with counts."""
+        return self._followed() if self._names else nullcontext()
+
+    @contextmanager
+    def _followed(self) -> Iterator[None]:
+        # Functions, which the copy of a metric shares, unlike the objects of methods.
+        def begin_call(*_: Any) -> None:
+            self._calls += 1
+
+        def end_call(metric: nn.Module, args: Any, kwargs: dict[str, Any], _: Any) -> None:
+            self._calls -= 1
+            self._update(metric, args, kwargs)
+
+        with ExitStack() as opened:
+            for name in self._names.values():
+                metric = self._module.get_submodule(name)
+                for handle in (
+                    metric.register_forward_pre_hook(begin_call),
+                    metric.register_forward_hook(end_call, with_kwargs=True),
+                ):
+                    opened.callback(handle.remove)
+                if self._looks:
+                    opened.enter_context(self._updates_counted(metric))
+            yield
+
+    def value(self, metric: Metric) -> Any:
+        """Return the value of a metric for the calls so far, as the last call returned it if none
+        of them was seen.
+        """
+        copied = self._copies.get(id(metric))
+        if copied is None or not copied.update_called:
+            return last_batch_value(metric)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the metric gives them as well
+            return copied.compute()
+
+    def values(self) -> dict[str, Any]:
+        """Return FQN -> value of the metrics that were updated and can be computed."""
+        found = {}
+        for key, copied in self._copies.items():
+            if copied.update_called:
+                name = self._names[key]
+                try:
+                    found[name] = self.value(self._module.get_submodule(name))  # type: ignore[arg-type]
+                except Exception:  # the metric's own, of too few samples
+                    continue
+        return found
+
+    @contextmanager
+    def _updates_counted(self, metric: nn.Module) -> Iterator[None]:
+        original: Callable[..., None] = metric.update  # type: ignore[assignment]
+
+        @wraps(original)
+        def update(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if not self._calls:
+                self._update(metric, args, kwargs)
+
+        metric.__dict__["update"] = update
+        try:
+            yield
+        finally:
+            metric.__dict__["update"] = original
+
+    def _update(self, metric: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if id(metric) not in self._names:  # part of a copy
+            return
+        copied = self._copies.get(id(metric))
+        if copied is None:
+            copied = self._copies[id(metric)] = self._copy(metric)
+        copied.update(*args, **kwargs)
+
+    def _copy(self, metric: nn.Module) -> Metric:
+        parts = [part for part in metric.modules() if isinstance(part, Metric)]
+        groups = {id(part.process_group): part.process_group for part in parts}  # have no copy
+        copied: Metric = copy.deepcopy(metric, groups)  # type: ignore[assignment]
+        copied.reset()
+        for part in copied.modules():
+            if isinstance(part, Metric) and (self._looks or not part.dist_sync_on_step):
+                part.distributed_available_fn = lambda: False
+        return copied
+
+
+class LookAtMetrics:
+    """What the metrics of a module are for some samples, and for parts of them.
+
+    Args:
+        module: The user's LightningModule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._whole = MetricsOfBatch(module, looks=True)
+        self._parts = MetricsOfBatch(module, looks=True)
+
+    def followed(self, index: int) -> AbstractContextManager[None]:
+        """Surrounds the step on the whole, which is number 0, and on each part."""
+        return (self._parts if index else self._whole).followed()
+
+    def values(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return FQN -> value of the metrics, for the whole and for its parts, on the host."""
+        return to_cpu(self._whole.values()), to_cpu(self._parts.values())
+
+
+OF_METRIC = "self."
+"""Begins the name of a metric, beside those of logged numbers."""
+
+
+def compare_metrics(
+    whole: dict[str, Any], parts: dict[str, Any], tolerance: float
+) -> dict[str, int]:
+    """Tell of each metric whether it is of the `SAME_KIND` for a batch as for its parts, or
+    `NOT_OF_PARTS`, as `compare_parts` does of numbers.
+
+    Args:
+        whole: FQN -> value for the batch, on the host.
+        parts: FQN -> value for its parts together.
+        tolerance: Of roundings, relative.
+    """
+    kinds = {}
+    for name in whole.keys() & parts.keys():
+        values, others = (
+            [
+                torch.as_tensor(leaf)
+                for leaf in tree_leaves(held[name])
+                if isinstance(leaf, int | float | Tensor)
+            ]
+            for held in (whole, parts)
+        )
+        is_same = len(values) == len(others) and all(
+            one.shape == other.shape
+            and torch.allclose(one.double(), other.double(), tolerance, 1e-9, equal_nan=True)
+            for one, other in zip(values, others, strict=True)
+        )
+        kinds[OF_METRIC + name] = SAME_KIND if is_same else NOT_OF_PARTS
+    return kinds

@@ -39,7 +39,8 @@ from lightning_par.strategies.step.batch_weights import (
     weigh,
     weighted_mean,
 )
-from lightning_par.strategies.step.loss_rule import Seen
+from lightning_par.strategies.step.look.loss_rule import Seen
+from lightning_par.strategies.step.metrics import LookAtMetrics, MetricsOfBatch
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_traces import (
     combine_logs,
@@ -105,7 +106,7 @@ class PipelinedSteps:
         self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
         self._group = mesh.group("pp")
         self._results = TreeBroadcast(self._group, self._source)
-        self._attributes = StepAttributes(module)
+        self._attributes, self._metrics = StepAttributes(module), MetricsOfBatch(module)
         self._attributes_sent = TreeBroadcast(self._group, self._source)
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 
@@ -148,7 +149,7 @@ class PipelinedSteps:
             return weighted if factor is None else weighted * factor
 
         signatures = [signature(part, "training") for part in parts]
-        self._attributes.begin()
+        self._begin_step()
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         with self._gradients_aside(parameters) as computed:
             prepared = self._sharding.zero_weight.prepared() if weights.zero else nullcontext()
@@ -195,7 +196,7 @@ class PipelinedSteps:
         by_samples = BatchWeights.by_samples
         weights = by_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
         calls: list[list[LogCall]] = [[] for _ in parts]
-        self._attributes.begin()
+        self._begin_step()
         run = self._forward_only(name, context, parts, args[1:], key, calls)
         found = None
         left = self._attributes.changes() if run.results else None
@@ -226,18 +227,19 @@ class PipelinedSteps:
             name: Of the step.
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
+        metrics, key = LookAtMetrics(self.module), ("first look",)
         try:
             with torch.no_grad():
-                run = self._forward_only(name, context, batches, rest, ("first look",), calls)
+                run = self._forward_only(name, context, batches, rest, key, calls, metrics.followed)
         except PipelineError as error:
             raise refusal() or error from None  # of a stage that gave the next one nothing
         found = None
         if run.results and refusal() is None:
             ends = sorted(run.results) if name == "training_step" else []
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
-            found = losses, [numbers_of(made) for made in calls]
-        losses, logs = self.from_last_stage(found) or ([], [])
-        return Seen(losses=losses, logs=logs)
+            found = losses, [numbers_of(made) for made in calls], metrics.values()
+        losses, logs, values = self.from_last_stage(found) or ([], [], ({}, {}))
+        return Seen(losses=losses, logs=logs, metrics=values)
 
     def _forward_only(
         self,
@@ -247,8 +249,9 @@ class PipelinedSteps:
         rest: Sequence[Any],
         key: Any,
         calls: list[list[LogCall]],
+        followed: Callable[[int], AbstractContextManager[None]] | None = None,
     ) -> PipelineRun:
-        step = self._stepper(name, context, parts, rest, key, calls)
+        step = self._stepper(name, context, parts, rest, key, calls, followed)
         signatures = [signature(part, "evaluation") for part in parts]
         schedule = forward_only(self._rank_of_stage, len(parts))
         return self.executor.run(schedule, step, signatures, None)
@@ -287,12 +290,15 @@ class PipelinedSteps:
         rest: Sequence[Any],
         key: Any,
         calls: list[list[LogCall]],
+        followed: Callable[[int], AbstractContextManager[None]] | None = None,
     ) -> Callable[[int], Any]:
-        step = getattr(self.module, name)
+        step, metrics = getattr(self.module, name), self._metrics
+        trains = name == "training_step"
 
         def run(index: int) -> Any:
-            logs = record_logs(self.module, calls[index])
-            with context(), logs, self._user_step(key, index):
+            logs = record_logs(self.module, calls[index], metrics.value, on_step=trains)
+            follow = metrics.followed() if followed is None else followed(index)
+            with context(), logs, follow, self._user_step(key, index):
                 return step(parts[index], *rest)
 
         return run
@@ -349,6 +355,10 @@ class PipelinedSteps:
         value, extras, logs, left = self._results.broadcast(found)
         self._take_attributes(left)
         return value, extras, logs
+
+    def _begin_step(self) -> None:
+        self._attributes.begin()
+        self._metrics.begin()
 
     def _take_attributes(self, changes: dict[str, Any]) -> None:
         """Have in the module what the step has left there on the last stage."""

@@ -44,15 +44,11 @@ from lightning_par.strategies.step.batch_weights import (
     declared_rule,
     weigh,
 )
-from lightning_par.strategies.step.first_look import (
-    choose_parts,
-    FirstLook,
-    StateOfParts,
-    untouched,
-)
-from lightning_par.strategies.step.loss_rule import Seen
+from lightning_par.strategies.step.look.first_look import choose_parts, FirstLook
+from lightning_par.strategies.step.look.loss_rule import Seen
+from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
 from lightning_par.strategies.step.manual_step import ManualSteps
-from lightning_par.strategies.step.metrics import bind_metrics
+from lightning_par.strategies.step.metrics import bind_metrics, LookAtMetrics
 from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
@@ -369,7 +365,9 @@ class StepRunner:
         look = partial(self._look, name, context, args[1:], size)
         whole = [(args[0], size)]
         divides = (known.count > 1 or self._has_replicas) and size > 1 and not dims.unsure
-        parts = choose_parts(args[0], dims, known.count, []) if divides else whole
+        has_labels = divides and name != "predict_step"
+        rules = self._first_look.rules(args[0], dims) if has_labels else []
+        parts = choose_parts(args[0], dims, known.count, rules) if divides else whole
         self._random = known.random
         try:
             seen, is_random = look(parts)
@@ -481,18 +479,19 @@ class StepRunner:
         self, name: str, context: StepContext, batches: Sequence[Any], rest: Sequence[Any]
     ) -> Seen:
         losses, logs, state = [], [], StateOfParts(self.module)
+        metrics = LookAtMetrics(self.module)
         for index, batch in enumerate(batches):
             calls: list[LogCall] = []
             step = partial(self._run, getattr(self.module, name), (batch, *rest))
-            logging = record_logs(self.module, calls)
-            with state.next_part(), context(), logging, self._user_step(_LOOK, index):
+            logging, followed = record_logs(self.module, calls), metrics.followed(index)
+            with state.next_part(), context(), logging, followed, self._user_step(_LOOK, index):
                 if name == "training_step":
                     losses.append(self._losses_of(step))
                 else:
                     self._sharding.call(step)
                 self._sharding.release()
             logs.append(numbers_of(calls))
-        return Seen(losses=losses, logs=logs)
+        return Seen(losses=losses, logs=logs, metrics=metrics.values())
 
     def _losses_of(self, step: Callable[[], Any]) -> tuple[float, ...]:
         """Run a step without a trace; return the losses of its backwards."""

@@ -11,7 +11,7 @@ micro-batch: a list gets an entry of each of them.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +54,7 @@ class LogCall:
 
     Attributes:
         name: Logged key.
-        value: A number or tensor; for a metric, the value of its last forward.
+        value: A number or tensor; for a metric, its value for the batch so far.
         metric: FQN of the torchmetrics metric that was logged, or None.
         options: The other arguments of `self.log`.
     """
@@ -86,8 +86,21 @@ def logs_off(module: pl.LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[None]:
-    """Record the calls of `self.log` in `calls` instead of carrying them out."""
+def record_logs(
+    module: pl.LightningModule,
+    calls: list[LogCall],
+    value_of: Callable[[Metric], Any] = last_batch_value,
+    *,
+    on_step: bool = True,
+) -> Iterator[None]:
+    """Record the calls of `self.log` instead of carrying them out.
+
+    Args:
+        module: The user's LightningModule.
+        calls: Gets them.
+        value_of: Gives the value of a metric that is logged for the step.
+        on_step: Whether it is, if the call does not say.
+    """
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         if args:
@@ -104,7 +117,8 @@ def record_logs(module: pl.LightningModule, calls: list[LogCall]) -> Iterator[No
                     f"self.log({name!r}, metric): the metric is not an attribute of the "
                     f"{type(module).__name__}; set it in __init__ as self.{name} = ...",
                 )
-            value = last_batch_value(value)
+            is_of_step = on_step if options.get("on_step") is None else options["on_step"]
+            value = (value_of if is_of_step else last_batch_value)(value)
         value = value.detach() if isinstance(value, Tensor) else value
         calls.append(LogCall(name=name, value=value, metric=metric, options=options))
 

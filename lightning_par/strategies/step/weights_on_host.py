@@ -1,7 +1,8 @@
 """What the host has to know of the weights in a batch, found before the batch goes to the device.
 
 That is which parts have weight 0, see Note [Zero-weight loss] in `engine/data/zero_weight_loss.py`,
-and whether rules that the loss may follow differ, see Note [Finding the rule] in `loss_rule.py`.
+and whether rules that the loss may follow differ, see Note [Finding the rule] in
+`look/loss_rule.py`.
 Asked of the device, the answer would come after all work that the device was given before, which is
 the step before this one.
 """

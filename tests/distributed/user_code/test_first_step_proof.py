@@ -204,7 +204,7 @@ def _says_entry(kind: Any) -> Any:
     return Claims
 
 
-_LOOK = "lightning_par.strategies.step.first_look.FirstLook.is_due"
+_LOOK = "lightning_par.strategies.step.look.first_look.FirstLook.is_due"
 _STATISTICS = "lightning_par.strategies.step.runner.check_batch_statistics"
 _READS = "lightning_par.strategies.setup.parallelize.describe_parameters"
 _NORMS = "lightning_par.strategies.step.gradient_norms.GradientNorms.in_hooks"

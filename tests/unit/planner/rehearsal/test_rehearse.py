@@ -23,7 +23,7 @@ from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.rehearsal.rehearse import distinct_ranks, rehearse, rehearse_apart
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.step import first_look
+from lightning_par.strategies.step.look import first_look
 from tests.support.models.pooling_encoder import labeled_tokens, PoolingEncoder
 from tests.support.models.rehearsed import build
 from tests.support.parity import quiet_trainer

@@ -1,40 +1,31 @@
 """The first look at a run's training step: finds how the loss of a batch is made of those of its
 parts, without leaving a trace.
-
-Length: what is looked at, and how it is put back, belong together.
 """
 
-import copy
 import inspect
 import logging
 import math
-import sys
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn, Tensor
 
-from lightning_par.dtensor import local_part
 from lightning_par.engine.batch import BatchDims, take_samples
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
 from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
-from lightning_par.strategies.step.loss_rule import (
+from lightning_par.strategies.step.look.loss_rule import (
     candidate_rules,
     choose_rule,
     rule_error,
     Seen,
 )
+from lightning_par.strategies.step.metrics import compare_metrics, OF_METRIC
 from lightning_par.strategies.step.step_traces import (
     compare_parts,
     NOT_OF_PARTS,
@@ -42,204 +33,22 @@ from lightning_par.strategies.step.step_traces import (
     SUM_OF_PARTS,
 )
 
-__all__ = ["FirstLook", "StateOfParts", "choose_parts", "untouched"]
+__all__ = ["FirstLook", "choose_parts"]
 
 _LOG = logging.getLogger(__name__)
 _LOOKS = 4
 """Batches for which rules that agreed so far may differ, before the question is given up."""
 _ROWS = 16
 """Samples of a batch from which the parts are chosen."""
-_COPIED = 2**30
-"""Bytes of parameters that are copied, as a step may write to them."""
-_LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
-"""Packages whose objects no step is expected to change; those of Python are, too."""
-_OWN = frozenset(vars(nn.Module()))
-"""Attributes of every module, which hold its parameters, buffers, children and hooks."""
 
-
-_Name = tuple[str, str]
-"""Of a buffer or attribute: the name of its module, and its own."""
 RunParts = Callable[[Sequence[tuple[Any, int]]], tuple[Seen, bool]]
 """Runs the step without gradients on some samples (and their number) and on their parts, and tells
 whether it drew random numbers that cannot be cut; the same on every rank of the replica.
 """
 
 
-@contextmanager
-def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
-    """Leave children, parameters, buffers, hooks and attributes of a module and its parts alone.
-
-    Parameters are put back where the copy of this rank's part is small. Tensors, arrays, random
-    generators, containers and objects in attributes keep their contents, at any depth.
-
-    Args:
-        module: Code that changes it may run inside.
-        but: Buffers and attributes that stay as they are then; read at the end.
-    """
-    # Lightning evaluates in inference mode on CUDA, where a DTensor cannot be detached.
-    with torch.inference_mode(False), torch.no_grad():
-        parameters = [local_part(parameter.detach()) for parameter in module.parameters()]
-    if sum(tensor.nbytes for tensor in parameters) > _COPIED:
-        parameters = []
-    seen = {id(part) for part in module.modules()}
-    contents = [_restore(parameter, seen) for parameter in parameters]
-    hooks = [(held, set(held)) for part in module.modules() for held in _hooks(part)]
-    state = {name: (value, _restore(value, seen)) for name, value in _state(module)}
-    children = [(part._modules, dict(part._modules)) for part in module.modules()]
-    parts = dict(module.named_modules())
-    try:
-        yield
-    finally:
-        for held, before in children:
-            if held != before:
-                _refill(held, before)
-        for restore in contents:
-            restore()
-        for held, names in hooks:
-            _drop_new(held, names)
-        for place, name in [key for key, _ in _state(module) if key not in state]:
-            if (place, name) not in but:
-                _holder(parts[place], name).pop(name, None)
-        for key, (value, restore) in state.items():
-            if key not in but:
-                restore()
-                place, name = key
-                _holder(parts[place], name)[name] = value
-
-
-def _state(module: nn.Module) -> Iterator[tuple[_Name, Any]]:
-    """Give the buffers and attributes of a module and its children."""
-    for place, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name not in _OWN:
-                yield (place, name), value
-        for name, buffer in part.named_buffers(recurse=False):
-            yield (place, name), buffer
-
-
-class StateOfParts:
-    """The state in which the parts of a batch are looked at: each begins with the module as the
-    step does, as it does on every replica.
-
-    But what samples change in it, stays: if a loss depends on that, no rule will fit.
-
-    Args:
-        module: The user's LightningModule.
-    """
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
-        self._ends: list[dict[_Name, Any]] = []
-        self._changed: set[_Name] = set()
-
-    @contextmanager
-    def next_part(self) -> Iterator[None]:
-        """Surrounds the step on the whole first, then on each part."""
-        with untouched(self._module, but=self._changed):
-            yield
-            self._ends.append({name: _copy(value) for name, value in _state(self._module)})
-            if len(self._ends) == 2:
-                one, other = self._ends
-                both = one.keys() & other.keys()
-                self._changed |= one.keys() ^ other.keys()
-                self._changed |= {name for name in both if not _equal(one[name], other[name])}
-
-
-def _hooks(module: nn.Module) -> list[dict[Any, Any]]:
-    """Return the dicts that hold what is called before and after a module, and how."""
-    return [held for name, held in vars(module).items() if name in _OWN and "_hooks" in name]
-
-
-def _drop_new(held: dict[Any, Any], before: set[Any]) -> None:
-    for key in held.keys() - before:
-        del held[key]
-
-
-def _holder(part: nn.Module, name: str) -> dict[str, Any]:
-    """Return the dict of a module in which a buffer or attribute stands."""
-    held = vars(part)
-    buffers: dict[str, Any] = held["_buffers"]
-    return buffers if name in buffers else held
-
-
-def _restore(value: Any, seen: set[int]) -> Callable[[], Any]:
-    """Return a function that gives a mutable value its present contents again, at any depth.
-
-    Args:
-        value: Of an attribute, or of what is in one.
-        seen: Ids of the containers and objects that have such a function, or need none.
-    """
-    is_weight = isinstance(value, nn.Parameter)
-    is_kept = is_weight or (isinstance(value, Tensor) and (value.is_meta or value.requires_grad))
-    held = value if _is_container(value) else _attributes(value)
-    copied = value if is_kept else _copy(value if held is None else held)
-    if copied is value or id(value) in seen:
-        return lambda: None
-    if isinstance(value, Tensor):
-        return partial(value.data.copy_, copied)
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, copied)
-    if isinstance(value, np.ndarray):
-        return partial(np.copyto, value, copied)
-    seen.add(id(value))
-    inside = copied.values() if isinstance(copied, dict) else copied
-    items = [_restore(item, seen) for item in inside]
-
-    def restore() -> None:
-        _refill(held, copied)
-        for restore_item in items:
-            restore_item()
-
-    return restore
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object, such as a meter or metric in a list, if a step may change
-    it; None for values and for what belongs to the run.
-    """
-    package = type(value).__module__.partition(".")[0]
-    is_foreign = package in _LEFT_ALONE or package in sys.stdlib_module_names
-    return (
-        None
-        if is_foreign and not isinstance(value, nn.Module)
-        else getattr(value, "__dict__", None)
-    )
-
-
-def _copy(value: Any) -> Any:
-    """Return what a mutable value holds; any other as it is."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    return copy.copy(value) if _is_container(value) else value
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, list | deque | defaultdict) or type(value) in (dict, set, Counter)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    try:
-        return one is other or bool(np.all(one == other))
-    except Exception:  # of a class of the user's, or of tensors in a container
-        return False
-
-
-def _refill(value: Any, items: Any) -> None:
-    value.clear()
-    if isinstance(value, list | deque):
-        value.extend(items)
-    else:
-        value.update(items)
-
-
 class FirstLook:
-    """Finds the rule of a run's loss, see Note [Finding the rule] in `loss_rule.py`.
+    """Finds the rule of a run's loss, see Note [Finding the rule] in `look/loss_rule.py`.
 
     Args:
         module: The user's LightningModule.
@@ -283,6 +92,10 @@ class FirstLook:
             self._weigher.rules_differ(batch) if differ is None else differ
         )
 
+    def rules(self, batch: Any, dims: BatchDims) -> list[LossRule]:
+        """Return the rules that a loss of a batch may follow, the likely ones first."""
+        return candidate_rules(batch, self._layout, dims, self._module)
+
     def _finds_rule(self, microbatches: int) -> bool:
         divides = microbatches > 1 or self._mesh.sizes.data > 1
         # With statistics over the batch, no loss is made of those of parts.
@@ -308,7 +121,7 @@ class FirstLook:
         **Communicates**: what the step does, and the results over stages and replicas.
         """
         self._looks += 1
-        rules = candidate_rules(batch, self._layout, dims, self._module)
+        rules = self.rules(batch, dims)
         found = None
         parts = [(batch, dims.size or 1)]
         divides = microbatches > 1 or self._mesh.sizes.data > 1
@@ -331,7 +144,7 @@ class FirstLook:
         elif is_known:
             raise ConfigurationError("LP309", self._refusal(rules[0], dims, microbatches))
         if not is_random:
-            told = seen if is_known else Seen(losses=[], logs=[])
+            told = seen if is_known else Seen(losses=[], logs=[], metrics=({}, {}))
             self.warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
 
     def _settle(self, rules: Sequence[LossRule], fitting: Sequence[str]) -> None:
@@ -348,8 +161,8 @@ class FirstLook:
     def judge_logs(
         self, seen: Seen, parts: Sequence[tuple[Any, int]], microbatches: int
     ) -> frozenset[str]:
-        """Learn which logged numbers are sums over the samples; return the names of those that are
-        not made of what parts of a batch log.
+        """Learn which logged numbers are sums over the samples; return the names of those, and of
+        metrics, that are not made of what parts of a batch log, or update them with.
 
         Args:
             seen: What the step did on some samples and on parts of them.
@@ -359,7 +172,8 @@ class FirstLook:
         **Communicates**: a number over the replicas; and the names, if there are such.
         """
         kinds: dict[str, int] | None = None
-        if len(parts) > 1 and any(seen.logs):  # a prediction has no labels to weigh by
+        # A prediction has no labels to weigh by.
+        if len(parts) > 1 and (any(seen.logs) or any(seen.metrics)):
             weights = [float(self._weigher.rule.weigh(*part)) for part in parts[1:]]
             logs = [
                 [call for call in made if microbatches > 1 or call.options.get("sync_dist")]
@@ -367,6 +181,7 @@ class FirstLook:
             ]
             weighted = torch.tensor(weights, dtype=torch.float64)
             kinds = compare_parts(logs, weighted, self._tolerance())
+            kinds |= compare_metrics(*seen.metrics, self._tolerance())
         held = [kinds]
         if self._mesh.sizes.data > 1:
             tells = torch.tensor(max((kinds or {}).values(), default=SAME_KIND))
@@ -381,10 +196,22 @@ class FirstLook:
         return frozenset(name for name, kind in by_name.items() if NOT_OF_PARTS in kind)
 
     def warn_of_logs(self, step: str, names: frozenset[str]) -> None:
-        """Say which numbers are logged as the mean of what parts of a batch give."""
-        if names:
+        """Say which numbers are logged as the mean of what parts of a batch give, and which metrics
+        get something else from parts than from a batch.
+        """
+        metrics = {name for name in names if name.startswith(OF_METRIC)}
+        logged = names - metrics
+        if metrics:
             rank_zero_warn(
-                f"{step} logs {', '.join(sorted(names))}, which for a batch is neither the mean "
+                f"{step} updates the metrics {', '.join(sorted(metrics))} with something else for "
+                "the parts of a batch than for the whole: with each micro-batch, on every replica, "
+                "where one process updates them once. Give a mean the number of what it is over "
+                "(MeanMetric.update(value, weight)), or give the metric what the value is computed "
+                "from."
+            )
+        if logged:
+            rank_zero_warn(
+                f"{step} logs {', '.join(sorted(logged))}, which for a batch is neither the mean "
                 "nor the sum of its parts: micro-batches and replicas log the mean of theirs, "
                 "where one process would log another number. Log what it is computed from, and "
                 "compute it at the end of the epoch; or use a torchmetrics metric, or "

@@ -41,10 +41,13 @@ class Seen:
     Attributes:
         losses: Its losses, for each batch one of every backward.
         logs: The calls that logged numbers, for each batch.
+        metrics: FQN -> value of the torchmetrics that it updates, for the first batch, and for the
+            others together.
     """
 
     losses: list[tuple[float, ...]]
     logs: list[list[LogCall]]
+    metrics: tuple[dict[str, Any], dict[str, Any]]
 
 
 def _has_equal_rows(path: str, batch: Any) -> bool:

@@ -1,0 +1,163 @@
+"""torchmetrics of the user's module: what they log of a batch that is cut, and what cannot be."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from lightning_par import Hybrid3DStrategy
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import LAYOUTS
+
+
+class Measured(PlainModule):
+    """Logs metrics of steps and of epochs, none of which is a mean over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f1 = MulticlassF1Score(64, average="macro")
+        both = [MulticlassF1Score(64, average="weighted"), MulticlassAccuracy(64, average="macro")]
+        self.train_metrics = MetricCollection(both, prefix="train/")
+        self.val_f1 = MulticlassF1Score(64, average="macro")
+        self.guesses = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        logits = self.net(tokens).flatten(0, 1)
+        self.f1(logits, labels.flatten())
+        self.log("f1", self.f1, on_step=True, on_epoch=True)
+        self.train_metrics(logits, labels.flatten())
+        self.log_dict(self.train_metrics)
+        self.guesses.update(logits.argmax(-1).double())
+        loss = F.cross_entropy(logits, labels.flatten())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("guesses", self.guesses.compute())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, labels = batch
+        self.val_f1(self.net(tokens).flatten(0, 1), labels.flatten())
+        self.log("val_f1", self.val_f1, on_step=True, on_epoch=True)
+
+
+class Weighing(PlainModule):
+    """Gives metrics a mean, once with the number that it is over, and once without."""
+
+    def __init__(self, *, weighs: bool) -> None:
+        super().__init__()
+        self.weighs = weighs
+        self.mean_loss, self.val_loss = MeanMetric(), MeanMetric()
+
+    def _update(self, metric: MeanMetric, batch: Any) -> Tensor:
+        loss = self.loss(batch)
+        metric.update(loss, (batch[1] != -100).sum() if self.weighs else 1.0)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._update(self.mean_loss, batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean_loss", self.mean_loss.compute())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._update(self.val_loss, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", self.val_loss.compute())
+
+
+class _Steps(Callback):
+    """Writes down what each training step has logged."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        names = ("f1_step", "train/MulticlassF1Score", "train/MulticlassAccuracy")
+        found = trainer.logged_metrics
+        self.logged.append({name: float(found[name]) for name in names if name in found})
+
+
+def _ragged() -> list[tuple[Tensor, Tensor]]:
+    """Samples with unequal numbers of labels."""
+    return [
+        (x, y.masked_fill(torch.arange(len(y)) > index % 7, -100))
+        for index, (x, y) in enumerate(token_pairs())
+    ]
+
+
+def _train(rank: int, world: int, layout: str | None, made: Any) -> Any:
+    seed_everything(0, verbose=False)
+    module, samples = made()
+    strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout])
+    steps = _Steps()
+    trainer = quiet_trainer(
+        devices=world, strategy=strategy, precision="64-true", max_epochs=2, callbacks=[steps]
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        replicas = 2 if layout == "zero1" else 1
+        loaders = [
+            DataLoader(part, 8 // replicas, sampler=_share(part, replicas, rank))
+            for part in (samples, samples[:16])
+        ]
+        trainer.fit(module, *loaders)
+    told = [str(w.message) for w in caught if "updates the metrics" in str(w.message)]
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return steps.logged, found, told
+
+
+def _share(samples: Any, replicas: int, rank: int) -> Any:
+    return DistributedSampler(samples, replicas, rank if replicas > 1 else 0, shuffle=False)
+
+
+def _measured() -> Any:
+    return Measured().double(), token_pairs()
+
+
+def _weighed() -> Any:
+    return Weighing(weighs=True).double(), _ragged()
+
+
+def _unweighed() -> Any:
+    return Weighing(weighs=False).double(), _ragged()
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+def test_a_step_logs_the_metric_of_the_whole_batch(layout: str) -> None:
+    ((steps, found, _),) = run_ranks(_train, 1, None, _measured)
+    assert [len(step) for step in steps] == [3] * 8
+    for got_steps, got, told in run_ranks(_train, 2, layout, _measured, timeout=180):
+        assert got == pytest.approx(found, rel=1e-6)
+        for one, other in zip(got_steps, steps, strict=True):
+            assert one == pytest.approx(other, rel=1e-6)
+        assert not told
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero1"])
+def test_a_metric_that_depends_on_how_a_batch_is_cut_is_named(layout: str) -> None:
+    ((_, found, _),) = run_ranks(_train, 1, None, _weighed)
+    for _, got, told in run_ranks(_train, 2, layout, _weighed, timeout=180):
+        assert got == pytest.approx(found, rel=1e-6)
+        assert not told
+    ((_, found, _),) = run_ranks(_train, 1, None, _unweighed)
+    results = run_ranks(_train, 2, layout, _unweighed, timeout=180)
+    for _, got, _ in results:
+        assert got["mean_loss"] != pytest.approx(found["mean_loss"], rel=1e-6)
+        if layout == "pp2":  # evaluates whole batches for it
+            assert got["val_loss"] == pytest.approx(found["val_loss"], rel=1e-6)
+    told = results[0][2]
+    assert any("training_step updates the metrics self.mean_loss" in text for text in told)
+    assert (layout == "zero1") == any("validation_step" in text for text in told)
