@@ -15,6 +15,7 @@ from lightning_par.engine.pipeline.captured_outputs import captured_names, keep_
 from lightning_par.engine.pipeline.side_effects import watch_side_effects
 from lightning_par.engine.pipeline.stage import (
     AbsentModule,
+    check_last_block,
     earlier_block,
     GhostModule,
     LaterBlock,
@@ -42,7 +43,12 @@ def cut_stages(
 
     Returns:
         The stages, to be given to the executor.
+
+    Raises:
+        PipelineError: The last block of a stage has a backward hook, which would not be called.
     """
+    for _, end in bounds[:-1]:
+        check_last_block(end - 1, model.get_submodule(resolved.block_names[end - 1]))
     captured = resolved.plan.captured
     carried = (*resolved.plan.carried, *captured_names(captured))
     watched: list[str] = []

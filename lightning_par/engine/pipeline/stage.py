@@ -11,6 +11,8 @@ twice on one stage.
 
 Note [Poison]: what belongs to another stage answers with NaN, never with zeros, so that a step
 which uses it shows a NaN loss instead of a plausible number.
+
+Length: a stage and its stubs answer for each other at every call.
 """
 
 import copy
@@ -41,6 +43,7 @@ __all__ = [
     "Stage",
     "StageExit",
     "StageStub",
+    "check_last_block",
     "earlier_block",
     "matching_modules",
     "poison",
@@ -234,12 +237,34 @@ class Stage:
         state.called.add(block)
         if self.is_last:
             return
+        if block == self.end_block - 1:
+            check_last_block(block, module)
         whole = block == self.end_block - 1 or block in self.kept
         state.recorded[str(block)] = output if whole else _elide_hidden(output)
         for name in self.carried:
             value = getattr(module, name, None)
             if isinstance(value, Tensor):
                 state.recorded[f"{block}.{name}"] = value
+
+
+def check_last_block(number: int, block: nn.Module) -> None:
+    """Refuse backward hooks of the last block of a stage that is not the last.
+
+    Args:
+        number: Of the block.
+        block: The block.
+
+    Raises:
+        PipelineError: It has such a hook.
+    """
+    if block._backward_hooks or block._backward_pre_hooks:
+        raise PipelineError(
+            "LP406",
+            f"block {number} is the last of a stage and has a backward hook, which would not be "
+            "called: the gradient of its output comes from another stage. Register the hook on a "
+            "module inside of the block, or let a forward hook register it on the block's output "
+            "(output.register_hook).",
+        )
 
 
 def _in_reentrant_checkpoint() -> bool:

@@ -9,7 +9,7 @@ Under a pipeline this is a micro-batch; `MetricsOfBatch` has the value for all o
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
+from contextlib import contextmanager, ExitStack
 from functools import wraps
 from typing import Any
 
@@ -90,6 +90,9 @@ class MetricsOfBatch:
         module: The user's LightningModule.
         looks: Whether a look at the step is followed: then calls of `Metric.update` count as well,
             and nothing is reduced over replicas.
+
+    Attributes:
+        is_new: Whether a batch begins; set it there, and the first update takes it away.
     """
 
     def __init__(self, module: nn.Module, *, looks: bool = False) -> None:
@@ -98,22 +101,13 @@ class MetricsOfBatch:
             for name, metric in module.named_modules()
             if isinstance(metric, Metric)
         }
-        self._module, self._looks = module, looks
+        self._module, self._looks, self.is_new = module, looks, True
         self._copies: dict[int, Metric] = {}  # by the id of the metric: its hash is of its state
         self._calls = 0  # under way; the updates that they make are theirs
 
-    def begin(self) -> None:
-        """Begin a batch."""
-        self._calls = 0
-        for copied in self._copies.values():
-            copied.reset()
+    def follow(self) -> ExitStack:
+        """Let what the metrics are called with count, until the result is closed."""
 
-    def followed(self) -> AbstractContextManager[None]:
-        """Inside, what the metrics are called with counts."""
-        return self._followed() if self._names else nullcontext()
-
-    @contextmanager
-    def _followed(self) -> Iterator[None]:
         # Functions, which the copy of a metric shares, unlike the objects of methods.
         def begin_call(*_: Any) -> None:
             self._calls += 1
@@ -122,24 +116,24 @@ class MetricsOfBatch:
             self._calls -= 1
             self._update(metric, args, kwargs)
 
-        with ExitStack() as opened:
-            for name in self._names.values():
-                metric = self._module.get_submodule(name)
-                for handle in (
-                    metric.register_forward_pre_hook(begin_call),
-                    metric.register_forward_hook(end_call, with_kwargs=True),
-                ):
-                    opened.callback(handle.remove)
-                if self._looks:
-                    opened.enter_context(self._updates_counted(metric))
-            yield
+        opened = ExitStack()
+        for name in self._names.values():
+            metric = self._module.get_submodule(name)
+            for handle in (
+                metric.register_forward_pre_hook(begin_call),
+                metric.register_forward_hook(end_call, with_kwargs=True),
+            ):
+                opened.callback(handle.remove)
+            if self._looks:
+                opened.enter_context(self._updates_counted(metric))
+        return opened
 
     def value(self, metric: Metric) -> Any:
         """Return the value of a metric for the calls so far, as the last call returned it if none
         of them was seen.
         """
         copied = self._copies.get(id(metric))
-        if copied is None or not copied.update_called:
+        if copied is None or self.is_new or not copied.update_called:
             return last_batch_value(metric)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the metric gives them as well
@@ -176,6 +170,10 @@ class MetricsOfBatch:
     def _update(self, metric: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if id(metric) not in self._names:  # part of a copy
             return
+        if self.is_new:
+            self.is_new = False
+            for held in self._copies.values():
+                held.reset()
         copied = self._copies.get(id(metric))
         if copied is None:
             copied = self._copies[id(metric)] = self._copy(metric)
@@ -183,8 +181,12 @@ class MetricsOfBatch:
 
     def _copy(self, metric: nn.Module) -> Metric:
         parts = [part for part in metric.modules() if isinstance(part, Metric)]
-        groups = {id(part.process_group): part.process_group for part in parts}  # have no copy
-        copied: Metric = copy.deepcopy(metric, groups)  # type: ignore[assignment]
+        # What has no copy: a group, and a tensor with a graph, as of the value of the last call.
+        known = {id(part.process_group): part.process_group for part in parts}
+        for tensor in tree_leaves([list(vars(part).values()) for part in parts]):
+            if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                known[id(tensor)] = tensor.detach()
+        copied: Metric = copy.deepcopy(metric, known)  # type: ignore[assignment]
         copied.reset()
         for part in copied.modules():
             if isinstance(part, Metric) and (self._looks or not part.dist_sync_on_step):
@@ -203,9 +205,9 @@ class LookAtMetrics:
         self._whole = MetricsOfBatch(module, looks=True)
         self._parts = MetricsOfBatch(module, looks=True)
 
-    def followed(self, index: int) -> AbstractContextManager[None]:
+    def followed(self, index: int) -> ExitStack:
         """Surrounds the step on the whole, which is number 0, and on each part."""
-        return (self._parts if index else self._whole).followed()
+        return (self._parts if index else self._whole).follow()
 
     def values(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return FQN -> value of the metrics, for the whole and for its parts, on the host."""

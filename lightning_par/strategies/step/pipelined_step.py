@@ -106,7 +106,9 @@ class PipelinedSteps:
         self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
         self._group = mesh.group("pp")
         self._results = TreeBroadcast(self._group, self._source)
-        self._attributes, self._metrics = StepAttributes(module), MetricsOfBatch(module)
+        self._attributes = StepAttributes(module)
+        self._metrics = MetricsOfBatch(module)
+        self._metrics.follow()
         self._attributes_sent = TreeBroadcast(self._group, self._source)
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 
@@ -249,7 +251,7 @@ class PipelinedSteps:
         rest: Sequence[Any],
         key: Any,
         calls: list[list[LogCall]],
-        followed: Callable[[int], AbstractContextManager[None]] | None = None,
+        followed: Callable[[int], AbstractContextManager[Any]] | None = None,
     ) -> PipelineRun:
         step = self._stepper(name, context, parts, rest, key, calls, followed)
         signatures = [signature(part, "evaluation") for part in parts]
@@ -290,14 +292,14 @@ class PipelinedSteps:
         rest: Sequence[Any],
         key: Any,
         calls: list[list[LogCall]],
-        followed: Callable[[int], AbstractContextManager[None]] | None = None,
+        followed: Callable[[int], AbstractContextManager[Any]] | None = None,
     ) -> Callable[[int], Any]:
-        step, metrics = getattr(self.module, name), self._metrics
+        step, value_of = getattr(self.module, name), self._metrics.value
         trains = name == "training_step"
 
         def run(index: int) -> Any:
-            logs = record_logs(self.module, calls[index], metrics.value, on_step=trains)
-            follow = metrics.followed() if followed is None else followed(index)
+            logs = record_logs(self.module, calls[index], value_of, on_step=trains)
+            follow = nullcontext() if followed is None else followed(index)
             with context(), logs, follow, self._user_step(key, index):
                 return step(parts[index], *rest)
 
@@ -358,7 +360,7 @@ class PipelinedSteps:
 
     def _begin_step(self) -> None:
         self._attributes.begin()
-        self._metrics.begin()
+        self._metrics.is_new = True
 
     def _take_attributes(self, changes: dict[str, Any]) -> None:
         """Have in the module what the step has left there on the last stage."""

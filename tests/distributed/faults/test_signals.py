@@ -212,7 +212,7 @@ def assert_whole(path: Path, accumulated: int = 1) -> int:
     saved = torch.load(path, weights_only=True)
     expected = undisturbed(accumulated)[saved["global_step"]]
     for name, weight in saved["state_dict"].items():
-        torch.testing.assert_close(weight, expected[name], rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(weight, expected[name].cpu(), rtol=TOLERANCE, atol=TOLERANCE)
     return int(saved["global_step"])
 
 

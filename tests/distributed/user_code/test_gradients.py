@@ -73,6 +73,25 @@ def each_group_of_the_optimizer_clipped() -> Any:
     return Module(), token_pairs()
 
 
+def with_backward_hooks(name: str) -> Any:
+    """Gradients of the inputs of some modules are halved."""
+    module = PlainModule()
+    for path, part in module.named_modules():
+        if path.startswith("net.blocks.") and path.split(".")[-1] == name:
+            part.register_full_backward_hook(lambda _, grads, __: (grads[0] / 2,))
+    return module, token_pairs()
+
+
+@CASES.add(equal="tp2 zero3", refused={"pp2": "block 1 is the last of a stage and has a backward"})
+def backward_hooks_of_blocks() -> Any:
+    return with_backward_hooks("1")
+
+
+@CASES.add(equal="tp2pp2 zero3")
+def backward_hooks_inside_blocks() -> Any:
+    return with_backward_hooks("mlp")
+
+
 @CASES.add(equal="tp2", refused={"pp2": "asks for the norm of some gradients of its own.*strategy"})
 def matrices_clipped() -> Any:
     return hooked(lambda m: clip([p for p in m.parameters() if p.ndim == 2], 0.02))

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_par import Hybrid3DStrategy
@@ -29,7 +29,7 @@ class Measured(PlainModule):
         both = [MulticlassF1Score(64, average="weighted"), MulticlassAccuracy(64, average="macro")]
         self.train_metrics = MetricCollection(both, prefix="train/")
         self.val_f1 = MulticlassF1Score(64, average="macro")
-        self.guesses = SumMetric()
+        self.guesses, self.mean, self.all = SumMetric(), MeanMetric(), CatMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, labels = batch
@@ -41,10 +41,14 @@ class Measured(PlainModule):
         self.guesses.update(logits.argmax(-1).double())
         loss = F.cross_entropy(logits, labels.flatten())
         self.log("loss", loss, sync_dist=True)
+        self.mean(loss)
+        self.log("mean", self.mean)
+        self.all(loss)
         return loss
 
     def on_train_epoch_end(self) -> None:
         self.log("guesses", self.guesses.compute())
+        self.log("all", self.all.compute().mean())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         tokens, labels = batch
@@ -85,7 +89,7 @@ class _Steps(Callback):
         self.logged: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        names = ("f1_step", "train/MulticlassF1Score", "train/MulticlassAccuracy")
+        names = ("f1_step", "mean", "train/MulticlassF1Score", "train/MulticlassAccuracy")
         found = trainer.logged_metrics
         self.logged.append({name: float(found[name]) for name in names if name in found})
 
@@ -138,12 +142,15 @@ def _unweighed() -> Any:
 @pytest.mark.parametrize("layout", ["pp2", "tp2"])
 def test_a_step_logs_the_metric_of_the_whole_batch(layout: str) -> None:
     ((steps, found, _),) = run_ranks(_train, 1, None, _measured)
-    assert [len(step) for step in steps] == [3] * 8
+    assert [len(step) for step in steps] == [4] * 8
     for got_steps, got, told in run_ranks(_train, 2, layout, _measured, timeout=180):
         assert got == pytest.approx(found, rel=1e-6)
         for one, other in zip(got_steps, steps, strict=True):
             assert one == pytest.approx(other, rel=1e-6)
-        assert not told
+        # Its entries are the losses of micro-batches.
+        assert {text.split(" with ")[0] for text in told} <= {
+            "training_step updates the metrics self.all"
+        }
 
 
 @pytest.mark.parametrize("layout", ["pp2", "zero1"])
