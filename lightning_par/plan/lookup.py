@@ -22,13 +22,20 @@ def find_plan(module: nn.Module) -> ParallelPlan | None:
         The plan, or None if nobody offers one.
 
     Raises:
-        PlanError: Two submodules, neither inside the other, each offer a plan.
+        PlanError: Two submodules, neither inside the other, each offer a plan, or an offer is none.
     """
     found: dict[str, ParallelPlan] = {}
     for name, child in module.named_modules():
         inside = any(name.startswith(outer + ".") or outer == "" for outer in found)
         if not inside and callable(getattr(child, "parallel_plan", None)):
-            found[name] = child.parallel_plan().under(name)
+            plan = child.parallel_plan()
+            if not isinstance(plan, ParallelPlan):
+                raise PlanError(
+                    "LP201",
+                    f"{type(child).__name__}.parallel_plan() returned {plan!r}: return a "
+                    "ParallelPlan, or leave the method out to have the plan inferred.",
+                )
+            found[name] = plan.under(name)
     if len(found) > 1:
         raise PlanError(
             "LP201",

@@ -161,6 +161,15 @@ def test_nobody_offers_a_plan():
     assert find_plan(Holds(net=nn.Linear(2, 3))) is None
 
 
+def test_an_offer_that_is_no_plan_is_refused():
+    class Declines(nn.Module):
+        def parallel_plan(self):
+            return None
+
+    with pytest.raises(PlanError, match=r"Declines.parallel_plan\(\) returned None: return a Par"):
+        find_plan(Declines())
+
+
 def test_two_offers_side_by_side_are_refused_by_name():
     model = Holds(generator=Offers("a"), critic=Offers("b", inner=Offers("c")))
     with pytest.raises(PlanError, match=r"2 submodules offer.*generator, critic\..*on the Holds"):
