@@ -593,7 +593,7 @@ class MeshStrategy(ParallelStrategy):
             self.islands.detach(self.lightning_module.trainer)
         if self._parallel_model is not None:
             self._parallel_model.proof.end_run()
-            gather_after_run(self._parallel_model, self.options, self.processes)
+            gather_after_run(self._parallel_model, self.optimizers, self.options, self.processes)
         parts: Any = self.cluster_environment, self.precision_plugin, self.accelerator
         for part in (*parts, self.checkpoint_io):
             part.teardown()

@@ -38,5 +38,7 @@ def test_a_model_on_one_device_is_there_and_its_checkpoint_is_not() -> None:
     trainer.fit(module, loader(ToyData(4), 4), loader(ToyData(4), 4))
     assert during == {"cuda"}
     assert {p.device.type for p in module.parameters()} == {"cpu"}  # as after any Trainer
+    states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
+    assert {value.device.type for value in states} == {"cpu"}
     state = trainer.strategy.gather_state_dict()
     assert {value.device.type for value in state.values()} == {"cpu"}

@@ -1,12 +1,17 @@
 """The end of a run: the user's module becomes whole and plain again, and lies on the host."""
 
 import logging
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
 
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.strategies.components.module_forms import broadcast_state
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.setup.stage_optimizers import move_states
 
 __all__ = ["gather_after_run"]
 
@@ -17,13 +22,21 @@ memory.
 _log = logging.getLogger(__name__)
 
 
-def gather_after_run(model: ParallelModel, options: MeshOptions, processes: MeshProcesses) -> None:
+def gather_after_run(
+    model: ParallelModel,
+    optimizers: Sequence[Optimizer],
+    options: MeshOptions,
+    processes: MeshProcesses,
+) -> None:
     """Give every rank the whole module, if the option says so and the ranks are still together.
 
-    A whole module goes to the host, where every strategy of Lightning leaves it.
+    A whole module goes to the host, where every strategy of Lightning leaves it, and with it the
+    states of the optimizers on one device; on several, those are of parameters that it no longer
+    has.
 
     Args:
         model: The model on its mesh.
+        optimizers: Its optimizers.
         options: With `gather_after_run`.
         processes: The processes of the run.
 
@@ -34,6 +47,8 @@ def gather_after_run(model: ParallelModel, options: MeshOptions, processes: Mesh
         _gather(model, options, processes)
     if model.forms.is_whole:
         model.module.cpu()
+        if processes.world_size == 1:
+            move_states(optimizers, torch.device("cpu"))
 
 
 def _gather(model: ParallelModel, options: MeshOptions, processes: MeshProcesses) -> None:
