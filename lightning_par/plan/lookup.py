@@ -22,7 +22,8 @@ def find_plan(module: nn.Module) -> ParallelPlan | None:
         The plan, or None if nobody offers one.
 
     Raises:
-        PlanError: Two submodules, neither inside the other, each offer a plan, or an offer is none.
+        PlanError: Two submodules, neither inside the other, each offer a plan, or an offer is
+            something else.
     """
     found: dict[str, ParallelPlan] = {}
     for name, child in module.named_modules():

@@ -237,9 +237,10 @@ class Stage:
         state.called.add(block)
         if self.is_last:
             return
-        if block == self.end_block - 1:
-            check_last_block(block, module)
-        whole = block == self.end_block - 1 or block in self.kept
+        is_last_block = block == self.end_block - 1
+        if is_last_block:
+            check_last_block(block, module)  # anew: hooks may come after the cut
+        whole = is_last_block or block in self.kept
         state.recorded[str(block)] = output if whole else _elide_hidden(output)
         for name in self.carried:
             value = getattr(module, name, None)

@@ -96,13 +96,14 @@ class MetricsOfBatch:
     """
 
     def __init__(self, module: nn.Module, *, looks: bool = False) -> None:
-        self._names = {
-            id(metric): name
+        # By id, as the hash of a metric is of its state.
+        self._metrics = {
+            id(metric): (name, metric)
             for name, metric in module.named_modules()
             if isinstance(metric, Metric)
         }
-        self._module, self._looks, self.is_new = module, looks, True
-        self._copies: dict[int, Metric] = {}  # by the id of the metric: its hash is of its state
+        self._looks, self.is_new = looks, True
+        self._copies: dict[int, Metric] = {}
         self._calls = 0  # under way; the updates that they make are theirs
 
     def follow(self) -> ExitStack:
@@ -117,8 +118,7 @@ class MetricsOfBatch:
             self._update(metric, args, kwargs)
 
         opened = ExitStack()
-        for name in self._names.values():
-            metric = self._module.get_submodule(name)
+        for _, metric in self._metrics.values():
             for handle in (
                 metric.register_forward_pre_hook(begin_call),
                 metric.register_forward_hook(end_call, with_kwargs=True),
@@ -135,25 +135,23 @@ class MetricsOfBatch:
         copied = self._copies.get(id(metric))
         if copied is None or self.is_new or not copied.update_called:
             return last_batch_value(metric)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the metric gives them as well
-            return copied.compute()
+        return _computed(copied)
 
     def values(self) -> dict[str, Any]:
         """Return FQN -> value of the metrics that were updated and can be computed."""
         found = {}
         for key, copied in self._copies.items():
             if copied.update_called:
-                name = self._names[key]
+                name, _ = self._metrics[key]
                 try:
-                    found[name] = self.value(self._module.get_submodule(name))  # type: ignore[arg-type]
+                    found[name] = _computed(copied)
                 except Exception:  # the metric's own, of too few samples
                     continue
         return found
 
     @contextmanager
-    def _updates_counted(self, metric: nn.Module) -> Iterator[None]:
-        original: Callable[..., None] = metric.update  # type: ignore[assignment]
+    def _updates_counted(self, metric: Metric) -> Iterator[None]:
+        original = metric.update
 
         @wraps(original)
         def update(*args: Any, **kwargs: Any) -> None:
@@ -168,7 +166,7 @@ class MetricsOfBatch:
             metric.__dict__["update"] = original
 
     def _update(self, metric: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if id(metric) not in self._names:  # part of a copy
+        if id(metric) not in self._metrics:  # part of a copy
             return
         if self.is_new:
             self.is_new = False
@@ -192,6 +190,12 @@ class MetricsOfBatch:
             if isinstance(part, Metric) and (self._looks or not part.dist_sync_on_step):
                 part.distributed_available_fn = lambda: False
         return copied
+
+
+def _computed(copied: Metric) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the metric gives them as well
+        return copied.compute()
 
 
 class LookAtMetrics:
