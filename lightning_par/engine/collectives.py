@@ -97,17 +97,22 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's shard, along `dim`, of the sum of `x` over the group.
 
     Args:
-        x: The size of `dim` divides by the size of the group.
-        dim: Where to shard.
+        x: The partial sum of this rank.
+        dim: Where to shard; shards are as `split_sizes` gives them.
         group: The ranks, in order.
 
     **Communicates**: one reduce-scatter of `x`.
     """
-    ranks = group.size()
+    ranks, dim, size = group.size(), dim % x.ndim, x.shape[dim]
+    if size % ranks:  # the collective wants equal shards
+        missing = -size % ranks
+        x = torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
     if dim != 0:
         x = torch.cat(x.chunk(ranks, dim))
     out = _ops.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group.group_name)
     shard: Tensor = _ops.wait_tensor(out)
+    if size % ranks:
+        shard = shard.narrow(dim, 0, split_sizes(size, ranks)[group.rank()]).contiguous()
     return shard
 
 
@@ -142,24 +147,26 @@ class _ReduceToWhole(torch.autograd.Function):
 
 class _GatherPartial(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None
+    ) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group)
+        return all_gather(x, dim, group, size)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_to_shards(grad, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_to_shards(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _ReduceToShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
         return reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_partial(grad, ctx.dim, ctx.group), None, None
+        return gather_partial(grad, ctx.dim, ctx.group, ctx.size), None, None
 
 
 class _SliceToShard(torch.autograd.Function):
@@ -210,9 +217,18 @@ def reduce_to_whole(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return apply_function(_ReduceToWhole, x, group)
 
 
-def gather_partial(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the whole of the shards `x`; the gradients of the ranks are partial and are summed."""
-    return apply_function(_GatherPartial, x, dim, group)
+def gather_partial(
+    x: Tensor, dim: int, group: dist.ProcessGroup, size: int | None = None
+) -> Tensor:
+    """Return the whole of the shards `x`; the gradients of the ranks are partial and are summed.
+
+    Args:
+        x: The shard of this rank.
+        dim: Where the shards join.
+        group: The ranks, in order.
+        size: Whole size of `dim`, if it does not divide by the group.
+    """
+    return apply_function(_GatherPartial, x, dim, group, size)
 
 
 def reduce_to_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import nn, Tensor
 
+from lightning_par.engine.collectives import all_reduce
 from lightning_par.engine.context.attention import attention
 from lightning_par.engine.context.sequence_shard import SequenceShard
+from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.upstream.pytree import tree_map
 
 __all__ = ["divide_attention"]
 
@@ -45,11 +48,18 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _pass_padding)
     _, model = found
-    model.set_attn_implementation(_NAME)
+    own = model.config._attn_implementation
     axis.checks.append(_check_packing)
+    for rotary in model.modules():
+        if _scales_by_length(rotary):
+            _scale_by_whole_length(rotary, axis)
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
     def adjust(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Its own on whole sequences, where it may read a cache.
+        kind = own if axis.layout is None else _NAME
+        if model.config._attn_implementation != kind:
+            model.set_attn_implementation(kind)
         if axis.layout is None:
             return None
         # A cache keeps a window of one rank's tokens, and training reads none.
@@ -60,6 +70,41 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
         return args, given
 
     model.register_forward_pre_hook(adjust, with_kwargs=True)
+
+
+def _scales_by_length(module: nn.Module) -> bool:
+    """Tell whether a module chooses its rotary frequencies by the largest position it is given."""
+    kinds = getattr(module, "rope_type", None)
+    named = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+    by_length = any("dynamic" in str(kind) or kind == "longrope" for kind in named)
+    return by_length and "position_ids" in inspect.signature(module.forward).parameters
+
+
+def _scale_by_whole_length(rotary: nn.Module, axis: SequenceShard) -> None:
+    """Let a rotary embedding see the largest position of the whole sequence, beside those of the
+    tokens of this rank.
+
+    **Communicates**: in every call one all-reduce of a number over the axis.
+    """
+
+    def around(inner: Forward) -> Forward:
+        signature = inspect.signature(inner)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if axis.layout is None:
+                return inner(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            places: Tensor = bound.arguments["position_ids"]
+            last = all_reduce(places.max()[None], axis.group, "max")
+            bound.arguments["position_ids"] = torch.cat(
+                [places, last.expand(*places.shape[:-1], 1)], -1
+            )
+            found = inner(*bound.args, **bound.kwargs)
+            return tree_map(lambda t: t[..., :-1, :], found)  # without the last position
+
+        return forward
+
+    wrap_forward(rotary, around, "whole_length")
 
 
 def _attend(

@@ -19,7 +19,6 @@ from tests.support.faults.user_mistakes import (
     Manual,
     NaN,
     NoLoss,
-    odd_tokens,
     Penalized,
     planned,
     Stream,
@@ -271,14 +270,6 @@ PLANS = {
 
 TP, PP = {"tp": 2, "pp": 1}, {"tp": 1, "pp": 2}
 STEPS = {
-    "tokens that do not divide": Case(
-        error=ConfigurationError,
-        options=TP,
-        ranks=True,
-        loader=odd_tokens,
-        says=r"'ids' has T=11 tokens in dim 1, not divisible by 2\. Pad to 12, or use "
-        r"sequence_parallel",
-    ),
     "style that does not fit its neighbors": Case(
         error=PlanError,
         options={**TP, "sequence_parallel": False},

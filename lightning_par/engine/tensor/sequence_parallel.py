@@ -3,9 +3,6 @@
 Shapes: B batch, T tokens, D model dim; under sequence parallelism a rank holds T/tp tokens.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,37 +25,54 @@ SEQUENCE_DIM = 1
 class Region:
     """The tp group, and whether activations in a part of the model are sharded along T.
 
+    Where T does not divide by the ranks, later ranks hold fewer tokens, or none, as of the single
+    token of a step of generation. A shard does not tell T, so it is kept from where the whole was
+    last seen.
+
     Args:
         group: The ``tp`` ranks.
         sequence_parallel: Whether activations between sharded weights are shards along T.
-
-    Attributes:
-        enter: All-gathers along T what enters sharded weights; the gradient is reduce-scattered.
-            Without sequence parallelism the input is whole, and its gradient is all-reduced.
-        leave: Reduce-scatters along T, or all-reduces, the partial output of sharded weights.
     """
-
-    enter: Callable[[Tensor], Tensor]
-    leave: Callable[[Tensor], Tensor]
 
     def __init__(self, *, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
-        # Bound here, not chosen in every call: every sharded layer enters and leaves.
-        if sequence_parallel:
-            self.enter = partial(gather_partial, dim=SEQUENCE_DIM, group=group)
-            self.leave = partial(reduce_to_shards, dim=SEQUENCE_DIM, group=group)
-        else:
-            self.enter = partial(copy_to_group, group=group)
-            self.leave = partial(reduce_to_whole, group=group)
+        self._ranks = group.size()
+        self._length: int | None = None  # T; None: it divides by the ranks
+
+    def enter(self, x: Tensor) -> Tensor:
+        """All-gather along T what enters sharded weights; the gradient is reduce-scattered. Without
+        sequence parallelism the input is whole, and its gradient is all-reduced.
+        """
+        if not self.sequence_parallel:
+            return copy_to_group(x, self.group)
+        return gather_partial(x, SEQUENCE_DIM, self.group, self._length)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Reduce-scatter along T, or all-reduce, the partial output of sharded weights."""
+        if not self.sequence_parallel:
+            return reduce_to_whole(x, self.group)
+        self._see(x)
+        return reduce_to_shards(x, SEQUENCE_DIM, self.group)
+
+    def keep_own(self, x: Tensor) -> Tensor:
+        """Keep this rank's tokens of a whole tensor; its gradient is 0 outside of them."""
+        self._see(x)
+        return slice_to_shard(x, SEQUENCE_DIM, self.group)
 
     def cut(self, x: Tensor) -> Tensor:
-        """Keep this rank's T/tp tokens of a whole tensor; the gradient is whole again."""
-        return slice_to_shard(copy_to_group(x, self.group), SEQUENCE_DIM, self.group)
+        """Keep this rank's tokens of a whole tensor; the gradient is whole again."""
+        return self.keep_own(copy_to_group(x, self.group))
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather T/tp tokens for a computation that every rank repeats."""
-        size = x.shape[SEQUENCE_DIM] * self.group.size()
+        """All-gather the tokens of all ranks for a computation that every rank repeats."""
+        size = self._length or x.shape[SEQUENCE_DIM] * self._ranks
         return gather_from_shards(x, SEQUENCE_DIM, self.group, size)
+
+    def _see(self, whole: Tensor) -> None:
+        size = whole.shape[SEQUENCE_DIM]
+        length = size if size % self._ranks else None
+        if length != self._length:  # compared first, as a write is a side effect of compiled code
+            self._length = length
 
 
 class Regions:

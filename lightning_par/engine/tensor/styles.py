@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from lightning_par.engine.collectives import (
     copy_to_group,
     gather_from_shards,
-    slice_to_shard,
     split_sizes,
 )
 from lightning_par.engine.tensor.huggingface_layers import (
@@ -29,7 +28,7 @@ from lightning_par.engine.tensor.huggingface_layers import (
     rowwise_transposed,
     whole_inside,
 )
-from lightning_par.engine.tensor.sequence_parallel import Region, SEQUENCE_DIM
+from lightning_par.engine.tensor.sequence_parallel import Region
 from lightning_par.engine.tensor.vocab_parallel import VocabShardedLogits
 from lightning_par.engine.tensor_tree import on_first_tensor
 from lightning_par.engine.wrapping import Forward, wrap_forward
@@ -118,7 +117,7 @@ def _gather_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, k
 def _split_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:
     """Run the module on all T tokens and keep this rank's T/tp of the output."""
     out = call(*args, **kwargs)
-    return slice_to_shard(out, SEQUENCE_DIM, ctx.group) if ctx.sequence_parallel else out
+    return ctx.keep_own(out) if ctx.sequence_parallel else out
 
 
 def _whole_sequence(module: nn.Module, call: Forward, ctx: Region, args: Any, kwargs: Any) -> Any:

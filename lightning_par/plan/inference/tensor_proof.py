@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.engine.collectives import apply_function
 from lightning_par.engine.rng import fork_torch_rng
 from lightning_par.engine.tensor.sequence_parallel import Region, SEQUENCE_DIM
 from lightning_par.engine.tensor.styles import apply_style
@@ -304,11 +305,14 @@ class _SimulatedRegion(Region):
     """`Region` whose collectives go between threads."""
 
     def __init__(self, meeting: _Meeting, rank: int, sequence_parallel: bool) -> None:
-        group = _SimulatedGroup(meeting, rank)
+        group: Any = _SimulatedGroup(meeting, rank)
         self.group, self.sequence_parallel = cast(dist.ProcessGroup, group), sequence_parallel
-        enter, leave = (_Gather, _Scatter) if sequence_parallel else (_Copy, _Sum)
-        self.enter = lambda x: enter.apply(x, group)  # type: ignore[no-untyped-call]
-        self.leave = lambda x: leave.apply(x, group)  # type: ignore[no-untyped-call]
+
+    def enter(self, x: Tensor) -> Tensor:
+        return apply_function(_Gather if self.sequence_parallel else _Copy, x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return apply_function(_Scatter if self.sequence_parallel else _Sum, x, self.group)
 
 
 class _Function(torch.autograd.Function):

@@ -4,7 +4,8 @@ Note [Weight 0]: the mean over no valid entry is NaN, and so is NaN times 0. Wha
 therefore left out, whatever its value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -233,6 +234,15 @@ class BatchWeigher:
     def is_needed(self) -> bool:
         """Whether several ranks see other tokens, so that a mean over ranks needs weights."""
         return self._ranks > 1
+
+    @contextmanager
+    def on_whole_sequences(self) -> Iterator[None]:
+        """Inside, context ranks see whole sequences, each the same."""
+        group, self._context_group = self._context_group, None
+        try:
+            yield
+        finally:
+            self._context_group = group
 
     def has_valid_labels(self, batch: Any) -> Tensor | None:
         """Return whether any label of a batch counts; None if every sample counts."""

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, Tensor
 from torchmetrics import Metric
 
@@ -137,6 +138,22 @@ class MetricsOfBatch:
             return last_batch_value(metric)
         return _computed(copied)
 
+    def join(self, group: dist.ProcessGroup) -> None:
+        """Let what all ranks of a group were called with count; drop what some were not.
+
+        **Communicates**: the names of the metrics; `values` then their states.
+        """
+        own = [key for key, copied in self._copies.items() if copied.update_called]
+        every: list[Any] = [None] * group.size()
+        dist.all_gather_object(every, [self._metrics[key][0] for key in own], group=group)
+        shared = set(every[0]).intersection(*every[1:])
+        self._copies = {k: self._copies[k] for k in own if self._metrics[k][0] in shared}
+        for copied in self._copies.values():
+            for part in copied.modules():
+                if isinstance(part, Metric):
+                    part.process_group = group
+                    part.distributed_available_fn = dist.is_initialized
+
     def values(self) -> dict[str, Any]:
         """Return FQN -> value of the metrics that were updated and can be computed."""
         found = {}
@@ -213,8 +230,18 @@ class LookAtMetrics:
         """Surrounds the step on the whole, which is number 0, and on each part."""
         return (self._parts if index else self._whole).follow()
 
-    def values(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return FQN -> value of the metrics, for the whole and for its parts, on the host."""
+    def values(
+        self, group: dist.ProcessGroup | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return FQN -> value of the metrics, for the whole and for its parts, on the host.
+
+        Args:
+            group: Ranks whose updates by the whole count together, as they see other tokens.
+
+        **Communicates**: then the names of the metrics, and their states.
+        """
+        if group is not None:
+            self._whole.join(group)
         return to_cpu(self._whole.values()), to_cpu(self._parts.values())
 
 

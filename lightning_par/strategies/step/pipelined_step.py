@@ -163,7 +163,7 @@ class PipelinedSteps:
                 )
         self.last_run, self.last_weight = run, weights.total
         if self._sequence is not None:
-            self._sequence.check("training_step")
+            self._sequence.check()
         value, extras, logs = self._from_last_stage(run, losses, calls, weights)
         if self._sequence is not None:
             value = self._sequence.mean(value, weights.own)
@@ -218,6 +218,7 @@ class PipelinedSteps:
         rest: Sequence[Any],
         refusal: Callable[[], Exception | None],
         name: str,
+        group: dist.ProcessGroup | None = None,
     ) -> Seen:
         """Run a step on batches of their own, without gradients and logs.
 
@@ -227,9 +228,11 @@ class PipelinedSteps:
             rest: What else the step takes.
             refusal: Says why the step cannot run here, and gave nothing.
             name: Of the step.
+            group: Ranks whose updates of metrics count together; None: this rank's alone.
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
         metrics, key = LookAtMetrics(self.module), ("first look",)
+        self._attributes.begin()
         try:
             with torch.no_grad():
                 run = self._forward_only(name, context, batches, rest, key, calls, metrics.followed)
@@ -239,9 +242,10 @@ class PipelinedSteps:
         if run.results and refusal() is None:
             ends = sorted(run.results) if name == "training_step" else []
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
-            found = losses, [numbers_of(made) for made in calls], metrics.values()
-        losses, logs, values = self.from_last_stage(found) or ([], [], ({}, {}))
-        return Seen(losses=losses, logs=logs, metrics=values)
+            leaves = tuple(self._attributes.changes())
+            found = losses, [numbers_of(made) for made in calls], metrics.values(group), leaves
+        losses, logs, values, leaves = self.from_last_stage(found) or ([], [], ({}, {}), ())
+        return Seen(losses=losses, logs=logs, metrics=values, leaves=leaves)
 
     def _forward_only(
         self,

@@ -24,7 +24,6 @@ from lightning_par.engine.batch import (
     BatchDimsFinder,
     has_entry,
     sequence_entries,
-    tokens_of,
 )
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
@@ -44,20 +43,26 @@ from lightning_par.strategies.step.batch_weights import (
     declared_rule,
     weigh,
 )
+from lightning_par.strategies.step.look.divided_step import DividedLook, Look
 from lightning_par.strategies.step.look.first_look import choose_parts, FirstLook
 from lightning_par.strategies.step.look.loss_rule import Seen
-from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
+from lightning_par.strategies.step.look.trial import Trial
+from lightning_par.strategies.step.look.untouched import untouched
 from lightning_par.strategies.step.manual_step import ManualSteps
-from lightning_par.strategies.step.metrics import bind_metrics, LookAtMetrics
+from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.parameter_reads import ParameterReads
-from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
+from lightning_par.strategies.step.pipelined_step import PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_errors import raise_explained
 from lightning_par.strategies.step.step_random import HookDraws, StepRandom
-from lightning_par.strategies.step.step_traces import adjust_logs, LogCall, numbers_of, record_logs
-from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
+from lightning_par.strategies.step.step_traces import adjust_logs
+from lightning_par.strategies.step.uneven_batches import (
+    check_loader,
+    check_tokens,
+    join_ranks,
+    samples_differ,
+)
 from lightning_par.strategies.step.weights_on_host import WeightsOnHost
-from lightning_par.upstream.lightning import synchronizes_batchnorm, trainer_of
 
 __all__ = ["Step", "StepRunner"]
 
@@ -101,10 +106,12 @@ class _Evaluation:
     Attributes:
         random: Its random numbers.
         count: Into how many micro-batches a batch is cut.
+        is_divided: Whether its sequences are divided over the context ranks.
     """
 
     random: StepRandom
     count: int
+    is_divided: bool
 
 
 class StepRunner:
@@ -153,37 +160,51 @@ class StepRunner:
     ) -> None:
         sizes, self._copies = mesh.sizes, copies_to(module, device)
         self.module, self.sequence, self._reads = module, sequence, reads
-        self.seed, self.evaluations, self.manual, self._pads = seed, 0, manual, sizes.context > 1
+        self.seed, self.evaluations, self.manual = seed, 0, manual
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
-        self._in_step, self._is_checked, self._broadcast = False, False, _batch_broadcast(mesh)
+        self._in_step = self._is_checked = False
+        # Loaders are seeded by global rank; augmentations that differ would make wrong gradients.
+        first = dist.get_global_rank(mesh.replica_group, 0)
+        self._broadcast = TreeBroadcast(mesh.replica_group, first)
         self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device  # asked often
         self._num_microbatches, self._graphs = options.num_microbatches, options.records_graphs
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
-        _synchronize(module, mesh)
+        synchronize_batchnorm(module, mesh)
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
         self._on_host = WeightsOnHost(module, self._weigher, self._cut)
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
+        self._trial = Trial(module, sharding, manual, partial(self._user_step, _LOOK), self._run)
+        self._divided_look: DividedLook | None = None
+        if sequence is not None:
+            self._divided_look = DividedLook(
+                module, mesh, sequence, batch_layout, self._weigher, self._first_look.tolerance
+            )
         self._hook_draws = HookDraws(module, sizes.data, device)
         self._training, self._met = self._random_of("training_step"), dict[Any, _Evaluation]()
         self.after_look: dict[int, Callable[[], None]] = {}
         self.pipeline: PipelinedSteps | None = None
-        self._count = count = 1 if executor is None else options.microbatches(sizes.pipeline)
-        self._dims = BatchDimsFinder(batch_layout, count, sizes.data)
+        self._count = 1 if executor is None else options.microbatches(sizes.pipeline)
+        self._dims = BatchDimsFinder(batch_layout, self._count, sizes.data)
         if executor is not None:
-            self.pipeline = PipelinedSteps(
-                module=module,
-                mesh=mesh,
-                executor=executor,
-                sharding=sharding,
-                weigher=self._weigher,
-                user_step=self._microbatch_step,
-                replay=self._training.replay,
-                sequence=sequence,
-                num_microbatches=count,
-                schedule=cache(partial(options.build_schedule, sizes.pipeline)),
-                rank_of_stage=rank_of_stage,
-            )
+            self.pipeline = self._pipelined(executor, rank_of_stage, options)
         bind_metrics(module, mesh, device, rank_of_stage, lambda: self._in_step)
+
+    def _pipelined(
+        self, executor: PipelineExecutor, rank_of_stage: Sequence[int], options: MeshOptions
+    ) -> PipelinedSteps:
+        return PipelinedSteps(
+            module=self.module,
+            mesh=self._mesh,
+            executor=executor,
+            sharding=self._sharding,
+            weigher=self._weigher,
+            user_step=self._microbatch_step,
+            replay=self._training.replay,
+            sequence=self.sequence,
+            num_microbatches=self._count,
+            schedule=cache(partial(options.build_schedule, self._mesh.sizes.pipeline)),
+            rank_of_stage=rank_of_stage,
+        )
 
     @property
     def last_run(self) -> PipelineRun | None:
@@ -241,7 +262,10 @@ class StepRunner:
             batch = self._broadcast.broadcast(batch)
         else:
             batch = self._on_host.broadcast(self._broadcast, batch, given)
-        self._check_tokens(batch, predicts=bool(self.module.trainer.predicting))
+        predicts = bool(self.module.trainer.predicting)
+        # Sequences that context ranks divide are padded.
+        if predicts or self.sequence is None:
+            self._check_tokens(batch, has_labels=not predicts)
         self._activity.begin("start of the batch")
         return batch
 
@@ -261,10 +285,14 @@ class StepRunner:
         key = ("training_step", trainer.fit_loop.total_batch_idx)
         known = None if self._device.type == "cpu" else self._on_host.known(args[0])
         zero = None if known is None else known.zero
+        context = plugin.train_step_context
         with ExitStack() as opened:  # closes what is open if the step raises
-            args = self._open("training_step", args, opened)
+            if self._divided_look is not None and not self._is_checked:
+                run, found = self._tried("training_step", context, args)
+                self._divided_look.check_training(args[0], found, run)
+                self._random = self._training
+            args = self._open(args, opened)
             dims = self._dims_of(args[0])
-            context = plugin.train_step_context
             count = min(self._count, dims.size or 1)
             if not self._is_checked:
                 self._is_checked = True
@@ -316,12 +344,16 @@ class StepRunner:
         self._activity.begin(name)
         key = (name, self.evaluations)
         with ExitStack() as opened:
-            args = self._open(name, args, opened)
+            known = self._evaluation(name, context, args)
+            if known.is_divided:
+                args = self._open(args, opened)
+            else:
+                opened.enter_context(self._weigher.on_whole_sequences())
+                self._check_tokens(args[0], has_labels=name != "predict_step")
             weighted = self._weigher.is_needed and name != "predict_step"
             dims = BatchDims()
             if self.pipeline is not None or weighted:
                 dims = self._dims_of(args[0])
-            known = self._evaluation(name, context, args, dims)
             self._random = known.random
             if self.pipeline is not None:
                 # Nobody knows which values of a step whose loss is a sum are sums, too.
@@ -334,23 +366,48 @@ class StepRunner:
             with adjust_logs(self.module, weights):
                 return self._whole(name, context, args, key, dims)
 
-    def _evaluation(
-        self, name: str, context: StepContext, args: Sequence[Any], dims: BatchDims
-    ) -> _Evaluation:
+    def _evaluation(self, name: str, context: StepContext, args: Sequence[Any]) -> _Evaluation:
         """Return what is known of an evaluation step; its first batch is looked at.
 
         **Communicates**: then what the step does, and the results over all ranks.
         """
         key = name, *args[2:]
         known = self._met.get(key)
-        if known is None:
-            known = self._met[key] = _Evaluation(self._random_of(name), self._count)
-            sizes = self._mesh.sizes
+        look = self._divided_look
+        if known is None or (look is not None and look.is_unsettled(key, args[1])):
+            predicts, sizes = name == "predict_step", self._mesh.sizes
+            known = _Evaluation(self._random_of(name), self._count, self.sequence is not None)
+            self._met[key] = known
+            if predicts:
+                known.is_divided = False
+            elif self._divided_look is not None:
+                run, found = self._tried(name, context, args)
+                known.is_divided = self._divided_look.runs_divided(name, args[0], found, run, key)
             # Replicas may predict unequal numbers of batches.
-            is_alone = name == "predict_step" and self._has_replicas
-            if sizes.world_size > 1 and sizes.context == 1 and not is_alone:
-                self._meet(known, name, context, args, dims)
+            is_alone = predicts and self._has_replicas
+            if sizes.world_size > 1 and not known.is_divided and not is_alone:
+                with self._weigher.on_whole_sequences():
+                    weighted = self._weigher.is_needed and not predicts
+                    needs_dims = self.pipeline is not None or weighted
+                    dims = self._dims_of(args[0]) if needs_dims else BatchDims()
+                    self._meet(known, name, context, args, dims)
         return known
+
+    def _tried(
+        self, name: str, context: StepContext, args: Sequence[Any]
+    ) -> tuple[Look, BatchDims]:
+        """Return what runs a step without a trace, on whole and on divided sequences; and which
+        entries of its batch have a batch dim.
+        """
+        random = self._random_of(name)
+
+        def run(batch: Any, samples: int, group: dist.ProcessGroup | None) -> tuple[Seen, bool]:
+            self._random = random
+            size = samples if group is None else 0
+            seen, _ = self._look(name, context, args[1:], size, [(batch, samples)], group)
+            return seen, random.draws
+
+        return run, self._dims.find(args[0], must_know=False)
 
     def _meet(
         self,
@@ -423,12 +480,12 @@ class StepRunner:
             optimizer.register_step_pre_hook(lambda *_: self._reads.settle())
             optimizer.register_step_post_hook(lambda *_: self._sharding.after_update())
 
-    def _open(self, name: str, args: Sequence[Any], opened: ExitStack) -> Sequence[Any]:
+    def _open(self, args: Sequence[Any], opened: ExitStack) -> Sequence[Any]:
         """Return the arguments of a step with this rank's tokens of the batch."""
         if self.sequence is None:
             return args
         opened.callback(self.sequence.close)
-        return self.sequence.open(name, args)
+        return self.sequence.open(args)
 
     def _dims_of(self, batch: Any) -> BatchDims:
         """Return which entries of a batch have a batch dim, if it is divided."""
@@ -453,8 +510,17 @@ class StepRunner:
         rest: Sequence[Any],
         size: int,
         parts: Sequence[tuple[Any, int]],
+        group: dist.ProcessGroup | None = None,
     ) -> tuple[Seen, bool]:
         """Run a step on some samples, and on parts of them, without leaving a trace.
+
+        Args:
+            name: Of the step.
+            context: Precision plugin's context of the step.
+            rest: What else it takes, besides a batch.
+            size: Samples of the whole batch.
+            parts: The samples and their parts, with their numbers.
+            group: Ranks whose updates of metrics count together; None: this rank's alone.
 
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
@@ -466,43 +532,14 @@ class StepRunner:
             self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
         ):
             if self.pipeline is not None:
-                seen = self.pipeline.look(context, batches, rest, self._random.refusal, name)
+                seen = self.pipeline.look(context, batches, rest, self._random.refusal, name, group)
             else:
-                seen = self._look_whole(name, context, batches, rest)
+                seen = self._trial.run(name, context, batches, rest, group)
             is_random = self._random.judge(divides=len(batches) > 1)
         self._sharding.release()
         for restart in self.after_look.values():
             restart()
         return seen, is_random
-
-    def _look_whole(
-        self, name: str, context: StepContext, batches: Sequence[Any], rest: Sequence[Any]
-    ) -> Seen:
-        losses, logs, state = [], [], StateOfParts(self.module)
-        metrics = LookAtMetrics(self.module)
-        for index, batch in enumerate(batches):
-            calls: list[LogCall] = []
-            step = partial(self._run, getattr(self.module, name), (batch, *rest))
-            logging, followed = record_logs(self.module, calls), metrics.followed(index)
-            with state.next_part(), context(), logging, followed, self._user_step(_LOOK, index):
-                if name == "training_step":
-                    losses.append(self._losses_of(step))
-                else:
-                    self._sharding.call(step)
-                self._sharding.release()
-            logs.append(numbers_of(calls))
-        return Seen(losses=losses, logs=logs, metrics=metrics.values())
-
-    def _losses_of(self, step: Callable[[], Any]) -> tuple[float, ...]:
-        """Run a step without a trace; return the losses of its backwards."""
-        if not self.manual.is_used:
-            # With a graph, as the step may ask for gradients of its input.
-            output = self._sharding.call(step)
-            return (float("nan") if output is None else float(loss_of(output).detach()),)
-        # Each batch from the same weights, which a step may change by hand.
-        with untouched(self.module), self.manual.looked_at() as losses:
-            self._sharding.call_with_backwards(step)
-        return tuple(losses)
 
     def _whole(
         self,
@@ -521,7 +558,7 @@ class StepRunner:
         with context(), random, self._user_step(key, 0):
             output = call(partial(self._run, step, args))
             if self.sequence is not None:
-                self.sequence.check(name)
+                self.sequence.check()
         return output
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -547,6 +584,11 @@ class StepRunner:
             finally:
                 self._in_step = False
 
+    def _check_tokens(self, batch: Any, *, has_labels: bool) -> None:
+        if self._tensor_degree > 1:
+            degree, cut = self._tensor_degree, self.pipeline is not None
+            check_tokens(batch, self._batch_layout, degree, has_labels=has_labels, is_cut=cut)
+
     def _tokens_of(self, batch: Any) -> int | None:
         """Return T of a batch, if tensor-parallel ranks share the tokens."""
         if self._tensor_degree == 1:
@@ -556,38 +598,3 @@ class StepRunner:
             if dim == 1 and isinstance(entry, Tensor) and entry.ndim > 1:
                 return int(entry.shape[1])
         return None
-
-    def _check_tokens(self, batch: Any, *, predicts: bool) -> None:
-        """Refuse a batch whose sequences cannot be sharded over the tensor-parallel ranks.
-
-        Sequences that context ranks shard are padded, except in predictions, whose batches may lack
-        the labels.
-        """
-        degree, layout = self._tensor_degree, self._batch_layout
-        if degree == 1 or (self._pads and not predicts):
-            return
-        for entry, dim in sequence_entries(batch, layout).items():
-            if entry == layout.labels and predicts:
-                continue
-            tokens = tokens_of(entry, batch_entry(batch, entry), dim)
-            if tokens % degree:
-                raise ConfigurationError(
-                    "LP304",
-                    f"tensor_parallel_size={degree} with sequence_parallel=True: {entry!r} has "
-                    f"T={tokens} tokens in dim {dim}, not divisible by {degree}. Pad to "
-                    f"{-(-tokens // degree) * degree}, or use sequence_parallel=False.",
-                )
-
-
-def _batch_broadcast(mesh: ParallelMesh) -> TreeBroadcast:
-    """Return what gives every rank of a replica the batch of its first rank: loaders are seeded by
-    global rank, and augmentations and shuffles that differ would make wrong gradients, in silence.
-    """
-    return TreeBroadcast(mesh.replica_group, dist.get_global_rank(mesh.replica_group, 0))
-
-
-def _synchronize(module: pl.LightningModule, mesh: ParallelMesh) -> None:
-    """Join the statistics of BatchNorm layers, if the Trainer was told to."""
-    trainer = trainer_of(module)
-    if trainer is not None and synchronizes_batchnorm(trainer.strategy):
-        synchronize_batchnorm(module, mesh)

@@ -23,6 +23,9 @@ class ShardedSequence:
     What `predict_step` returns has dims of which nobody knows whether they are tokens, so it sees
     whole sequences, on every rank the same.
 
+    So do evaluation steps that compute something else on divided sequences, see Note [Whole or
+    divided] in `look/divided_step.py`.
+
     Args:
         shard: This rank's shard of sequences.
         plan: Says which entries of a batch have a sequence dim.
@@ -35,18 +38,14 @@ class ShardedSequence:
         self._is_checked = False
         self._counted: CountedPositions | None = None
 
-    def open(self, name: str, args: Sequence[Any]) -> Sequence[Any]:
+    def open(self, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of a step with this rank's tokens of the batch.
 
         From here to `close`, attention and positions of the model are those of sharded sequences.
 
         Args:
-            name: Name of the step, such as ``"training_step"``.
             args: The batch, and what else the step takes.
         """
-        if name == "predict_step":
-            self.shard.clear()
-            return args
         batch = self.shard.shard_batch(args[0], self._plan.batch)
         if not (self._is_checked or self._counted or self._plan.positions):
             assert self.shard.layout is not None
@@ -73,11 +72,9 @@ class ShardedSequence:
             self._counted = None
         self.shard.clear()
 
-    def check(self, name: str) -> None:
-        """Refuse, after the first step, a model whose attention or positions were out of reach.
-
-        Args:
-            name: Name of the step.
+    def check(self) -> None:
+        """Refuse, after the first divided step, a model whose attention or positions were out of
+        reach.
 
         Raises:
             ConfigurationError: No attention was sharded, so that every rank attended to its own
@@ -85,7 +82,7 @@ class ShardedSequence:
 
         **Communicates**: one all-reduce of three numbers over the replica, once.
         """
-        if self._is_checked or name == "predict_step":
+        if self._is_checked or self.shard.layout is None:
             return
         self._is_checked, self.shard.looks = True, False
         counted = None if self._counted is None else self._counted.found

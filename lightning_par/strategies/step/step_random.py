@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_par.engine.batch import split_rows
+from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.rng import (
     collect_random_states,
     fork_all_rng,
@@ -133,8 +134,8 @@ class StepRandom:
     def _own_tokens(self, tokens: int | None) -> Tokens | None:
         if tokens is None or self._token_ranks == 1:
             return None
-        length = tokens // self._token_ranks
-        return Tokens(self._token_rank * length, length, tokens)
+        sizes = split_sizes(tokens, self._token_ranks)
+        return Tokens(sum(sizes[: self._token_rank]), sizes[self._token_rank], tokens)
 
     def share(self, broadcast: Callable[[Any], Any]) -> None:
         """Continue from the state of the last pipeline stage, inside of `step`.
@@ -198,7 +199,7 @@ class StepRandom:
 
         Args:
             sizes: Numbers of samples, those of the whole first.
-            batch_size: Number of samples of the batch.
+            batch_size: Number of samples of the batch; 0 where the step may fail in the look alone.
             tokens: As in `step`.
         """
         self._draws.tokens = self._own_tokens(tokens)
@@ -210,6 +211,11 @@ class StepRandom:
                 yield
         finally:
             self._looked = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether the step drew any numbers in a look that was judged."""
+        return not self._is_silent
 
     def refuse(self, error: LightningParError) -> bool:
         """Note what `judge` then raises on every rank, also on those where the step did not fail.
@@ -250,6 +256,8 @@ class StepRandom:
                 f"all {of}, write it for any number of samples, or use num_microbatches=1 and "
                 "data_parallel_size=1."
             )
+            if not of:
+                text = f"{type(error).__name__}: {error}"
             refusal = ConfigurationError("LP303", text)
             refusal.__cause__ = error
             self.refuse(refusal)

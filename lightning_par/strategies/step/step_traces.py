@@ -38,6 +38,7 @@ __all__ = [
     "adjust_logs",
     "combine_logs",
     "compare_parts",
+    "join_over_context",
     "logs_off",
     "numbers_of",
     "record_logs",
@@ -193,7 +194,7 @@ def _weighted(
     A call with its own ``batch_size`` already says how its value weighs.
     """
     if weights is not None and weights.context_group is not None and not isinstance(value, Metric):
-        value, options = _join(value, options, weights)
+        value, options = join_over_context(value, options, weights)
     mean = options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
     is_sum = weights is not None and name in weights.sums
     explicit = options.get("batch_size") is not None and not is_sum
@@ -215,10 +216,15 @@ def _weighted(
     return weigh(value, weights.total), {**options, "batch_size": weights.samples}
 
 
-def _join(value: Any, options: dict[str, Any], weights: BatchWeights) -> tuple[Any, dict[str, Any]]:
+def join_over_context(
+    value: Any, options: dict[str, Any], weights: BatchWeights
+) -> tuple[Any, dict[str, Any]]:
     """Combine a value over the context ranks: what a rank with whole samples would have logged.
 
-    **Communicates**: one all-reduce of one or two numbers over `weights.context_group`.
+    A `batch_size` that is the same on all of them is the number of samples, which says nothing of
+    the tokens of a rank; another one is the weight of the value.
+
+    **Communicates**: one all-reduce of up to six numbers over `weights.context_group`.
     """
     name = reduction_name(options.get("reduce_fx", "mean"))
     value = torch.as_tensor(value, device=weights.total.device)
@@ -228,12 +234,20 @@ def _join(value: Any, options: dict[str, Any], weights: BatchWeights) -> tuple[A
         joined = value.double()
         dist.all_reduce(joined, operations[name], group=weights.context_group)
         return joined.to(kind), options
-    size = options.get("batch_size")
-    weight = weights.own if size is None else weights.own.new_tensor(float(size))
-    mean, total = weighted_mean(value.double(), weight, weights.context_group)
-    if size is not None:
-        options = {**options, "batch_size": total}
-    return mean.to(kind), options  # NaN over no entry, as one process has it
+    size, one = options.get("batch_size"), value.double()
+    if size is None:
+        mean, _ = weighted_mean(one, weights.own, weights.context_group)
+        return mean.to(kind), options  # NaN over no entry, as one process has it
+    own = weights.own.double()
+    given = own.new_tensor(float(size))
+    pairs = [weigh(one, own), own, weigh(one, given), given, given**2, own.new_ones(())]
+    sums = torch.stack(pairs)
+    dist.all_reduce(sums, group=weights.context_group)
+    by_tokens, tokens, by_size, total, squares, ranks = sums.unbind()
+    # Decided on the device: a number on the host would have to be waited for.
+    is_same = ranks * squares == total**2
+    mean = torch.where(is_same, by_tokens / tokens, by_size / total)
+    return mean.to(kind), {**options, "batch_size": torch.where(is_same, given, total)}
 
 
 def combine_logs(

@@ -104,6 +104,8 @@ class _Watch(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         assert batch["ids"].shape[1] == 12  # callbacks see whole samples
+        if index == 1:  # the first step looks at whole sequences, too
+            self.tokens.clear()
         if index == 2:
             self.comm_volume = CommVolume(trainer.strategy.parallel_model.groups)
             self.comm_volume.__enter__()

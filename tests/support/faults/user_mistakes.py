@@ -137,7 +137,3 @@ class NaN(ToyModule):
 class Stream(IterableDataset):
     def __iter__(self):
         yield from ToyData(3)
-
-
-def odd_tokens():
-    return DataLoader(ToyData(8, tokens=11), batch_size=4)

@@ -136,7 +136,7 @@ class FirstLook:
         errors, is_random = self._agree(found)
         # Of one sample, or of a loss that is not finite, nothing can be told.
         is_known = bool(errors) and math.isfinite(min(errors.values()))
-        fitting = choose_rule(errors, self._tolerance()) if is_known else []
+        fitting = choose_rule(errors, self.tolerance()) if is_known else []
         if fitting:
             self._settle(rules, fitting)
         elif is_known and is_random:
@@ -180,8 +180,8 @@ class FirstLook:
                 for made in seen.logs
             ]
             weighted = torch.tensor(weights, dtype=torch.float64)
-            kinds = compare_parts(logs, weighted, self._tolerance())
-            kinds |= compare_metrics(*seen.metrics, self._tolerance())
+            kinds = compare_parts(logs, weighted, self.tolerance())
+            kinds |= compare_metrics(*seen.metrics, self.tolerance())
         held = [kinds]
         if self._mesh.sizes.data > 1:
             tells = torch.tensor(max((kinds or {}).values(), default=SAME_KIND))
@@ -233,7 +233,7 @@ class FirstLook:
         ends = torch.cat([losses, -losses])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._mesh.group("tp"))
         most, least = ends[: len(losses)], -ends[len(losses) :]
-        if bool(((most - least) > self._tolerance() * most.abs().clamp(min=1e-30)).any()):
+        if bool(((most - least) > self.tolerance() * most.abs().clamp(min=1e-30)).any()):
             raise ConfigurationError(
                 "LP310",
                 f"{type(self._module).__name__}.training_step gives other losses on the "
@@ -258,7 +258,8 @@ class FirstLook:
         worst = {name: max(errors[name] for errors, _ in held) for name in names}
         return worst, any(draws for _, draws in held)
 
-    def _tolerance(self) -> float:
+    def tolerance(self) -> float:
+        """Return the relative difference that roundings may make."""
         precision = str(self._module.trainer.precision)
         if precision.startswith("64"):
             return 2e-6  # models may compute parts in float32: scans, norms, CTC

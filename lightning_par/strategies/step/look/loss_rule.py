@@ -43,11 +43,13 @@ class Seen:
         logs: The calls that logged numbers, for each batch.
         metrics: FQN -> value of the torchmetrics that it updates, for the first batch, and for the
             others together.
+        leaves: Names of attributes of the LightningModule that it changes.
     """
 
     losses: list[tuple[float, ...]]
     logs: list[list[LogCall]]
     metrics: tuple[dict[str, Any], dict[str, Any]]
+    leaves: tuple[str, ...] = ()
 
 
 def _has_equal_rows(path: str, batch: Any) -> bool:

@@ -1,0 +1,93 @@
+"""Running the user's step on some batches, without a pipeline and without its logs."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.strategies.step.look.loss_rule import Seen
+from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
+from lightning_par.strategies.step.manual_step import ManualSteps
+from lightning_par.strategies.step.metrics import LookAtMetrics
+from lightning_par.strategies.step.pipelined_step import loss_of, StepContext
+from lightning_par.strategies.step.step_traces import (
+    LogCall,
+    numbers_of,
+    record_logs,
+    StepAttributes,
+)
+
+__all__ = ["Trial"]
+
+
+class Trial:
+    """Runs the user's step on batches of its own, each from the same state of the module.
+
+    Args:
+        module: The user's LightningModule.
+        sharding: Surrounds every forward and backward.
+        manual: Steps that run their own backwards, if they do.
+        user_step: Surrounds the step on the batch of a number.
+        run: Calls the step with its arguments.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        sharding: Sharding,
+        manual: ManualSteps,
+        user_step: Callable[[int], AbstractContextManager[None]],
+        run: Callable[[Callable[..., Any], Sequence[Any]], Any],
+    ) -> None:
+        self._module, self._sharding, self._manual = module, sharding, manual
+        self._user_step, self._run = user_step, run
+
+    def run(
+        self,
+        name: str,
+        context: StepContext,
+        batches: Sequence[Any],
+        rest: Sequence[Any],
+        group: dist.ProcessGroup | None,
+    ) -> Seen:
+        """Return what a step does.
+
+        Args:
+            name: Of the step.
+            context: Precision plugin's context of the step.
+            batches: Some samples, and parts of them.
+            rest: What else the step takes.
+            group: Ranks whose updates of metrics count together; None: this rank's alone.
+        """
+        losses, logs, leaves = [], [], tuple[str, ...]()
+        metrics, state = LookAtMetrics(self._module), StateOfParts(self._module)
+        attributes = StepAttributes(self._module)
+        attributes.begin()
+        for index, batch in enumerate(batches):
+            calls: list[LogCall] = []
+            step = partial(self._run, getattr(self._module, name), (batch, *rest))
+            logging, followed = record_logs(self._module, calls), metrics.followed(index)
+            with state.next_part(), context(), logging, followed, self._user_step(index):
+                if name == "training_step":
+                    losses.append(self._losses_of(step))
+                else:
+                    self._sharding.call(step)
+                self._sharding.release()
+                leaves = leaves if index else tuple(attributes.changes())
+            logs.append(numbers_of(calls))
+        return Seen(losses=losses, logs=logs, metrics=metrics.values(group), leaves=leaves)
+
+    def _losses_of(self, step: Callable[[], Any]) -> tuple[float, ...]:
+        """Run a step without a trace; return the losses of its backwards."""
+        if not self._manual.is_used:
+            # With a graph, as the step may ask for gradients of its input.
+            output = self._sharding.call(step)
+            return (float("nan") if output is None else float(loss_of(output).detach()),)
+        # Each batch from the same weights, which a step may change by hand.
+        with untouched(self._module), self._manual.looked_at() as losses:
+            self._sharding.call_with_backwards(step)
+        return tuple(losses)

@@ -1,0 +1,242 @@
+"""Sequences as steps treat them: shifted, cut, generated, of any length, on divided tokens."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lightning.pytorch import seed_everything
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_par import Hybrid3DStrategy
+from tests.support.models.plain_language_model import PlainModule
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import Cases, LAYOUTS
+
+CASES = Cases(__name__)
+_FLOAT32 = 1e-4  # rotary embeddings and losses of transformers are computed in float32
+
+
+def llama(**options: Any) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=19,
+        hidden_size=24,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        **{"max_position_embeddings": 32, **options},
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def texts(count: int = 32, tokens: int = 12) -> list[dict[str, Tensor]]:
+    """Samples with unequal numbers of labels."""
+    ids = torch.randint(3, 19, (count, tokens), generator=torch.Generator().manual_seed(5))
+    labels = [torch.where(torch.arange(tokens) < i % 7, -100, row) for i, row in enumerate(ids)]
+    return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
+
+
+class Causal(PlainModule):
+    """A model of transformers, which finds its plan by itself."""
+
+    parallel_plan = None  # type: ignore[assignment]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(torch.nn.Module())
+        self.model = llama(**options)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.model(**batch).loss
+
+
+def of_growing_length(samples: Any) -> dict[str, Tensor]:
+    """Batches that are shorter, then longer than 8 tokens."""
+    tokens = 6 + 6 * (int(samples[0]["number"]) // 8 % 2)
+    return {k: torch.stack([s[k][:tokens] for s in samples]) for k in ("input_ids", "labels")}
+
+
+def scaled(kind: str, **more: Any) -> Any:
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 100.0, **more}
+    longest = 16 if kind == "longrope" else 8
+    samples = [{**s, "number": torch.tensor(i)} for i, s in enumerate(texts())]
+    module = Causal(rope_parameters=rope, max_position_embeddings=longest)
+    return module, samples, of_growing_length
+
+
+@CASES.add(equal="cp2", tolerance=_FLOAT32, strategy={"verify": False})
+def rotary_scaled_by_length() -> Any:
+    return scaled("dynamic")
+
+
+@CASES.add(equal="cp2", tolerance=_FLOAT32, strategy={"verify": False})
+def rotary_with_long_factors() -> Any:
+    factors = {"short_factor": [1.0, 1.0, 1.0], "long_factor": [1.0, 2.0, 3.0]}
+    return scaled("longrope", original_max_position_embeddings=8, **factors)
+
+
+class ShiftsByItself(Causal):
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+@CASES.add(
+    refused={"cp2": "the loss is .* on divided ones, .* on whole.* an entry 'shift_labels'"},
+    strategy={"verify": False},
+)
+def training_that_shifts_labels() -> Any:
+    return ShiftsByItself(), texts()
+
+
+@CASES.add(equal="cp2", tolerance=_FLOAT32, strategy={"verify": False})
+def training_on_labels_shifted_in_the_data() -> Any:
+    """What the refusal above says."""
+
+    class Module(Causal):
+        def loss(self, batch: Any) -> Tensor:
+            out = self.model(**batch)
+            own = F.cross_entropy(out.logits.flatten(0, 1), batch["shift_labels"].flatten())
+            return 0.5 * out.loss + 0.5 * own
+
+    moved = lambda y: torch.cat([y[1:], y.new_full((1,), -100)])  # noqa: E731
+    return Module(), [{**s, "shift_labels": moved(s["labels"])} for s in texts()]
+
+
+def odd(tokens: int) -> Any:
+    ids = torch.randint(64, (32, tokens + 1), generator=torch.Generator().manual_seed(3))
+    return [(row[:-1], row[1:]) for row in ids]
+
+
+@CASES.add(
+    equal="tp2 zero1tp2",
+    refused={"tp2pp2": r"'0' has T=7 tokens in dim 1, not divisible by 2\. Pad to 8, or use"},
+)
+def tokens_that_do_not_divide() -> Any:
+    return PlainModule(), odd(7)
+
+
+@CASES.add(equal="tp2")
+def step_that_drops_a_token() -> Any:
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            first = F.cross_entropy(self.net(x[:, :1]).flatten(0, 1), y[:, :1].flatten())
+            return first + super().loss((x[:, :-1], y[:, :-1]))
+
+    return Module(), odd(8)
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    CASES.check(case, layout, refusal)
+
+
+KINDS = (
+    "loss of the model",
+    "loss with a batch size",
+    "accuracy that shifts labels",
+    "metric that shifts labels",
+    "list of outputs",
+    "generation",
+    "own sampling",
+)
+
+
+class Evaluated(Causal):
+    """Every data loader is evaluated in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits, self.count = MeanMetric(), SumMetric()
+        self.outputs: list[tuple[float, float]] = []
+        self.divided: dict[str, bool] = {}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        kind, ids = KINDS[dataloader_idx], batch["input_ids"]
+        with torch.no_grad():
+            if kind in ("generation", "own sampling"):
+                self.log("length", self.lengths(kind, ids[:, :3]), sync_dist=True)
+                return
+            out = self.model(**batch)
+        if kind.startswith("loss"):
+            size = {"batch_size": len(ids)} if "size" in kind else {}
+            self.log("loss of evaluation", out.loss, sync_dist=True, **size)
+            return
+        labels = batch["labels"][:, 1:]
+        hits = (out.logits[:, :-1].argmax(-1) == labels)[labels != -100]
+        if kind == "accuracy that shifts labels":
+            self.log("accuracy", hits.double().mean(), sync_dist=True)
+        elif kind == "metric that shifts labels":
+            self.hits.update(hits)
+            self.count.update(len(hits))
+            self.log_dict({"hits": self.hits, "count": self.count})
+        else:
+            self.outputs.append((float(hits.sum()), len(hits)))
+
+    def lengths(self, kind: str, prompt: Tensor) -> Tensor:
+        """Mean place of what was generated."""
+        if kind == "generation":
+            text = self.model.generate(prompt, max_new_tokens=6, do_sample=False)
+        else:
+            text = prompt
+            for _ in range(6):
+                text = torch.cat([text, self.model(text).logits[:, -1:].argmax(-1)], 1)
+        return (text * torch.arange(text.shape[1])).double().mean()
+
+    def on_validation_batch_end(
+        self, out: Any, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
+        """Note of the second batch, which is not looked at, whether attention was divided."""
+        steps = getattr(self.trainer.strategy, "parallel_model", None)
+        if steps is not None and steps.steps.sequence is not None:
+            calls = steps.steps.sequence.shard.calls
+            self.divided[KINDS[dataloader_idx]] = batch_idx == 1 and calls > self.calls
+            self.calls = calls
+
+    def on_validation_epoch_end(self) -> None:
+        right, count = map(sum, zip(*self.outputs, strict=True))
+        self.outputs.clear()
+        self.log("share", right / count)
+
+
+def evaluate(rank: int, world: int, layout: str | None) -> dict[str, Any]:
+    seed_everything(0, verbose=False)
+    module, data = Evaluated(), texts()
+    strategy = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout])
+    trainer = quiet_trainer(
+        devices=world, strategy=strategy, precision="64-true", num_sanity_val_steps=0, max_steps=2
+    )
+    held_out = [DataLoader(data[4 * i : 4 * i + 8], 4) for i in range(len(KINDS))]
+    trainer.fit(module, DataLoader(data[:16], 8), held_out)
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"values": values, "divided": module.divided}
+
+
+@cache
+def evaluated_alone() -> dict[str, Any]:
+    try:
+        return evaluate(0, 1, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["cp2", "tp2"])
+def test_evaluation_equals_one_process(layout: str) -> None:
+    """Only what sees tokens one by one is divided over the context ranks."""
+    wanted = evaluated_alone()["values"]
+    for found in run_ranks(evaluate, 2, layout, timeout=180):
+        assert found["values"].keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert found["values"][name] == pytest.approx(value, abs=_FLOAT32), name
+        if layout == "cp2":
+            assert found["divided"] == {kind: kind.startswith("loss") for kind in KINDS}
