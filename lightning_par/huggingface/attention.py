@@ -23,6 +23,7 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.huggingface.lookup import find_model
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.upstream.pytree import tree_map
+from lightning_par.upstream.transformers import attention_of
 
 __all__ = ["divide_attention"]
 
@@ -48,7 +49,7 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _pass_padding)
     _, model = found
-    own = model.config._attn_implementation
+    own = attention_of(model)
     axis.checks.append(_check_packing)
     for rotary in model.modules():
         if _scales_by_length(rotary):
@@ -58,7 +59,7 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
     def adjust(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         # Its own on whole sequences, where it may read a cache.
         kind = own if axis.layout is None else _NAME
-        if model.config._attn_implementation != kind:
+        if attention_of(model) != kind:
             model.set_attn_implementation(kind)
         if axis.layout is None:
             return None

@@ -11,10 +11,11 @@ from lightning_par.upstream.presence import names_of
 
 with names_of("torch"):
     _graph_task = torch._C._current_graph_task_id
+    _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     _RUN_BACKWARD = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     _UNSCALE = GradScaler._unscale_grads_
 
-__all__ = ["OverridableGradScaler", "backward_inside", "is_in_backward"]
+__all__ = ["OverridableGradScaler", "backward_inside", "is_in_backward", "saved_tensor_hooks"]
 
 
 def is_in_backward() -> bool:
@@ -23,6 +24,15 @@ def is_in_backward() -> bool:
     A hook could only tell of the tensors that it is on. Torch's own checkpointing asks the same.
     """
     return _graph_task() != -1
+
+
+def saved_tensor_hooks() -> Any:
+    """Return the innermost pair of `torch.autograd.graph.saved_tensors_hooks` that is open here.
+
+    Code that a checkpoint runs, and runs again, has those of the checkpoint; only how to open such
+    hooks is public.
+    """
+    return _saved_tensor_hooks(False)
 
 
 @contextmanager

@@ -10,7 +10,17 @@ from torch import nn
 
 from lightning_par.upstream.presence import names_of
 
-__all__ = ["ignored_keys", "mark_as_expert_parallel"]
+__all__ = ["attention_of", "ignored_keys", "mark_as_expert_parallel"]
+
+
+def attention_of(model: Any) -> str:
+    """Return the name of the attention that a model computes; only how to set it is public.
+
+    Args:
+        model: A `PreTrainedModel`.
+    """
+    with names_of("transformers"):
+        return str(model.config._attn_implementation)
 
 
 def ignored_keys(model: Any) -> Iterable[str]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.engine.collectives import apply_function
 from lightning_par.engine.tensor_tree import (
     pack,
     PackedTree,
@@ -68,10 +69,25 @@ class PendingMessage:
         """
         assert self.header is not None
         tensors = self.wait()
+        given = []
         for tensor, spec in zip(tensors, self.header.specs, strict=True):
             # A leaf: the backward stops here, and the sender gets its gradient.
             tensor.requires_grad_(with_grad and spec.requires_grad)
-        return unpack(self.header, tensors), tensors
+            # A block may change what it is given in place, which a leaf does not bear.
+            given.append(apply_function(_Handed, tensor) if tensor.requires_grad else tensor)
+        return unpack(self.header, given), tensors
+
+
+class _Handed(torch.autograd.Function):
+    """The memory of a leaf, which may be changed in place: neither a leaf nor a view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 class Channel:
@@ -201,6 +217,7 @@ class Channel:
 def _check_alike(known: PackedTree, header: PackedTree) -> None:
     """Raise `PipelineError`, saying what changed, unless two messages are alike."""
     advice = "Hand on what changes as a tensor, of one shape for every batch shape."
+    cut = "Cut or pad sequences in the collate_fn, so that the shapes of the batch tell."
     kinds = [[(spec.shape, spec.dtype) for spec in each.specs] for each in (known, header)]
     if known.specs != header.specs and kinds[0] == kinds[1]:
         raise PipelineError(
@@ -212,7 +229,8 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
         raise PipelineError(
             "LP405",
             "what a stage hands on changed its shape for a batch of the same shape: "
-            f"{kinds[0]} before, {kinds[1]} now. {advice}",
+            f"{kinds[0]} before, {kinds[1]} now. {cut} A step that calls the model several times, as "
+            "to generate text, needs pipeline_parallel_size=1.",
         )
     # Equal trees may have different pickles, where a value is shared in one of them only.
     before, now = (unpack(each, range(len(each.specs))) for each in (known, header))

@@ -4,7 +4,9 @@ y = x W^T has the gradients dx = dy W, which the previous stage waits for, and d
 no other stage needs. While a `WeightGradients` collects, a backward computes dx only and keeps
 (dy, x) for later. What is not a linear map of a parameter computes all its gradients at once.
 
-Blocks are wrapped, not the model, so that a recomputation of a block enters the wrapper again.
+Blocks are wrapped, not the model, so that a recomputation of a block enters the wrapper again. One
+of a part of a block, by a checkpoint in its forward, does not, and would keep other tensors than
+the forward did; so the linear maps inside of it compute all their gradients at once.
 
 **Source**: Qi et al. 2401.10241, section 4 (the split of the backward); ours catches
 `F.linear`, so that no layer has to be written for it.
@@ -21,6 +23,7 @@ from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.engine.wrapping import Forward, wrap_forward
+from lightning_par.upstream.autograd import saved_tensor_hooks
 from lightning_par.upstream.dtensor import TO_LOCAL_NODE
 
 __all__ = ["Deferred", "WeightGradients", "defer_weight_gradients"]
@@ -104,13 +107,15 @@ def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> Non
 class _CatchLinear(TorchFunctionMode):
     def __init__(self, gradients: WeightGradients) -> None:
         super().__init__()
-        self._gradients = gradients
+        self._gradients, self._hooks = gradients, saved_tensor_hooks()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and torch.is_grad_enabled():
+        # Those of a checkpoint, if its function has begun since the block did.
+        is_inside = func is F.linear and saved_tensor_hooks() != self._hooks
+        if func is F.linear and torch.is_grad_enabled() and not is_inside:
             return self._linear(*args, **kwargs)
         return func(*args, **kwargs)
 

@@ -192,11 +192,15 @@ class Stage:
                 "LP406",
                 f"the step returned before block {self.end_block}: it skipped blocks, returned "
                 "early, or caught the "
-                "BaseException that ends a stage (a bare `except:` around the model call).",
+                "BaseException that ends a stage (a bare `except:` around the model call). Call the "
+                "whole model once for every batch, and catch Exception; or use "
+                "pipeline_parallel_size=1.",
             )
         if self.is_last and self.end_block - 1 not in state.called:
             raise PipelineError(
-                "LP406", "the step returned a result without calling the last block."
+                "LP406",
+                "the step returned a result without calling the last block. Call the whole model "
+                "once for every batch, or use pipeline_parallel_size=1.",
             )
         return result
 
@@ -225,7 +229,8 @@ class Stage:
             raise PipelineError(
                 "LP406",
                 f"block {block} was called twice in one step; a pipeline passes through the blocks "
-                "once.",
+                "once. Join the inputs of both calls into one batch; a step that generates text "
+                "needs pipeline_parallel_size=1.",
             )
         if module.training and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise PipelineError(

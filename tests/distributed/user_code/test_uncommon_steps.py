@@ -8,7 +8,9 @@ import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
+from lightning_par import ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.models.structures import LanguageModel, Planless
 from tests.support.user_code import Cases
@@ -131,6 +133,43 @@ def an_average_that_the_module_keeps() -> Any:
                 average.data.lerp_(weights[name].data, 0.1)
 
     return Module(LanguageModel()), token_pairs()
+
+
+class Checkpointed(nn.Module):
+    """A block that recomputes a part of itself, and changes what it is given in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu_(x)
+        return x + checkpoint(self._compute, x, use_reentrant=False)
+
+
+def checkpointed() -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.blocks = nn.ModuleList(Checkpointed() for _ in range(4))
+
+        def parallel_plan(self) -> ParallelPlan:
+            return ParallelPlan(blocks="net.blocks", batch=self.batch)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2", strategy={"schedule": "zb-h1"})
+def checkpoint_inside_of_a_block() -> Any:
+    return checkpointed()
+
+
+@CASES.add(large="pp2", strategy={"schedule": "zbv"})
+def checkpoint_inside_of_a_block_of_two_stages() -> Any:
+    return checkpointed()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
