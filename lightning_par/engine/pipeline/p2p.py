@@ -229,8 +229,8 @@ def _check_alike(known: PackedTree, header: PackedTree) -> None:
         raise PipelineError(
             "LP405",
             "what a stage hands on changed its shape for a batch of the same shape: "
-            f"{kinds[0]} before, {kinds[1]} now. {cut} A step that calls the model several times, as "
-            "to generate text, needs pipeline_parallel_size=1.",
+            f"{kinds[0]} before, {kinds[1]} now. {cut} A step that calls the model several times, "
+            "as to generate text, needs pipeline_parallel_size=1.",
         )
     # Equal trees may have different pickles, where a value is shared in one of them only.
     before, now = (unpack(each, range(len(each.specs))) for each in (known, header))

@@ -192,8 +192,8 @@ class Stage:
                 "LP406",
                 f"the step returned before block {self.end_block}: it skipped blocks, returned "
                 "early, or caught the "
-                "BaseException that ends a stage (a bare `except:` around the model call). Call the "
-                "whole model once for every batch, and catch Exception; or use "
+                "BaseException that ends a stage (a bare `except:` around the model call). Call "
+                "the whole model once for every batch, and catch Exception; or use "
                 "pipeline_parallel_size=1.",
             )
         if self.is_last and self.end_block - 1 not in state.called:
