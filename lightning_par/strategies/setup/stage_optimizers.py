@@ -89,7 +89,7 @@ def kept_by_optimizers(
     return follow
 
 
-def _sharded_states(states: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+def _sharded_states(states: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
     """Return states whose shards are of the mesh of a parameter of the same shape."""
     return {
         key: sharded_like(local_part(value), parameter) if isinstance(value, DTensor) else value
