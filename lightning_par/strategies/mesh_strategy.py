@@ -426,7 +426,7 @@ class MeshStrategy(ParallelStrategy):
             if self.offload is not None:
                 self.offload.before_backward()
             weighted = step.weigh(loss)
-            model.gradients.add_loss(weighted, step.has_valid_labels)
+            model.gradients.add_loss(model.steps.form.mark(weighted), step.has_valid_labels)
             # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
             with model.steps.backward(step):
                 yield weighted

@@ -112,6 +112,7 @@ def parallelize(  # house: the order, in one place
         manual=ManualSteps(module, gradients.norms),
         decisions=processes.decisions,
     )
+    gradients.settle = steps.form.settle
     forms.become_parallel()
     return ParallelModel(
         module=module,

@@ -79,6 +79,8 @@ class PipelinedSteps:
     Attributes:
         last_run: When the actions of the last training step ran; None before one.
         last_weight: What its batch weighed in the global batch, 1 on average over the replicas.
+        see_loss: Is given the loss of the first micro-batch, and its number of samples; None:
+            nobody asks.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class PipelinedSteps:
         self.module, self.executor = module, executor
         self.last_run: PipelineRun | None = None
         self.last_weight = torch.ones(())
+        self.see_loss: Callable[[Tensor, int], None] | None = None
         self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
         self._sequence, self._num_microbatches = sequence, num_microbatches
         self._replay = replay
@@ -145,6 +148,8 @@ class PipelinedSteps:
 
         def scaled_loss(index: int, result: Any) -> Tensor:
             loss, scale = loss_of(result), weights.scales[index]
+            if index == 0 and self.see_loss is not None:
+                self.see_loss(loss, sizes[0])
             losses[index] = loss.detach()
             if index in weights.zero and self._is_only_replica:
                 return loss.detach()  # no replica waits for this backward
@@ -241,6 +246,7 @@ class PipelinedSteps:
         found = None
         if run.results and refusal() is None:
             ends = sorted(run.results) if name == "training_step" else []
+            losses: list[tuple[float, ...]]
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
             logs = [numbers_of(made) for made in calls]
             values, seen = sight.metrics.values(), sight.losses.seen

@@ -48,7 +48,8 @@ from lightning_par.strategies.step.batch_weights import (
 from lightning_par.strategies.step.look.first_look import FirstLook
 from lightning_par.strategies.step.look.loss_rule import choose_parts, Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
-from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
+from lightning_par.strategies.step.look.untouched import untouched
+from lightning_par.strategies.step.look.whole_step import look_at_whole_step
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.parameter_reads import ParameterReads
@@ -56,7 +57,7 @@ from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_errors import raise_explained
 from lightning_par.strategies.step.step_random import HookDraws, StepRandom
-from lightning_par.strategies.step.step_traces import adjust_logs, LogCall, numbers_of, record_logs
+from lightning_par.strategies.step.step_traces import adjust_logs
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
 from lightning_par.strategies.step.weights_on_host import WeightsOnHost
 
@@ -132,6 +133,7 @@ class StepRunner:
         pipeline: Runs steps through the pipeline; None without one.
         seed: Seed of all steps; checkpoints keep it.
         evaluations: Number of evaluation steps so far, which seeds the next; checkpoints keep it.
+        form: Notices when the loss takes another form.
         after_look: Id of an object -> function of it that is called after the first look at the
             step, which runs it on a few samples: what counts the first step begins anew.
     """
@@ -169,6 +171,7 @@ class StepRunner:
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
         self._on_host = WeightsOnHost(module, self._weigher, self._cut)
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher, decisions)
+        self.form = self._first_look.form
         self._hook_draws = HookDraws(module, sizes.data, device)
         self._training, self._met = self._random_of("training_step"), dict[Any, _Evaluation]()
         self.after_look: dict[int, Callable[[], None]] = {}
@@ -277,10 +280,13 @@ class StepRunner:
                 if not self._batch_layout.local_statistics:
                     check_batch_statistics(self.module, self._mesh, count)
             looks, samples = self._first_look, dims.size or 1
+            run = partial(self._look, "training_step", context, args[1:], size=samples)
             if not looks.is_over and looks.is_due(args[0], samples, count, known):
                 found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
-                run = partial(self._look, "training_step", context, args[1:], found.size or 1)
-                looks.look(args[0], found, count, run)
+                looks.look(args[0], found, count, partial(run, size=found.size or 1))
+                if self.pipeline is not None and looks.watches:
+                    self.pipeline.see_loss = self.form.see
+            self.form.again = partial(looks.look_again, args[0], dims, count, run, self._cut)
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
                 tokens = self._tokens_of(args[0])
@@ -303,6 +309,8 @@ class StepRunner:
             )
             with adjust_logs(self.module, weights), self.manual.running(step):
                 output = self._whole("training_step", context, args, key, dims)
+            if looks.watches and not self.manual.is_used and output is not None:
+                self.form.see(loss_of(output), samples)
             step.opened = opened.pop_all()
             return output, step
 
@@ -368,7 +376,7 @@ class StepRunner:
     ) -> None:
         """Find out how an evaluation step draws, and whether parts of a batch log what it does."""
         size = dims.size or 1
-        look = partial(self._look, name, context, args[1:], size)
+        look = partial(self._look, name, context, args[1:], size=size)
         whole = [(args[0], size)]
         divides = (known.count > 1 or self._has_replicas) and size > 1 and not dims.unsure
         has_labels = divides and name != "predict_step"
@@ -457,9 +465,9 @@ class StepRunner:
         name: str,
         context: StepContext,
         rest: Sequence[Any],
-        size: int,
         parts: Sequence[tuple[Any, int]],
         *,
+        size: int,
         made: bool = False,
     ) -> tuple[Seen, bool]:
         """Run a step on some samples, and on parts of them, without leaving a trace.
@@ -478,52 +486,21 @@ class StepRunner:
                 self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
             ):
                 if self.pipeline is None:
-                    seen = self._look_whole(name, context, batches, rest, sight)
+                    run = partial(self._run, getattr(self.module, name))
+                    around = partial(self._user_step, _LOOK)
+                    given = self.module, name, batches, rest, run, context, around
+                    seen = look_at_whole_step(*given, self._sharding, self.manual, sight)
                 else:
                     refusal = self._random.refusal
                     seen = self.pipeline.look(context, batches, rest, refusal, name, sight)
                 is_random = self._random.judge(divides=len(batches) > 1)
         finally:
             self._random = random
+            self.form.reads_factors |= sight.losses.has_zero
             self._sharding.release()
             for restart in self.after_look.values():
                 restart()
         return seen, is_random
-
-    def _look_whole(
-        self,
-        name: str,
-        context: StepContext,
-        batches: Sequence[Any],
-        rest: Sequence[Any],
-        sight: LookAtStep,
-    ) -> Seen:
-        losses, logs, state = [], [], StateOfParts(self.module)
-        for index, batch in enumerate(batches):
-            calls: list[LogCall] = []
-            step = partial(self._run, getattr(self.module, name), (batch, *rest))
-            logging, followed = record_logs(self.module, calls), sight.followed(index)
-            with state.next_part(), context(), logging, followed, self._user_step(_LOOK, index):
-                if name == "training_step":
-                    losses.append(self._losses_of(step))
-                else:
-                    self._sharding.call(step)
-                self._sharding.release()
-            logs.append(numbers_of(calls))
-        return Seen(
-            losses=losses, logs=logs, metrics=sight.metrics.values(), calls=sight.losses.seen
-        )
-
-    def _losses_of(self, step: Callable[[], Any]) -> tuple[float, ...]:
-        """Run a step without a trace; return the losses of its backwards."""
-        if not self.manual.is_used:
-            # With a graph, as the step may ask for gradients of its input.
-            output = self._sharding.call(step)
-            return (float("nan") if output is None else float(loss_of(output).detach()),)
-        # Each batch from the same weights, which a step may change by hand.
-        with untouched(self.module), self.manual.looked_at() as losses:
-            self._sharding.call_with_backwards(step)
-        return tuple(losses)
 
     def _whole(
         self,

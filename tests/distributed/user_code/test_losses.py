@@ -284,6 +284,45 @@ def rows_of_unequal_lengths_on_replicas_without_padding() -> Any:
     return of_loss(loss, ragged)
 
 
+def later(loss: Any) -> Any:
+    """A loss that has another form from the third step on."""
+
+    def of_step(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        losses = per_sample(module, x, y)
+        return loss(losses) if module.trainer.global_step >= 2 else losses.mean()
+
+    return of_loss(of_step)
+
+
+@CASES.add(equal="pp2 zero1")
+def a_term_that_begins_later() -> Any:
+    return later(lambda losses: losses.mean() + 0.1 * losses.square().mean())
+
+
+@CASES.add(
+    equal="pp2_one_microbatch", refused={"pp2 zero3": "neither the mean.*\n?.*form in step 2"}
+)
+def hard_samples_from_the_third_step_on() -> Any:
+    return later(lambda losses: losses.topk(len(losses) // 2 or 1).values.mean())
+
+
+@CASES.add(
+    equal="pp2_one_microbatch",
+    refused={"pp2 zero1": "step 2 .*was the mean over the samples so far, and is the sum"},
+)
+def a_sum_from_the_third_step_on() -> Any:
+    return later(lambda losses: losses.sum() / 8)
+
+
+@CASES.add(refused={"zero1": "neither the mean"})
+def a_factor_that_is_zero_at_first() -> Any:
+    def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        losses = per_sample(module, x, y)
+        return losses.mean() + 0.2 * max(0, module.trainer.global_step - 1) * losses.max()
+
+    return of_loss(loss)
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""

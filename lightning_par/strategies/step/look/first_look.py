@@ -1,5 +1,7 @@
 """The first look at a run's training step: finds how the loss of a batch is made of those of its
 parts, without leaving a trace.
+
+Length: the ways to decide, and what is said where none of them does.
 """
 
 import inspect
@@ -22,6 +24,7 @@ from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
 from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
 from lightning_par.strategies.step.look.contrast import make_contrast
+from lightning_par.strategies.step.look.loss_form import FormWatch
 from lightning_par.strategies.step.look.loss_rule import (
     candidate_rules,
     choose_parts,
@@ -83,6 +86,8 @@ class FirstLook:
 
     Attributes:
         is_over: Whether no later step has to be looked at, whatever its batch.
+        watches: Whether the form of the loss has to stay as it was when it was looked at.
+        form: Notices where it does not.
     """
 
     def __init__(
@@ -95,7 +100,8 @@ class FirstLook:
     ) -> None:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
         self._decisions = decisions
-        self._looks, self._is_known = 0, True
+        self._looks, self._is_known, self.watches = 0, True, False
+        self.form = FormWatch(module.device)
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
 
     def is_due(
@@ -167,7 +173,8 @@ class FirstLook:
             parts = choose_parts(batch, dims, microbatches, rules)
         seen, is_random = run(parts)
         self._check_tensor_ranks(seen)
-        if self._finds_rule(microbatches):
+        self.watches = self._finds_rule(microbatches)
+        if self.watches:
             count = 0 if dims.unsure else dims.size or 0
             found = self._agree(self._finding(rules, seen, parts, is_random, count))
             is_random = found.is_random
@@ -177,6 +184,8 @@ class FirstLook:
                 ]
                 doubled = self._try(rules, twice, run)
                 found = found if doubled is None else replace(found, errors=doubled.errors)
+            if found.samples >= 4 and found.samples // microbatches >= 2 and not found.seen:
+                found = self._crossed(rules, found, parts[0][0], dims, run)
             self._decide(rules, found, batch, dims, microbatches, run)
             if not is_random:
                 told = seen if _is_told(found) else Seen(losses=[], logs=[], metrics=({}, {}))
@@ -187,6 +196,54 @@ class FirstLook:
             entries = ", ".join(path or "the batch" for path in dims.dims)
             self._decisions.add("batch dim", f"{dims.size} samples of {entries}")
         self._decisions.log()
+
+    def look_again(
+        self,
+        batch: Any,
+        dims: BatchDims,
+        microbatches: int,
+        run: RunParts,
+        cut: Callable[[Any], tuple[Sequence[Any], Sequence[int]]],
+    ) -> None:
+        """Look at a step whose loss has a new form, after its backward.
+
+        Args:
+            batch: That of this replica.
+            dims: Which entries have a batch dim.
+            microbatches: Into how many it is cut.
+            run: Runs the step.
+            cut: Gives the micro-batches, and their numbers of samples.
+
+        Raises:
+            ConfigurationError: The loss of a batch is not made of the losses of its parts any more,
+                or in another way, so that the gradients of this step are wrong.
+
+        **Communicates**: as `look` does.
+        """
+        weigher, parts = self._weigher, cut(batch)
+        before, weights = weigher.rule, weigher.weigh(*parts)
+        step = self._module.trainer.global_step
+        try:
+            self.look(batch, dims, microbatches, run)
+        except ConfigurationError as error:
+            error.add_note(
+                f"The loss took another form in step {step}: the steps before were looked at, and "
+                "were right. Nothing of this step was kept."
+            )
+            raise
+        now = weigher.weigh(*parts)
+        is_same = weights.is_sum == now.is_sum and torch.allclose(weights.shares, now.shares)
+        if not self._all_agree(is_same):
+            sizes = self._mesh.sizes
+            cure = ["num_microbatches=1"] * (microbatches > 1)
+            cure += ["data_parallel_size=1"] * (sizes.data > 1)
+            raise ConfigurationError(
+                "LP309",
+                f"{type(self._module).__name__}.training_step: in step {step} the loss takes "
+                f"another form: it was {before.name} so far, and is {weigher.rule.name} now, by "
+                "which the gradients of this step were not weighed. Give it one form from the "
+                f"first step on, or use {' and '.join(cure)}. Nothing of this step was kept.",
+            )
 
     def _finding(
         self,
@@ -241,6 +298,22 @@ class FirstLook:
             self._is_known |= bool(made)
             fitting = [name for name in fitting if name in made] or fitting
         self._settle(rules, fitting, source)
+
+    def _crossed(
+        self, rules: Sequence[LossRule], found: _Finding, four: Any, dims: BatchDims, run: RunParts
+    ) -> _Finding:
+        """Return what was found on four samples and two halves of them, with the errors of other
+        halves: a choice among samples (`topk`) may give the same by chance.
+        """
+        # In the order of the halves: a step that draws for the samples gives each its numbers.
+        orders = ([0, 2, 1, 3], [0, 2], [1, 3])
+        parts = [(take_samples(four, dims, rows), len(rows)) for rows in orders]
+        seen, is_random = run(parts)
+        other = self._agree(self._finding(rules, seen, parts, is_random))
+        if not (_is_told(found) and _is_told(other)):
+            return found
+        errors = {n: max(e, other.errors.get(n, 0.0)) for n, e in found.errors.items()}
+        return replace(found, errors=errors, is_random=found.is_random or is_random)
 
     def _contrast(
         self,

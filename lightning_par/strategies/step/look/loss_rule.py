@@ -157,7 +157,8 @@ def _lengths(entries: Sequence[tuple[str, int]]) -> Iterator[LossRule]:
 def _tokens_after(path: str, tokens: str, batch: Any, samples: int) -> Tensor:
     first: Tensor = batch_entry(batch, path)
     length = batch_entry(batch, tokens).shape[1]
-    return (length - first).clamp(min=0).sum(dtype=torch.float64)
+    count: Tensor = (length - first).clamp(min=0).sum(dtype=torch.float64)
+    return count
 
 
 def _class_weights(

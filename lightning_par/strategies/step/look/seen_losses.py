@@ -26,6 +26,7 @@ _LOSSES: dict[Any, inspect.Signature] = {
     function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)
 }
 _LOGITS = (F.cross_entropy, F.log_softmax, torch.log_softmax, Tensor.log_softmax)
+_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 _SHARPER = 8.0
 """Factor of logits: the losses of samples of a model that knows nothing yet differ by little."""
 
@@ -58,12 +59,13 @@ class LookAtLosses(TorchFunctionMode):
 
     Attributes:
         seen: For each batch, the calls.
+        has_zero: Whether something was multiplied by the number 0, as a term that begins later is.
     """
 
     def __init__(self, batches: Sequence[Any], *, sharpens: bool = False) -> None:
         super().__init__()
         self.seen: list[list[SeenLoss]] = [[] for _ in batches]
-        self._batches = batches
+        self._batches, self.has_zero = batches, False
         self._sharpens, self._index = sharpens, 0
 
     def of(self, index: int) -> "LookAtLosses":
@@ -83,6 +85,8 @@ class LookAtLosses(TorchFunctionMode):
             args = (args[0].double() * _SHARPER, *args[1:])
         if self._sharpens and function is F.embedding and any(map(_is_negative, args)):
             raise IndexError("index out of range in self")  # which a GPU would not survive
+        if function in _PRODUCTS and any(type(a) in (int, float) and not a for a in args):
+            self.has_zero = True
         result = function(*args, **kwargs)
         if function in _LOSSES:
             self._note(_LOSSES[function].bind(*args, **kwargs), result)
