@@ -335,7 +335,7 @@ class MeshStrategy(ParallelStrategy):
             if self._record is not None:
                 self._record.remember(module)
             self.model = plugin.convert_module(module)
-            rest = self.mesh, self.root_device, self._record, self.options, self.activity
+            rest = self.mesh, self.root_device, self._record, self.options, self.processes
             self._parallel_model = parallelize(module, resolved, *rest)
         make_averages(trainer, self.parallel_model)
         self._precision.connect(self.parallel_model.gradients, self._around_backward)

@@ -23,6 +23,7 @@ from lightning_par.engine.rng import collect_random_states, restore_random_state
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.deferred_signals import DeferredSignals
 from lightning_par.strategies.processes.host_status import HostStatusServer
@@ -77,6 +78,7 @@ class MeshProcesses:
 
     Attributes:
         activity: What this rank is doing, for messages about ranks that fail.
+        decisions: What the run found out by itself, such as the rule of its loss.
         interruption: Whether an exception is being handled, and on which ranks.
         copy: Under a pipeline, a module and its copy inside of the user's module, if there is one.
     """
@@ -95,7 +97,7 @@ class MeshProcesses:
         self._variables: list[str] = []
         self._owns_group = False
         self._filter: Any = None
-        self.activity = Activity()
+        self.activity, self.decisions = Activity(), Decisions()
         self.interruption = Interruption(options.timeout)
         self._signals, self._progress = DeferredSignals(), RunProgress()
         self._shared: set[str] = set()

@@ -113,6 +113,9 @@ class LossRule:
         counts_all: Whether every sample has a weight, so that no part weighs 0.
         is_uniform: Batch -> whether all its samples weigh alike.
         is_likely: Whether parts are chosen so as to tell it from others.
+        path: Entry of the batch whose values weigh; None: samples do, or what nobody knows.
+        ignored: Value of that entry which does not count; None: its values are added.
+        shift: Columns of that entry, at its beginning, which do not count either.
     """
 
     name: str
@@ -122,6 +125,9 @@ class LossRule:
     counts_all: bool = False
     is_uniform: Callable[[Any], bool] = lambda _: False
     is_likely: bool = True
+    path: str | None = None
+    ignored: int | None = None
+    shift: int = 0
 
 
 def declared_rule(layout: BatchLayout) -> LossRule:
@@ -238,28 +244,36 @@ class BatchWeigher:
         """Return whether any label of a batch counts; None if every sample counts."""
         return None if self.rule.counts_all else self.rule.weigh(batch, 1) > 0
 
-    def rules_differ(self, batch: Any) -> bool:
-        """Tell whether a rule weighs the samples of a batch otherwise than the others do.
+    def compare_rules(self, batch: Any, samples: int) -> tuple[float, ...]:
+        """Return whether a rule weighs the samples of a batch unequally, as 0 or 1, and what each
+        rule weighs a sample on average, for `is_unsettled`.
 
-        Nobody asks once the rule is settled. The host waits for the device of the batch.
+        Nothing is computed once the rule is settled. The host waits for the device of the batch.
         """
         rules = (self.rule, *self.alternatives)
-        return len(rules) > 1 and not all(rule.is_uniform(batch) for rule in rules)
+        if len(rules) == 1:
+            return ()
+        differ = not all(rule.is_uniform(batch) for rule in rules)
+        weights = (float(rule.weigh(batch, samples)) / max(samples, 1) for rule in rules)
+        return float(differ), *weights
 
-    def is_unsettled(self, differ: bool) -> bool:
-        """Tell whether the `rules_differ` on any replica, so that its batch shows which one holds;
-        the same on every rank.
+    def is_unsettled(self, compared: Sequence[float]) -> bool:
+        """Tell whether rules differ in a batch of any replica, or between the batches of several,
+        so that these show which rule holds; the same on every rank.
 
         Args:
-            differ: Whether they do on this one.
+            compared: From `compare_rules`, of the batch of this replica.
 
-        **Communicates**: one all-reduce of a number over the replicas, between the hosts.
+        **Communicates**: one all-reduce of a few numbers over the replicas, between the hosts.
         """
-        if self._replicas == 1:
-            return differ
-        found = torch.tensor([float(differ)])  # on the host, which has to know it
-        dist.all_reduce(found, group=self._data_group)
-        return bool(found > 0)
+        if self._replicas == 1 or not compared:
+            return bool(compared) and compared[0] > 0
+        differ, *weights = compared
+        ends = torch.tensor([differ, *weights, *(-w for w in weights)], dtype=torch.float64)
+        # On the host, which has to know it.
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._data_group)
+        most, least = ends[1 : len(compared)], -ends[len(compared) :]
+        return bool((ends[0] > 0) | (most > least).any())
 
     def weigh(
         self,

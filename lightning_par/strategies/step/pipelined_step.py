@@ -40,7 +40,8 @@ from lightning_par.strategies.step.batch_weights import (
     weighted_mean,
 )
 from lightning_par.strategies.step.look.loss_rule import Seen
-from lightning_par.strategies.step.metrics import LookAtMetrics, MetricsOfBatch
+from lightning_par.strategies.step.look.seen_losses import LookAtStep
+from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_traces import (
     combine_logs,
@@ -218,6 +219,7 @@ class PipelinedSteps:
         rest: Sequence[Any],
         refusal: Callable[[], Exception | None],
         name: str,
+        sight: LookAtStep,
     ) -> Seen:
         """Run a step on batches of their own, without gradients and logs.
 
@@ -227,21 +229,24 @@ class PipelinedSteps:
             rest: What else the step takes.
             refusal: Says why the step cannot run here, and gave nothing.
             name: Of the step.
+            sight: Sees what else the step does.
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
-        metrics, key = LookAtMetrics(self.module), ("first look",)
+        key = ("first look",)
         try:
             with torch.no_grad():
-                run = self._forward_only(name, context, batches, rest, key, calls, metrics.followed)
+                run = self._forward_only(name, context, batches, rest, key, calls, sight.followed)
         except PipelineError as error:
             raise refusal() or error from None  # of a stage that gave the next one nothing
         found = None
         if run.results and refusal() is None:
             ends = sorted(run.results) if name == "training_step" else []
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
-            found = losses, [numbers_of(made) for made in calls], metrics.values()
-        losses, logs, values = self.from_last_stage(found) or ([], [], ({}, {}))
-        return Seen(losses=losses, logs=logs, metrics=values)
+            logs = [numbers_of(made) for made in calls]
+            values, seen = sight.metrics.values(), sight.losses.seen
+            found = Seen(losses=losses, logs=logs, metrics=values, calls=seen)
+        nothing = Seen(losses=[], logs=[], metrics=({}, {}))
+        return self.from_last_stage(found) or nothing
 
     def _forward_only(
         self,
