@@ -48,6 +48,7 @@ from lightning_par.strategies.setup.parallelize import parallelize
 from lightning_par.strategies.setup.precision import AdoptedPrecision
 from lightning_par.strategies.setup.preflight import check_run
 from lightning_par.strategies.setup.stage_optimizers import (
+    adopt_optimizers,
     move_states,
     optimizers_of_a_stage,
     prepare_optimizers,
@@ -357,8 +358,7 @@ class MeshStrategy(ParallelStrategy):
         self._close_offload()
         super().setup_optimizers(trainer)
         model = self.parallel_model
-        if model.compression is not None:
-            model.compression.reset()
+        adopt_optimizers(self.optimizers, model)
         given = self.options.offload_options, self.root_device
         if is_offloaded(model.module, self.optimizers, *given):
             self.offload = HostOffload(model, self.optimizers, self.options, self.root_device)

@@ -21,7 +21,7 @@ from lightning_par.plan.inference.tensor_groups import (
 from lightning_par.plan.inference.tensor_proof import prove_styles
 from lightning_par.plan.inference.tracing import Call, Trace, trace_forward
 from lightning_par.plan.parallel_plan import BatchLayout, match_pattern, ParallelPlan
-from lightning_par.plan.tensor_styles import TensorStyle
+from lightning_par.plan.tensor_styles import TENSOR_STYLES, TensorStyle
 
 __all__ = ["describe_inferred", "infer_plan"]
 
@@ -215,8 +215,12 @@ class _Styles:
             if partial is None:
                 return False
             for name, _ in call.module.named_parameters(remove_duplicate=False):
-                owner = name.rpartition(".")[0]
+                owner, _, own = name.rpartition(".")
                 if owner in styles:
+                    spec = TENSOR_STYLES[styles[owner]]
+                    is_summed = spec.partial_gradients != "never" and spec.sharded_dim(own) is None
+                    if is_summed != (name in partial):
+                        return False
                     continue
                 style: TensorStyle = "sequence_parallel" if name in partial else "replicated"
                 if found.setdefault(dot + owner if owner else call.fqn, style) != style:

@@ -29,7 +29,7 @@ from lightning_par.huggingface import adapt_weights
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import canonical_names
 
-__all__ = ["StateMap", "named_tensors"]
+__all__ = ["StateMap", "named_tensors", "state_like"]
 
 
 class StateMap:
@@ -40,6 +40,9 @@ class StateMap:
         state_order: Keys of the whole model's `state_dict`, in order.
         parameter_order: Canonical FQNs of the whole model's parameters, in order.
         canonical: FQN of every parameter -> its canonical FQN.
+
+    Attributes:
+        given: Id of every parameter of the whole model -> its name and itself.
     """
 
     def __init__(
@@ -49,11 +52,10 @@ class StateMap:
         parameter_order: Sequence[str],
         canonical: Mapping[str, str],
     ) -> None:
-        self._mesh, self._canonical = mesh, dict(canonical)
-        self._state_order = list(state_order)
+        self._mesh, self._canonical, self._state_order = mesh, dict(canonical), list(state_order)
         self._rank_of = {name: i for i, name in enumerate(parameter_order)}
         # Pruning gives a parameter another name during a run. Held, so that ids stay theirs.
-        self._given: dict[int, tuple[str, nn.Parameter]] = {}
+        self.given: dict[int, tuple[str, nn.Parameter]] = {}
         self._tied: dict[str, list[str]] = {}
         for name, first in self._canonical.items():
             self._tied.setdefault(first, []).append(name)
@@ -63,7 +65,7 @@ class StateMap:
         """Return the map of a module that is not on the mesh yet."""
         named = dict(module.named_parameters())
         made = cls(mesh, list(module.state_dict()), list(named), canonical_names(module))
-        made._given = {id(p): (name, p) for name, p in named.items()}
+        made.given = {id(p): (name, p) for name, p in named.items()}
         return made
 
     @property
@@ -334,7 +336,7 @@ class StateMap:
                 if entry is not None and not _load_on_host(host, parameter, entry):
                     known = optimizer.state.get(parameter, {})
                     local_state[position] = {
-                        k: _state_like(parameter, v, known.get(k)) for k, v in entry.items()
+                        k: state_like(parameter, v, known.get(k)) for k, v in entry.items()
                     }
         groups_of_ids = zip(stored.groups, ids, strict=True)
         local_groups = [{**saved, "params": members} for saved, members in groups_of_ids]
@@ -343,7 +345,7 @@ class StateMap:
     def _names(self, module: nn.Module, optimizer: Optimizer) -> dict[int, str]:
         """Return id -> name of every parameter; on one device also of what is none."""
         named = module.named_parameters(remove_duplicate=False)
-        known, given = self._canonical, self._given
+        known, given = self._canonical, self.given
         names = {id(p): known.get(n) or given.get(id(p), (n, p))[0] for n, p in named}
         if self._mesh.sizes.world_size == 1:
             for i, group in enumerate(optimizer.param_groups):
@@ -469,15 +471,15 @@ def named_tensors(module: nn.Module, *, recurse: bool = True) -> dict[str, Tenso
     return {**dict(parameters), **dict(buffers)}
 
 
-def _state_like(parameter: nn.Parameter, value: Any, held: Any) -> Any:
+def state_like(parameter: nn.Parameter, value: Any, held: Any = None) -> Any:
     """Return this rank's part of an optimizer state, sharded like its parameter if it has the same
     shape.
 
     It is read into the tensor that is held already, if that fits, so that memory never has both.
     """
+    data = parameter.data
     if not isinstance(value, Tensor | StoredTensor):
         return value
-    data = parameter.data
     same = value.shape == data.shape and data.ndim > 0
     if not isinstance(data, DTensor) or not same:
         return value.read() if isinstance(value, StoredTensor) else value

@@ -160,6 +160,7 @@ class FirstStepProof:
             global_step=step,
             epoch=model.module.current_epoch,
             continues=step > 0 or any(map(_has_stepped, held)),
+            learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
         )
         after = model.module.on_train_batch_end
 

@@ -34,6 +34,7 @@ from lightning_par.engine.rng import (
 )
 from lightning_par.strategies.proof.record import StartValues, StepRecord
 from lightning_par.strategies.proof.skeleton import Skeleton
+from lightning_par.strategies.setup.replaced_parameters import replace_parameters
 from lightning_par.upstream.lightning import TunerExit
 from lightning_par.upstream.tensor import count_of_changes
 
@@ -70,13 +71,33 @@ class GivenStep:
 class _Alone(SingleDeviceStrategy):
     """Notes losses and gradients of every backward."""
 
-    def __init__(self, device: torch.device, given: GivenStep, record: StepRecord) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        given: GivenStep,
+        record: StepRecord,
+        originals: Mapping[int, str],
+        theirs: Sequence[Optimizer],
+    ) -> None:
         super().__init__(device)
         self._given, self._record = given, record
+        self._originals, self._theirs = originals, theirs
 
     @override
     def setup_environment(self) -> None:
         """The device is set up already."""
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if any(one is other for one in self.optimizers for other in self._theirs):
+            raise RuntimeError(
+                "configure_optimizers gives the optimizer of the run once more, which has stepped"
+            )
+        module = self.lightning_module
+        assert module is not None
+        named = dict(module.named_parameters(remove_duplicate=False))
+        replace_parameters(self.optimizers, self._originals, named)
 
     @override
     def backward(
@@ -131,6 +152,7 @@ def run_alone(
     skeleton: Skeleton,
     given: GivenStep,
     user: pl.Trainer,
+    originals: Mapping[int, str],
     device: torch.device,
     plugin: Precision | None = None,
 ) -> StepRecord:
@@ -140,13 +162,15 @@ def run_alone(
         skeleton: The user's module and callbacks.
         given: What the step starts from.
         user: The Trainer of the run on the mesh.
+        originals: Id of every parameter of the user's module before the mesh -> its name.
         device: Device of this rank.
         plugin: Precision plugin; None: that of the user's `precision`.
     """
     record = StepRecord()
     try:
         with _single_process(device):
-            trainer = _trainer_like(user, _Alone(device, given, record), plugin)
+            alone = _Alone(device, given, record, originals, user.optimizers)
+            trainer = _trainer_like(user, alone, plugin)
             _continue(trainer, given.start)
             module, callbacks = skeleton.fill(given.start.tensors, trainer)
             trainer.callbacks += _quiet(callbacks)  # type: ignore[attr-defined]
@@ -238,6 +262,8 @@ def _prepare(
             named = (*module.named_parameters(), *module.named_buffers())
             record.state = {name: tensor.detach().cpu().clone() for name, tensor in named}
             record.buffers = frozenset(name for name, _ in module.named_buffers())
+            trained = (name for name, p in module.named_parameters() if p.requires_grad)
+            record.trains = frozenset(trained)
             module.trainer.callbacks.clear()  # type: ignore[attr-defined]
             raise TunerExit
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -121,7 +122,7 @@ def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     return made
 
 
-def _rebind(module: nn.Module, callbacks: Sequence[Callback], memo: Mapping[int, Any]) -> None:
+def _rebind(module: nn.Module, callbacks: Sequence[Callback], memo: dict[int, Any]) -> None:
     """Let hooks, and functions kept as attributes, refer to the copies; `copy.deepcopy` copies no
     function, so that what a closure refers to would be the original.
     """
@@ -131,13 +132,18 @@ def _rebind(module: nn.Module, callbacks: Sequence[Callback], memo: Mapping[int,
                 for key, inner in value.items():
                     if isinstance(inner, FunctionType):
                         value[key] = _rebound(inner, memo)
-            elif isinstance(value, FunctionType):
+            elif isinstance(value, FunctionType | MethodType):
                 vars(owner)[name] = _rebound(value, memo)
 
 
-def _rebound(function: Any, memo: Mapping[int, Any]) -> Any:
+def _rebound(function: Any, memo: dict[int, Any]) -> Any:
     if isinstance(function, MethodType):
-        return MethodType(function.__func__, memo.get(id(function.__self__), function.__self__))
+        bound: Any = function.__func__
+        if isinstance(bound, partial):  # as LightningCLI binds an optimizer
+            bound = copy.deepcopy(bound, memo)
+        return MethodType(bound, memo.get(id(function.__self__), function.__self__))
+    if isinstance(function, partial):
+        return copy.deepcopy(function, memo)
     if not isinstance(function, FunctionType):
         return function
 

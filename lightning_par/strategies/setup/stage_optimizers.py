@@ -12,15 +12,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.components.state_map import state_like
 from lightning_par.strategies.optimizers.reach import (
+    check_references,
     declared_reach,
     looks_across_model,
     right_on_shards,
 )
 from lightning_par.strategies.optimizers.whole_step import WholeStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.setup.replaced_parameters import (
+    check_membership,
+    replace_parameters,
+)
 
-__all__ = ["move_states", "optimizers_of_a_stage", "prepare_optimizers"]
+__all__ = ["adopt_optimizers", "move_states", "optimizers_of_a_stage", "prepare_optimizers"]
 
 _logger = logging.getLogger(__name__)
 _MIB = 2**20
@@ -50,6 +56,23 @@ def optimizers_of_a_stage(stages: int) -> Iterator[None]:
         yield
     finally:
         Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def adopt_optimizers(optimizers: Iterable[Optimizer], model: ParallelModel) -> None:
+    """Give optimizers that were made before the mesh its parameters, and refuse those that train
+    something else than the module; see `replaced_parameters`. Compression of gradients begins anew.
+
+    Args:
+        optimizers: What `configure_optimizers` gave; changed in place.
+        model: The model on the mesh.
+    """
+    named = dict(model.module.named_parameters(remove_duplicate=False))
+    now = {c: named[n] for n, c in model.resolved.canonical.items() if n in named}
+    before = {i: name for i, (name, _) in model.states.given.items()}
+    replace_parameters(optimizers, before, now, state_like)
+    check_membership(optimizers, named.values(), model.mesh.sizes.world_size)
+    if model.compression is not None:
+        model.compression.reset()
 
 
 def move_states(optimizers: Iterable[Optimizer], device: torch.device) -> None:
@@ -113,6 +136,7 @@ def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -
     across_model, across_shards = (bool(need) for need in needs.tolist())
     if not (across_model or across_shards):
         return
+    check_references(optimizer)
     step = WholeStep(
         optimizer,
         model.states.names_in_groups(model.module, optimizer),
