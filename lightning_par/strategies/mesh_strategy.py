@@ -395,8 +395,8 @@ class MeshStrategy(ParallelStrategy):
         output, step = steps.training(self.precision_plugin, given)
         if output is None or not module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
-        else:
-            self._step = step
+            return output
+        self._step = step
         return output
 
     @override
@@ -421,18 +421,18 @@ class MeshStrategy(ParallelStrategy):
         """Surrounds the backward of a loss; gives what is to be differentiated."""
         model = self.parallel_model
         step, self._step = self._step or model.steps.manual.step or Step(), None
+        if step.skips:
+            return (yield loss)
         with closing(step), model.gradients.of_one_backward():
             model.steps.before_backward()
             if self.offload is not None:
                 self.offload.before_backward()
             weighted = step.weigh(loss)
             model.gradients.add_loss(model.steps.form.mark(weighted), step.has_valid_labels)
-            # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
             with model.steps.backward(step):
                 yield weighted
             model.gradients.after_backward()
-        if not model.proof.is_over:
-            model.proof.after_backward(weighted)
+        model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
 
     def _drop_step(self) -> None:

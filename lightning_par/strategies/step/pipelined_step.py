@@ -466,7 +466,9 @@ def loss_of(result: Any) -> Tensor:
             "LP318",
             f"training_step returned {kind}; under a pipeline it has to return "
             "the loss as a "
-            "scalar tensor, or a dict with one under 'loss'.",
+            "scalar tensor, or a dict with one under 'loss'. To leave out a batch by its loss, "
+            "log the loss with sync_dist=True, and set every p.grad = None in "
+            "on_before_optimizer_step, by trainer.callback_metrics.",
         )
     return loss.reshape(())
 

@@ -55,6 +55,7 @@ from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.skipped_step import SkippedSteps
 from lightning_par.strategies.step.step_errors import raise_explained
 from lightning_par.strategies.step.step_random import HookDraws, StepRandom
 from lightning_par.strategies.step.step_traces import adjust_logs
@@ -80,12 +81,14 @@ class Step:
         is_zero_weight: Whether the loss has weight 0; see Note [Zero-weight loss] in
             `engine/data/zero_weight_loss.py`.
         opened: What has to stay open until the backward is over, as recomputation needs it.
+        skips: Whether the user's step gave no loss, so that there is no backward.
     """
 
     loss_scale: Tensor | None = None
     has_valid_labels: Tensor | None = None
     is_zero_weight: bool = False
     opened: ExitStack = field(default_factory=ExitStack)
+    skips: bool = False
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the loss times its scale."""
@@ -171,7 +174,7 @@ class StepRunner:
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
         self._on_host = WeightsOnHost(module, self._weigher, self._cut)
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher, decisions)
-        self.form = self._first_look.form
+        self.form, self._skipped = self._first_look.form, SkippedSteps(module, mesh)
         self._hook_draws = HookDraws(module, sizes.data, device)
         self._training, self._met = self._random_of("training_step"), dict[Any, _Evaluation]()
         self.after_look: dict[int, Callable[[], None]] = {}
@@ -254,7 +257,9 @@ class StepRunner:
         self._activity.begin("start of the batch")
         return batch
 
-    def training(self, plugin: Precision, args: Sequence[Any]) -> tuple[Any, Step]:
+    def training(  # house: the order of a step, in one place
+        self, plugin: Precision, args: Sequence[Any]
+    ) -> tuple[Any, Step]:
         """Run `training_step` on the batch of this replica.
 
         Args:
@@ -309,6 +314,9 @@ class StepRunner:
             )
             with adjust_logs(self.module, weights), self.manual.running(step):
                 output = self._whole("training_step", context, args, key, dims)
+            if not self.manual.is_used and self._skipped.is_skipped(output):
+                self._sharding.release()
+                return torch.zeros((), device=self._device, requires_grad=True), Step(skips=True)
             if looks.watches and not self.manual.is_used and output is not None:
                 self.form.see(loss_of(output), samples)
             step.opened = opened.pop_all()

@@ -133,6 +133,28 @@ def an_average_that_the_module_keeps() -> Any:
     return Module(LanguageModel()), token_pairs()
 
 
+@CASES.add(equal="zero1 zero3", large="tp2")
+def a_step_without_a_loss_on_all_replicas() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            bad = torch.tensor(batch_idx == 2)
+            if self.all_gather(bad).any():
+                return torch.zeros((), requires_grad=True)  # as None, of which Lightning warns
+            return super().training_step(batch, batch_idx)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(refused={"zero1": "gave no loss on a replica.*all_gather"})
+def a_step_without_a_loss_on_one_replica() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return torch.zeros((), requires_grad=True) if batch_idx == 2 else loss
+
+    return Module(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
