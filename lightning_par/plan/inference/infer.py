@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_par.errors import LightningParError
 from lightning_par.plan.inference.batch_layout import read_layout, token_entries
 from lightning_par.plan.inference.examples import runs_of
 from lightning_par.plan.inference.pipeline_cut import Cut, find_cut
@@ -26,6 +27,8 @@ from lightning_par.plan.tensor_styles import TensorStyle
 __all__ = ["describe_inferred", "infer_plan"]
 
 _DROPS_SAMPLES = re.compile("droppath|stochasticdepth", re.IGNORECASE)
+_MISTAKES = (ArithmeticError, AssertionError, ImportError, LookupError, NameError, OSError)
+"""Exceptions of a step that come from its own code, whoever runs it."""
 _DECLARE = "Declare parallel_plan() on the model, or pass plan= to the strategy."
 
 
@@ -106,15 +109,22 @@ def _find_trace(model: nn.Module, example: Any) -> tuple[Trace | None, bool, str
     """Return the first trace that succeeds, whether it is one of a step, or why none did."""
     reason = "nothing says what its forward takes; pass example=, or set example_input_array."
     is_step = example is not None and hasattr(model, "training_step")
+    mistake: Exception | None = None
     for run, given in runs_of(model, example):
         try:
             trace = trace_forward(model, run, given)
+        except LightningParError:
+            raise
         except Exception as error:  # whatever a stranger's forward raises
+            if isinstance(error, _MISTAKES) and is_step:
+                mistake = mistake or error
             reason = f"its forward could not be traced ({type(error).__name__}: {error})."
             reason = " ".join(reason.split())[:400]
             continue
         if trace.result:
             return trace, is_step, ""
+    if mistake is not None:
+        raise mistake
     return None, False, reason
 
 
