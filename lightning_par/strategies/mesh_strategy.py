@@ -41,6 +41,7 @@ from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.processes.world_collectives import gather_over_replicas
 from lightning_par.strategies.setup.before_setup import plain_before_setup
 from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -308,8 +309,7 @@ class MeshStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self.world_size == 1:
             return tensor
-        group = self.mesh.data_group if group is None else group
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        return gather_over_replicas(self.mesh, tensor, group, sync_grads)
 
     @contextmanager
     @override

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_par.errors import LightningParError
 from lightning_par.plan.inference.batch_layout import read_layout, token_entries
 from lightning_par.plan.inference.examples import runs_of
 from lightning_par.plan.inference.forked import run_forked
@@ -28,6 +29,8 @@ from lightning_par.plan.tensor_styles import TENSOR_STYLES, TensorStyle
 __all__ = ["describe_inferred", "infer_here", "infer_plan", "refuse_all"]
 
 _DROPS_SAMPLES = re.compile("droppath|stochasticdepth", re.IGNORECASE)
+_MISTAKES = (ArithmeticError, AssertionError, ImportError, LookupError, NameError, OSError)
+"""Exceptions of a step that come from its own code, whoever runs it."""
 _DECLARE = "Declare parallel_plan() on the model, or pass plan= to the strategy."
 
 
@@ -158,11 +161,17 @@ def _find_trace(
 ) -> tuple[Trace | None, str]:
     """Return the first trace that succeeds, or why none did."""
     reason = "" if example is not None else without_example
+    mistake: Exception | None = None
     for run, given in runs_of(model, example, step):
         try:
             trace = trace_forward(model, run, given)
+        except LightningParError:
+            raise
         except Exception as error:  # whatever a stranger's forward raises
-            what = step if example is not None and hasattr(model, step) else "forward"
+            is_step = example is not None and hasattr(model, step)
+            if is_step and isinstance(error, _MISTAKES):
+                mistake = mistake or error
+            what = step if is_step else "forward"
             reason = f"its {what} could not be traced ({type(error).__name__}: {error})"
             if example is None:
                 reason = f"{without_example}, and {reason}"
@@ -170,6 +179,8 @@ def _find_trace(
         if trace.result:
             return trace, ""
         reason = f"its {step} gives no tensor"
+    if mistake is not None:
+        raise mistake
     return None, f"{' '.join(reason.split())[:400]}."
 
 

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -59,10 +59,10 @@ from lightning_par.strategies.processes.watchdog import (
     open_status_file,
     RankWatch,
 )
+from lightning_par.strategies.processes.world_collectives import check_world_collectives
 from lightning_par.upstream.lightning import init_process_group, trainer_of
 
 __all__ = ["MeshProcesses"]
-
 
 _PATIENCE = timedelta(seconds=120)
 """How long ranks of one node that no launcher watches wait for each other."""
@@ -101,6 +101,7 @@ class MeshProcesses:
         self.interruption = Interruption(options.timeout)
         self._signals, self._progress = DeferredSignals(), RunProgress()
         self._shared: set[str] = set()
+        self._collectives = ExitStack()
         self.copy: tuple[str, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class MeshProcesses:
         left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
         interruption = Interruption(self._options.timeout)
         own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
-        own |= {"_progress": RunProgress(), "_shared": set()}
+        own |= {"_progress": RunProgress(), "_shared": set(), "_collectives": ExitStack()}
         return {**vars(self), **left, **own, "_owns_group": False}
 
     def attach(
@@ -341,6 +342,8 @@ class MeshProcesses:
             self._filter = warnings.filters[0]
         if self._mesh is None:
             self._mesh = build_mesh(self.sizes, self.device.type, self._options.timeout)
+        self._collectives.close()
+        self._collectives.enter_context(check_world_collectives(self.sizes, self.activity))
 
     def choose(self, sizes: ParallelSizes) -> None:
         """Arrange the processes of a run, which are set up, in a mesh of these sizes.
@@ -443,6 +446,7 @@ class MeshProcesses:
     def close(self) -> None:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
         self._signals.close()
+        self._collectives.close()
         self._progress.close(trainer_of(self.interruption.module))
         while self._variables:
             os.environ.pop(self._variables.pop(), None)
@@ -478,8 +482,7 @@ class MeshProcesses:
             return tensor
         group = self._mesh.data_group if group is None else group
         if isinstance(reduce_op, str):
-            named = "AVG" if reduce_op == "mean" else reduce_op.upper()
-            reduce_op = getattr(dist.ReduceOp, named)
+            reduce_op = getattr(dist.ReduceOp, "AVG" if reduce_op == "mean" else reduce_op.upper())
         averages = reduce_op == dist.ReduceOp.AVG
         if averages and not tensor.is_floating_point():
             tensor = tensor.double()  # Lightning averages its counts of samples; 3.5 is not 3
