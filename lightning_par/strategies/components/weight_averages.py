@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_par.dtensor import local_part
+from lightning_par.dtensor import like_parameter, local_part
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -65,7 +65,7 @@ class WeightParts(pl.LightningModule):
                 self._owner(name).add_module(name.rpartition(".")[2], nn.Module())
         for name, p in module.named_parameters(remove_duplicate=False):
             if id(p) not in copies:
-                copies[id(p)] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                copies[id(p)] = like_parameter(p, p.detach().clone())
             self._owner(name).register_parameter(name.rpartition(".")[2], copies[id(p)])
         for name, b in module.named_buffers(remove_duplicate=False):
             copy = copies.setdefault(id(b), b.detach().clone())

@@ -234,8 +234,10 @@ def _check_parameters(module: nn.Module, sizes: ParallelSizes) -> None:
     """Refuse what holds parameters in a way that a mesh cannot take over."""
     if sizes.world_size == 1:
         return
-    replaced = module.named_parameters() if sizes.data > 1 or sizes.tensor > 1 else ()
-    hooked = [n for n, p in replaced if p._backward_hooks or p._post_accumulate_grad_hooks]
+    replaced = dict(module.named_parameters()) if sizes.data > 1 or sizes.tensor > 1 else {}
+    hooked = [n for n, p in replaced.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    plain = nn.Parameter, UninitializedParameter, DTensor
+    kinds = {n: type(p).__name__ for n, p in replaced.items() if type(p) not in plain}
     lazy, sparse, scripted = list[str](), list[str](), list[str]()
     for name, part in module.named_modules():
         held = [*part.parameters(recurse=False)]
@@ -255,11 +257,24 @@ def _check_parameters(module: nn.Module, sizes: ParallelSizes) -> None:
         "sparse=False.",
         f"{', '.join(scripted)} went through torch.jit.script, and its parameters cannot be "
         "sharded. Train the plain module, and script it after the run.",
+        _of_other_kinds(kinds, sizes),
     )
-    found = zip((lazy, hooked, sparse, scripted), texts, strict=True)
+    found = zip((lazy, hooked, sparse, scripted, kinds), texts, strict=True)
     problems: list[Problem] = [text for names, text in found if names]
     raise_problems(ConfigurationError, "LP919", problems)
     _check_entries(module, sizes)
+
+
+def _of_other_kinds(kinds: Mapping[str, str], sizes: ParallelSizes) -> str:
+    """Say what is wrong with parameters of a subclass, such as packed numbers of 4 bits."""
+    name, kind = next(iter(kinds.items()), ("", ""))
+    more = f" and {len(kinds) - 1} more are" if len(kinds) > 1 else " is"
+    return (
+        f"{name}{more} of the class {kind}, which {sizes} would lose: plain shards take the place "
+        "of parameters. Mark a weight by an attribute, which is kept (parameter.no_decay = True); "
+        "keep packed or quantized values, and their scales, in buffers (register_buffer), and "
+        "train adapters beside them."
+    )
 
 
 def _check_entries(module: nn.Module, sizes: ParallelSizes) -> None:
