@@ -70,6 +70,8 @@ class BatchWeights:
         shares: Weights of the micro-batches in a mean over this replica, as of logged values.
         is_sum: Whether losses are added.
         sums: Names of logged values that are added, too.
+        by_samples: Names of logged values that weigh by the samples, whatever weighs in the loss.
+        sizes: Numbers of samples of the micro-batches.
         replicas: Number of replicas.
         zero: Numbers of this replica's micro-batches whose loss has weight 0.
         context_group: Ranks that see other tokens of the same samples; None: this one sees all.
@@ -81,6 +83,8 @@ class BatchWeights:
     shares: Tensor
     is_sum: bool = False
     sums: frozenset[str] = frozenset()
+    by_samples: frozenset[str] = frozenset()
+    sizes: tuple[int, ...] = ()
     replicas: int = 1
     zero: frozenset[int] = frozenset()
     context_group: dist.ProcessGroup | None = None
@@ -91,7 +95,7 @@ class BatchWeights:
         return torch.stack(self.scales).sum()
 
     @classmethod
-    def by_samples(cls, samples: Sequence[int]) -> "BatchWeights":
+    def of_samples(cls, samples: Sequence[int]) -> "BatchWeights":
         """Weigh micro-batches by their samples, without asking other replicas.
 
         Args:
@@ -223,6 +227,7 @@ class BatchWeigher:
         rule: It; found in the first step where it is not declared.
         alternatives: Other rules, which weighed all samples alike so far, as `rule` did.
         sums: Names of logged values that are sums over the samples, as the loss is.
+        by_samples: Names of those that are means over the samples, as the loss is not.
     """
 
     def __init__(self, mesh: ParallelMesh, rule: LossRule) -> None:
@@ -230,6 +235,7 @@ class BatchWeigher:
         self.rule = rule
         self.alternatives: tuple[LossRule, ...] = ()
         self.sums: frozenset[str] = frozenset()
+        self.by_samples: frozenset[str] = frozenset()
         self._ranks, self._replicas = sizes.shares, sizes.data
         self._device_type = mesh.device_type
         self._data_group = mesh.data_group
@@ -319,6 +325,8 @@ class BatchWeigher:
             shares=scales,
             is_sum=self.rule.is_sum,
             sums=self.sums,
+            by_samples=self.by_samples,
+            sizes=tuple(samples),
             replicas=self._replicas,
             zero=zero,
             context_group=self._context_group,

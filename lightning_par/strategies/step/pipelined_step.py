@@ -201,8 +201,8 @@ class PipelinedSteps:
         parts, sizes = self.cut(args[0], dims, count)
         # A prediction needs no labels, and replicas may have unequal numbers of batches.
         predicts = name == "predict_step"
-        by_samples = BatchWeights.by_samples
-        weights = by_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
+        of_samples = BatchWeights.of_samples
+        weights = of_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
         calls: list[list[LogCall]] = [[] for _ in parts]
         self._begin_step()
         run = self._forward_only(name, context, parts, args[1:], key, calls)
@@ -211,7 +211,8 @@ class PipelinedSteps:
         self._take_attributes(self._attributes_sent.broadcast(left))
         if run.results:
             merged = merge_results([run.results[i] for i in sorted(run.results)], weights.shares)
-            logs = combine_logs(calls, weights.shares, weights.sums)
+            names = weights.sums, weights.by_samples
+            logs = combine_logs(calls, weights.shares, *names, sizes)
             found = to_cpu(merged), [_log_to_cpu(call) for call in logs]
         output, logs = self.from_last_stage(found)
         replay_logs(self.module, logs, weights, sum(sizes))
@@ -362,7 +363,8 @@ class PipelinedSteps:
             if isinstance(results[0], Mapping):
                 others = [{k: v for k, v in r.items() if k != "loss"} for r in results]
                 extras = map_tensors(merge_results(others, shares), Tensor.detach)
-            logs = combine_logs(calls, shares, weights.sums)
+            names = weights.sums, weights.by_samples
+            logs = combine_logs(calls, shares, *names, weights.sizes)
             found = value, extras, logs, self._attributes.changes()
         run.results.clear()
         value, extras, logs, left = self._results.broadcast(found)

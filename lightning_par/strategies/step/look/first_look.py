@@ -36,6 +36,7 @@ from lightning_par.strategies.step.look.seen_losses import labels_seen, rules_se
 from lightning_par.strategies.step.metrics import compare_metrics, OF_METRIC
 from lightning_par.strategies.step.step_traces import (
     compare_parts,
+    MEAN_OF_SAMPLES,
     NOT_OF_PARTS,
     SAME_KIND,
     SUM_OF_PARTS,
@@ -392,7 +393,8 @@ class FirstLook:
                 for made in seen.logs
             ]
             weighted = torch.tensor(weights, dtype=torch.float64)
-            kinds = compare_parts(logs, weighted, self._tolerance())
+            counts = [count for _, count in parts[1:]]
+            kinds = compare_parts(logs, weighted, self._tolerance(), counts)
             kinds |= compare_metrics(*seen.metrics, self._tolerance())
         held = [kinds]
         if self._mesh.sizes.data > 1:
@@ -405,7 +407,13 @@ class FirstLook:
         known = [found for found in held if found is not None]
         by_name = {name: {found.get(name) for found in known} for found in known for name in found}
         self._weigher.sums |= {name for name, kind in by_name.items() if kind == {SUM_OF_PARTS}}
-        return frozenset(name for name, kind in by_name.items() if NOT_OF_PARTS in kind)
+        means = {name for name, kind in by_name.items() if kind <= {SAME_KIND, MEAN_OF_SAMPLES}}
+        self._weigher.by_samples |= {name for name in means if MEAN_OF_SAMPLES in by_name[name]}
+        if self._weigher.by_samples:
+            named = ", ".join(sorted(self._weigher.by_samples))
+            self._decisions.add("logs", f"{named} by samples, others as the loss")
+        mixed = {n for n, kind in by_name.items() if MEAN_OF_SAMPLES in kind and n not in means}
+        return frozenset(n for n, kind in by_name.items() if NOT_OF_PARTS in kind or n in mixed)
 
     def warn_of_logs(self, step: str, names: frozenset[str]) -> None:
         """Say which numbers are logged as the mean of what parts of a batch give, and which metrics
