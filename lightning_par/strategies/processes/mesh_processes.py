@@ -1,6 +1,7 @@
 """The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for."""
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
@@ -15,7 +16,6 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_par.engine.activity import Activity, BETWEEN_STEPS
 from lightning_par.engine.data.islands.client import Place
@@ -43,6 +43,7 @@ from lightning_par.strategies.processes.island_place import find_island, find_pl
 from lightning_par.strategies.processes.launcher import PreflightLauncher, refuse_prompt
 from lightning_par.strategies.processes.module_copies import explain_copy
 from lightning_par.strategies.processes.rendezvous import (
+    init_alone,
     leave_at_exit,
     loopback_store,
     spare_forks,
@@ -338,8 +339,11 @@ class MeshProcesses:
         """Make the mesh, if there is none."""
         if self.sizes.data == 1 and self._filter is None:
             # All ranks log the same values; Lightning cannot know.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
-            self._filter = warnings.filters[0]
+            message = re.compile(".*sync_dist=True.*when logging on epoch")
+            self._filter = ("ignore", message, Warning, None, 0)
+            # `filterwarnings` would also let every warning that was shown come once more.
+            filters: Any = warnings.filters  # a list
+            filters.insert(0, self._filter)
         if self._mesh is None:
             self._mesh = build_mesh(self.sizes, self.device.type, self._options.timeout)
         self._collectives.close()
@@ -369,11 +373,7 @@ class MeshProcesses:
         if self._num_nodes == 1:
             if self.world_size == 1 and not dist.is_initialized():
                 # Nobody to meet: no port, no variables, and `close` can leave nothing behind.
-                # Where its backend is "gloo", Lightning evaluates without inference mode.
-                backend = self.backend if ":" in self.backend else f"cpu:{self.backend}"
-                dist.init_process_group(
-                    backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
-                )
+                init_alone(self.backend, timeout)
                 self._owns_group, self._mesh = True, None
                 return
             if isinstance(environment, LightningEnvironment) and not dist.is_initialized():
