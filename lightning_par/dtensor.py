@@ -8,13 +8,14 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_par.errors import CheckpointError
 from lightning_par.upstream.distributed import functional_operators as _ops
 from lightning_par.upstream.dtensor import sharded_like
+from lightning_par.upstream.tensor import own_attributes
 
 __all__ = [
     "Box",
@@ -22,6 +23,7 @@ __all__ = [
     "buckets",
     "cut_box",
     "full_tensors",
+    "like_parameter",
     "local_box",
     "local_part",
     "shard_of",
@@ -30,6 +32,13 @@ __all__ = [
 
 _BUCKET = 2**22
 """Bytes: small tensors travel together, as a message of one takes as long as one of many."""
+
+
+def like_parameter(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """Return a parameter with other data and the attributes that users have set."""
+    made = nn.Parameter(data, parameter.requires_grad)
+    vars(made).update(own_attributes(parameter))
+    return made
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.processes.world_collectives import gather_over_replicas
 from lightning_par.strategies.setup.before_setup import plain_before_setup
 from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -49,6 +50,7 @@ from lightning_par.strategies.setup.precision import AdoptedPrecision
 from lightning_par.strategies.setup.preflight import check_run
 from lightning_par.strategies.setup.stage_optimizers import (
     adopt_optimizers,
+    kept_by_optimizers,
     move_states,
     optimizers_of_a_stage,
     prepare_optimizers,
@@ -308,8 +310,7 @@ class MeshStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self.world_size == 1:
             return tensor
-        group = self.mesh.data_group if group is None else group
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        return gather_over_replicas(self.mesh, tensor, group, sync_grads)
 
     @contextmanager
     @override
@@ -335,9 +336,12 @@ class MeshStrategy(ParallelStrategy):
             if self._record is not None:
                 self._record.remember(module)
             self.model = plugin.convert_module(module)
+            kept = kept_by_optimizers(self._parallel_model, module, self.optimizers)
             rest = self.mesh, self.root_device, self._record, self.options, self.processes
             self._parallel_model = parallelize(module, resolved, *rest)
+            kept(self._parallel_model)
         make_averages(trainer, self.parallel_model)
+        self._loading.complete(self.parallel_model)
         self._precision.connect(self.parallel_model.gradients, self._around_backward)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
@@ -512,17 +516,8 @@ class MeshStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         self._saving.wait()
-        if weights_only is None and self.launcher is not None:
-            # Lightning does not pass it on where checkpoints are restored after the setup.
-            weights_only = getattr(self.launcher, "weights_only", None)
         module = self.lightning_module
         return self._loading.read(module, checkpoint_path, weights_only, self.checkpoint_io)
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """False on one device, where hooks then come in the order of a plain Trainer."""
-        return self.processes.world_size > 1 or self._record is not None
 
     @property
     @override
@@ -535,7 +530,8 @@ class MeshStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         model = self._parallel_model if self._on_mesh(module) else None
-        if model is None:  # before the setup: what it converts would round the weights
+        if model is None and self._record is None:
+            # Before the setup: what it converts would round the weights.
             self.precision_plugin.convert_module(module)
         self._loading.load_weights(model, module, checkpoint, strict=strict)
 

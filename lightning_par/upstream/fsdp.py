@@ -1,12 +1,14 @@
 """FSDP2 units (`torch.distributed.fsdp.FSDPModule`)."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_par.upstream.presence import names_of
+from lightning_par.upstream.tensor import own_attributes
 
 with names_of("torch"):
     _get_state = FSDPModule._get_fsdp_state
@@ -17,6 +19,7 @@ __all__ = [
     "attach_states",
     "detach_states",
     "initialize",
+    "keep_attributes",
     "reduce_gradients",
     "unshard_without_streams",
     "wait_for_reductions",
@@ -49,6 +52,24 @@ def initialize(root: FSDPModule) -> None:
     with names_of("torch"):
         lazy_init = state._lazy_init
     lazy_init()
+
+
+def keep_attributes(unit: FSDPModule) -> None:
+    """Give gathered parameters of a unit the attributes that users have set on the shards.
+
+    FSDP2 makes a gathered parameter once, in its first all-gather; nothing public says when.
+    """
+    lists = (v if isinstance(v, list) else [v] for v in vars(_get_state(unit)).values())
+    held = (p for groups in lists for g in groups for p in getattr(g, "fsdp_params", ()))
+    for each in held:
+        if own_attributes(each.sharded_param):
+            each.init_unsharded_param = partial(_init_with_attributes, each)
+
+
+def _init_with_attributes(held: Any) -> None:
+    del held.init_unsharded_param  # the method itself is seen again
+    held.init_unsharded_param()
+    vars(held.unsharded_param).update(own_attributes(held.sharded_param))
 
 
 def reduce_gradients(root: FSDPModule) -> None:

@@ -8,7 +8,7 @@ extending torch tell subclasses to use it; there is no public name.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ __all__ = [
     "gradient_hooks",
     "make_subclass",
     "make_wrapper",
+    "own_attributes",
     "plain_functions",
     "storage_key",
 ]
@@ -52,6 +53,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     `data_ptr`, which is public, is 0 for every storage on meta and every empty one.
     """
     return int(storage._cdata)
+
+
+def own_attributes(parameter: Tensor) -> dict[str, Any]:
+    """Return the attributes that users have set on a parameter; torch marks some as parameters."""
+    return {name: value for name, value in vars(parameter).items() if name != "_is_param"}
 
 
 def make_subclass(kind: type[T], data: Tensor, requires_grad: bool) -> T:

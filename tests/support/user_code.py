@@ -48,6 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {**_ONES, "zero_stage": 1},
     "zero2": {**_ONES, "zero_stage": 2},
     "zero3": {**_ONES, "zero_stage": 3},
+    "zero2_offload": {**_ONES, "zero_stage": 2, "offload_options": {}},
     "zero1tp2": {**_ONES, "tensor_parallel_size": 2, "zero_stage": 1},
     "zero1ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 1},
     "cp2": {**_ONES, "context_parallel_size": 2},

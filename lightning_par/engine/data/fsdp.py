@@ -45,10 +45,12 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.upstream.fsdp import (
     initialize,
+    keep_attributes,
     reduce_gradients,
     unshard_without_streams,
     wait_for_reductions,
 )
+from lightning_par.upstream.tensor import own_attributes
 
 __all__ = ["Sharding", "shard_model"]
 
@@ -263,14 +265,14 @@ def shard_model(
             if experts is not None:
                 whole |= experts.shard(name, reshard_after_forward=zero_stage == 3)
             copies += _unshardable(block, whole)
-            fully_shard(block, reshard_after_forward=zero_stage == 3, **fully)
+            _shard(block, reshard_after_forward=zero_stage == 3, **fully)
     materialize(model, "")
     root = _StepRoot(model)
     if not shards:
         return Sharding(root if mesh.sizes.data > 1 else None, zero_stage, in_steps=in_steps)
     copies += _unshardable(root, whole)
     # The root holds what is used before and after the blocks: gathered once for the whole step.
-    fully_shard(root, reshard_after_forward=False, **fully)
+    _shard(root, reshard_after_forward=False, **fully)
     if mesh.device_type == "cpu" and not in_steps:  # which use blocks in any order
         every = [(0, len(resolved.block_names))]
         runs = [resolved.block_names[lo:hi] for lo, hi in bounds or every]
@@ -281,6 +283,17 @@ def shard_model(
     _order_gradients(root, mesh.device_type, whole)
     held_experts = () if experts is None else list(experts.modules.values())
     return Sharding(root, zero_stage, held_experts, in_steps=in_steps, copies=copies)
+
+
+def _shard(unit: nn.Module, **options: Any) -> None:
+    """Shard a unit; parameters keep the attributes that users have set."""
+    held = [(m._parameters, n, p) for m in unit.modules() for n, p in m._parameters.items()]
+    fully_shard(unit, **options)
+    for parameters, name, before in held:
+        if before is not None:
+            vars(parameters[name]).update(own_attributes(before))
+    assert isinstance(unit, FSDPModule)
+    keep_attributes(unit)
 
 
 def _unshardable(unit: nn.Module, whole: set[nn.Parameter]) -> list[nn.Parameter]:

@@ -27,6 +27,7 @@ import torch
 from torch import nn, Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from lightning_par.dtensor import like_parameter
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.engine.rng import draws_on_meta, fork_torch_rng
 from lightning_par.errors import PipelineError, PlanError
@@ -329,7 +330,7 @@ class _Shape(StageStub):
         super().__init__()
         # Given to deepcopy as copied already, so that the values are never duplicated.
         params = module.parameters()
-        memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in params}
+        memo: dict[int, Any] = {id(p): like_parameter(p, p.to("meta")) for p in params}
         kept = (v for part in module.modules() for v in vars(part).values())
         computed = (v for v in kept if isinstance(v, Tensor) and not v.is_leaf)
         memo |= {id(v): v.detach().to("meta") for v in computed}  # which deepcopy refuses

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.dtensor import like_parameter
 from lightning_par.engine.rng import fork_torch_rng
 from lightning_par.engine.tensor.sequence_parallel import Region, SEQUENCE_DIM
 from lightning_par.engine.tensor.styles import apply_style
@@ -162,7 +163,7 @@ class _Bench:
                 dim = spec.sharded_dim(own)
                 if dim is not None:
                     shard = parameter.detach().chunk(self.ranks, dim)[rank].clone()
-                    part._parameters[own] = nn.Parameter(shard)
+                    part._parameters[own] = like_parameter(parameter, shard)
             apply_style(part, style, region)
         for name, attributes in self.divided.items():
             part = module.get_submodule(name)
@@ -234,7 +235,7 @@ def _real_copy(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         made = torch.randn(parameter.shape, dtype=torch.float64)
         spread = max(1, parameter.shape[-1]) ** -0.5 if parameter.ndim > 1 else 1.0
-        memo[id(parameter)] = nn.Parameter(made * spread)
+        memo[id(parameter)] = like_parameter(parameter, made * spread).requires_grad_()
     for buffer in module.buffers():
         if buffer.device.type == "meta":
             memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype)

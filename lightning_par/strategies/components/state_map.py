@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_par.checkpoint.optimizer_groups import by_name, check_groups, number_names
 from lightning_par.checkpoint.pieces import cut_piece, Piece
 from lightning_par.checkpoint.progress import counted
-from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor, StoredTensors
+from lightning_par.checkpoint.tensor_files import StoredTensor, StoredTensors
 from lightning_par.checkpoint.unread_tensor import read_part, UnreadTensor
 from lightning_par.dtensor import full_tensors, local_box, local_part
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
@@ -162,10 +162,9 @@ class StateMap:
         """Return a state dict of which tensors in files are not read yet."""
         given: Any = copy(state)  # with the versions of its modules
         if isinstance(state, StoredTensors):
-            found = {name: state.find(name) for name in state}
             given = {
                 n: UnreadTensor.of(e) if isinstance(e, StoredTensor) else e
-                for n, e in found.items()
+                for n, e in state.unread().items()
             }
         for names in self._tied.values():
             source = next((name for name in names if name in given), None)
@@ -298,7 +297,7 @@ class StateMap:
         self,
         module: nn.Module,
         optimizer: Optimizer,
-        state: Mapping[str, Any] | StoredOptimizer,
+        state: Mapping[str, Any],
         host: HostOptimizer | None = None,
     ) -> None:
         """Load this rank's part of a whole optimizer state.
@@ -306,8 +305,8 @@ class StateMap:
         Args:
             module: Module whose parameters the optimizer holds.
             optimizer: Optimizer of this rank.
-            state: As one process would have it, the same on every rank; of a `StoredOptimizer` only
-                the part of this rank is read.
+            state: As one process would have it, the same on every rank; of one in files only the
+                part of this rank is read.
             host: Takes the states of parameters that are updated on the host.
 
         Raises:
@@ -323,12 +322,13 @@ class StateMap:
         else:
             stages = [groups]
         merged = self._merge(stages)
-        stored = state if isinstance(state, StoredOptimizer) else by_name(state, merged)
+        stored = by_name(state, merged)
         check_groups(stored, merged)
         local_state, numbers = {}, count()
         ids = [[next(numbers) for _ in group["params"]] for group in optimizer.param_groups]
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        entries = [stored.states.get(names[id(parameter)]) for parameter in held]
+        states, saved_groups = stored.states, stored.groups
+        entries = [states.get(names[id(parameter)]) for parameter in held]
         pairs = zip(held, entries, strict=True)
         reads = _bytes_of_parts((p.data, v) for p, entry in pairs for v in (entry or {}).values())
         with counted("read", "loading the optimizer", reads):
@@ -338,7 +338,7 @@ class StateMap:
                     local_state[position] = {
                         k: state_like(parameter, v, known.get(k)) for k, v in entry.items()
                     }
-        groups_of_ids = zip(stored.groups, ids, strict=True)
+        groups_of_ids = zip(saved_groups, ids, strict=True)
         local_groups = [{**saved, "params": members} for saved, members in groups_of_ids]
         optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
 

@@ -1,9 +1,10 @@
 """The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for."""
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,6 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_par.engine.activity import Activity, BETWEEN_STEPS
 from lightning_par.engine.data.islands.client import Place
@@ -43,6 +43,7 @@ from lightning_par.strategies.processes.island_place import find_island, find_pl
 from lightning_par.strategies.processes.launcher import PreflightLauncher, refuse_prompt
 from lightning_par.strategies.processes.module_copies import explain_copy
 from lightning_par.strategies.processes.rendezvous import (
+    init_alone,
     leave_at_exit,
     loopback_store,
     spare_forks,
@@ -59,10 +60,10 @@ from lightning_par.strategies.processes.watchdog import (
     open_status_file,
     RankWatch,
 )
+from lightning_par.strategies.processes.world_collectives import check_world_collectives
 from lightning_par.upstream.lightning import init_process_group, trainer_of
 
 __all__ = ["MeshProcesses"]
-
 
 _PATIENCE = timedelta(seconds=120)
 """How long ranks of one node that no launcher watches wait for each other."""
@@ -101,6 +102,7 @@ class MeshProcesses:
         self.interruption = Interruption(options.timeout)
         self._signals, self._progress = DeferredSignals(), RunProgress()
         self._shared: set[str] = set()
+        self._collectives = ExitStack()
         self.copy: tuple[str, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class MeshProcesses:
         left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
         interruption = Interruption(self._options.timeout)
         own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
-        own |= {"_progress": RunProgress(), "_shared": set()}
+        own |= {"_progress": RunProgress(), "_shared": set(), "_collectives": ExitStack()}
         return {**vars(self), **left, **own, "_owns_group": False}
 
     def attach(
@@ -337,10 +339,15 @@ class MeshProcesses:
         """Make the mesh, if there is none."""
         if self.sizes.data == 1 and self._filter is None:
             # All ranks log the same values; Lightning cannot know.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
-            self._filter = warnings.filters[0]
+            message = re.compile(".*sync_dist=True.*when logging on epoch")
+            self._filter = ("ignore", message, Warning, None, 0)
+            # `filterwarnings` would also let every warning that was shown come once more.
+            filters: Any = warnings.filters  # a list
+            filters.insert(0, self._filter)
         if self._mesh is None:
             self._mesh = build_mesh(self.sizes, self.device.type, self._options.timeout)
+        self._collectives.close()
+        self._collectives.enter_context(check_world_collectives(self.sizes, self.activity))
 
     def choose(self, sizes: ParallelSizes) -> None:
         """Arrange the processes of a run, which are set up, in a mesh of these sizes.
@@ -366,11 +373,7 @@ class MeshProcesses:
         if self._num_nodes == 1:
             if self.world_size == 1 and not dist.is_initialized():
                 # Nobody to meet: no port, no variables, and `close` can leave nothing behind.
-                # Where its backend is "gloo", Lightning evaluates without inference mode.
-                backend = self.backend if ":" in self.backend else f"cpu:{self.backend}"
-                dist.init_process_group(
-                    backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
-                )
+                init_alone(self.backend, timeout)
                 self._owns_group, self._mesh = True, None
                 return
             if isinstance(environment, LightningEnvironment) and not dist.is_initialized():
@@ -443,6 +446,7 @@ class MeshProcesses:
     def close(self) -> None:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
         self._signals.close()
+        self._collectives.close()
         self._progress.close(trainer_of(self.interruption.module))
         while self._variables:
             os.environ.pop(self._variables.pop(), None)
@@ -478,8 +482,7 @@ class MeshProcesses:
             return tensor
         group = self._mesh.data_group if group is None else group
         if isinstance(reduce_op, str):
-            named = "AVG" if reduce_op == "mean" else reduce_op.upper()
-            reduce_op = getattr(dist.ReduceOp, named)
+            reduce_op = getattr(dist.ReduceOp, "AVG" if reduce_op == "mean" else reduce_op.upper())
         averages = reduce_op == dist.ReduceOp.AVG
         if averages and not tensor.is_floating_point():
             tensor = tensor.double()  # Lightning averages its counts of samples; 3.5 is not 3

@@ -185,7 +185,9 @@ def run_alone(
 
 def _continue(trainer: pl.Trainer, start: StartValues) -> None:
     """Let a Trainer say that it is as far as that of the mesh."""
-    trainer.fit_loop.epoch_progress.current.processed = start.epoch  # type: ignore[attr-defined]
+    epochs = trainer.fit_loop.epoch_progress.current
+    # Lightning makes the second, which is `current_epoch`, of the first where epochs end a run.
+    epochs.processed = epochs.completed = start.epoch  # type: ignore[attr-defined]
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.global_step
     loop.manual_optimization.optim_step_progress.total.completed = start.global_step

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import nn, Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_par.dtensor import like_parameter
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import gradient_hooks
 
@@ -61,9 +62,8 @@ class Skeleton:
                 memo[id(held)] = held
         made: list[tuple[nn.Parameter, nn.Parameter]] = []
         for parameter in module.parameters():
-            memo[id(parameter)] = on_meta = _like(
-                parameter, torch.empty_like(parameter, device="meta")
-            )
+            on_meta = like_parameter(parameter, torch.empty_like(parameter, device="meta"))
+            memo[id(parameter)] = on_meta
             made.append((parameter, on_meta))
         self.module: pl.LightningModule = copy.deepcopy(module, memo)
         self._callbacks: list[Callback] = []
@@ -99,7 +99,7 @@ class Skeleton:
         for name, parameter in self.module.named_parameters():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise RuntimeError(f"the value of {name} is not known")
-            memo[id(parameter)] = whole = _like(parameter, tensors[name].clone())
+            memo[id(parameter)] = whole = like_parameter(parameter, tensors[name].clone())
             for hook in self._hooks[id(parameter)]:
                 whole.register_hook(hook)
         module, callbacks = copy.deepcopy((self.module, self._callbacks), memo)
@@ -113,13 +113,6 @@ class Skeleton:
                     else:
                         buffer.copy_(tensors[name])
         return module, callbacks
-
-
-def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """Return a parameter with other data and the attributes that users have set."""
-    made = nn.Parameter(data, parameter.requires_grad)
-    vars(made).update(vars(parameter))
-    return made
 
 
 def _rebind(module: nn.Module, callbacks: Sequence[Callback], memo: dict[int, Any]) -> None:

@@ -317,7 +317,7 @@ class GradientPath:
 
     def _send(self, _: _Passage) -> None:
         assert self._host is not None
-        self._host.finish()
+        self._host.finish(hooks_follow=True)
 
     def _find_norm(self, passage: _Passage) -> None:
         if passage.norm is None and not passage.by_value:
@@ -326,9 +326,8 @@ class GradientPath:
     def _total_norm(self, passage: _Passage) -> Tensor:
         norms: Sequence[tuple[Tensor, float]] = ()
         if self._host is not None:
-            norms = self._host.offloaded_gradients.norms(
-                lambda parameter: id(parameter) not in self.counted_elsewhere
-            )
+            here = lambda p: id(p) not in self.counted_elsewhere  # noqa: E731
+            norms = self._host.offloaded_gradients.norms(here)
         return total_norm(
             passage.parameters,
             device=self._module.device,
@@ -435,6 +434,8 @@ class _MeshPrecision(Precision):
         hooks = "on_before_optimizer_step", "configure_gradient_clipping"
         with self._in_hooks(hooks, [optimizer]):
             plain_after_closure(self, model, optimizer)
+        if self.gradients.host is not None:
+            self.gradients.host.finish_deferred()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=False)
@@ -504,7 +505,6 @@ def _nonfinite_names(
     found = []
     for name, parameter in named:
         grad = None if parameter.grad is None else local_part(parameter.grad)
-        bad = parameter in on_host or (grad is not None and not bool(grad.isfinite().all()))
-        if bad:
+        if parameter in on_host or (grad is not None and not bool(grad.isfinite().all())):
             found.append(name)
     return found

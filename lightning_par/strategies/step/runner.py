@@ -45,7 +45,7 @@ from lightning_par.strategies.step.batch_weights import (
     declared_rule,
     weigh,
 )
-from lightning_par.strategies.step.look.first_look import FirstLook
+from lightning_par.strategies.step.look.first_look import FirstLook, run_parts
 from lightning_par.strategies.step.look.loss_rule import choose_parts, Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.look.untouched import untouched
@@ -392,7 +392,7 @@ class StepRunner:
         parts = choose_parts(args[0], dims, known.count, rules) if divides else whole
         self._random = known.random
         try:
-            seen, is_random = look(parts)
+            seen, is_random = run_parts(look, parts, whole[0])
         except ConfigurationError as error:  # it does not run on parts, or draws for all together
             known.count, known.random = 1, self._random_of(name)
             if self._has_replicas:

@@ -8,10 +8,14 @@ import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import DataLoader
 
+from lightning_par import Hybrid3DStrategy
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.models.structures import LanguageModel, Planless
-from tests.support.user_code import Cases
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import RankError, run_ranks
+from tests.support.user_code import Cases, LAYOUTS
 
 CASES = Cases(__name__)
 
@@ -109,6 +113,22 @@ def the_hardest_samples_of_a_batch() -> Any:
             return F.cross_entropy(self.net(x), y, reduction="none").topk(2).values.mean()
 
     return Module(), vectors()
+
+
+def _fails(rank: int, world: int, has_plan: bool) -> None:
+    module = PlainModule() if has_plan else Classifier()
+    module.loss = lambda *_: {}["mask"]  # type: ignore[assignment, index]
+    if has_plan:
+        module.loss = lambda batch: module.net(batch[0]).mean() * {}["mask"]  # type: ignore[assignment, index]
+    trainer = quiet_trainer(devices=world, strategy=Hybrid3DStrategy(**LAYOUTS["pp2"]), max_steps=1)
+    trainer.fit(module, DataLoader(token_pairs() if has_plan else vectors(), 8))
+
+
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_an_error_of_the_step_itself_is_raised_and_not_one_of_parts(has_plan: bool) -> None:
+    with pytest.raises(RankError, match="KeyError: 'mask'") as told:
+        run_ranks(_fails, 2, has_plan, timeout=180)
+    assert "LP303" not in str(told.value)
 
 
 @CASES.add(refused={"tp2": "net.tokens .Embedding. changes its weight in place"})

@@ -43,7 +43,7 @@ from lightning_par.strategies.step.step_traces import (
 )
 from lightning_par.strategies.step.weights_on_host import KnownWeights
 
-__all__ = ["FirstLook"]
+__all__ = ["FirstLook", "run_parts"]
 
 _LOG = logging.getLogger(__name__)
 _LOOKS = 4
@@ -162,7 +162,9 @@ class FirstLook:
             run: Runs the step.
 
         Raises:
-            ConfigurationError: The loss of a batch is not made of the losses of its parts.
+            ConfigurationError: The loss of a batch is not made of the losses of its parts, or the
+                step runs on the batch and not on parts of it.
+            Exception: Of the user's step, which does not run on the batch either.
 
         **Communicates**: what the step does, and the results over stages and replicas.
         """
@@ -172,7 +174,7 @@ class FirstLook:
         divides = microbatches > 1 or self._mesh.sizes.data > 1
         if divides and dims.size is not None and dims.size > 1 and not dims.unsure:
             parts = choose_parts(batch, dims, microbatches, rules)
-        seen, is_random = run(parts)
+        seen, is_random = run_parts(run, parts, (batch, dims.size or 1))
         self._check_tensor_ranks(seen)
         self.watches = self._finds_rule(microbatches)
         if self.watches:
@@ -528,6 +530,29 @@ class FirstLook:
             "draws from a generator of its own, draw in the dataset or collate_fn instead. "
             f"Otherwise use {' and '.join(cure)}. No weight was changed."
         )
+
+
+def run_parts(
+    run: RunParts, parts: Sequence[tuple[Any, int]], whole: tuple[Any, int]
+) -> tuple[Seen, bool]:
+    """Run a step on parts of a batch.
+
+    Args:
+        run: Runs it.
+        parts: Some samples, and parts of them.
+        whole: The batch, on which the step runs if it does not run on its parts.
+
+    Raises:
+        Exception: Of the user's step, if it fails on the whole batch, too.
+        ConfigurationError: Of `run`, as where the step runs on the whole batch only.
+    """
+    try:
+        return run(parts)
+    except ConfigurationError as error:
+        refusal = error
+    if refusal.code == "LP303" and len(parts) > 1:
+        run([whole])  # not while the refusal is handled, which would be told first
+    raise refusal
 
 
 def _is_told(found: _Finding) -> bool:
