@@ -1,4 +1,7 @@
-"""The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for."""
+"""The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for.
+
+Length: what a run is made of before a module is there, in its order.
+"""
 
 import os
 import re
