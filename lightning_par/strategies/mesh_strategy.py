@@ -41,6 +41,7 @@ from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.processes.world_collectives import gather_over_replicas
 from lightning_par.strategies.setup.before_setup import plain_before_setup
 from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -309,8 +310,7 @@ class MeshStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self.world_size == 1:
             return tensor
-        group = self.mesh.data_group if group is None else group
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        return gather_over_replicas(self.mesh, tensor, group, sync_grads)
 
     @contextmanager
     @override
@@ -337,7 +337,7 @@ class MeshStrategy(ParallelStrategy):
                 self._record.remember(module)
             self.model = plugin.convert_module(module)
             kept = kept_by_optimizers(self._parallel_model, module, self.optimizers)
-            rest = self.mesh, self.root_device, self._record, self.options, self.activity
+            rest = self.mesh, self.root_device, self._record, self.options, self.processes
             self._parallel_model = parallelize(module, resolved, *rest)
             kept(self._parallel_model)
         make_averages(trainer, self.parallel_model)
@@ -399,8 +399,8 @@ class MeshStrategy(ParallelStrategy):
         output, step = steps.training(self.precision_plugin, given)
         if output is None or not module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
-        else:
-            self._step = step
+            return output
+        self._step = step
         return output
 
     @override
@@ -425,18 +425,18 @@ class MeshStrategy(ParallelStrategy):
         """Surrounds the backward of a loss; gives what is to be differentiated."""
         model = self.parallel_model
         step, self._step = self._step or model.steps.manual.step or Step(), None
+        if step.skips:
+            return (yield loss)
         with closing(step), model.gradients.of_one_backward():
             model.steps.before_backward()
             if self.offload is not None:
                 self.offload.before_backward()
             weighted = step.weigh(loss)
-            model.gradients.add_loss(weighted, step.has_valid_labels)
-            # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
+            model.gradients.add_loss(model.steps.form.mark(weighted), step.has_valid_labels)
             with model.steps.backward(step):
                 yield weighted
             model.gradients.after_backward()
-        if not model.proof.is_over:
-            model.proof.after_backward(weighted)
+        model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
 
     def _drop_step(self) -> None:

@@ -155,6 +155,7 @@ class PipelineExecutor:
         """
         walk = _Walk(self, step, signatures, scaled_loss_of, around, replay)
         walk.go(schedule.actions[schedule.rank_of_stage[self.stages[0].index]])
+        self.activity.begin("end of the pipeline's schedule")
         for link in self.links.values():
             link.activations.drain()
             link.gradients.drain()

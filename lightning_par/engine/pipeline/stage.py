@@ -193,7 +193,9 @@ class Stage:
                 "LP406",
                 f"the step returned before block {self.end_block}: it skipped blocks, returned "
                 "early, or caught the "
-                "BaseException that ends a stage (a bare `except:` around the model call).",
+                "BaseException that ends a stage (a bare `except:` around the model call). "
+                "Call every block once. To leave out a batch, leave it out in the data set or "
+                "collate_fn.",
             )
         if self.is_last and self.end_block - 1 not in state.called:
             raise PipelineError(

@@ -1,10 +1,13 @@
-"""The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for."""
+"""The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for.
+
+Length: what a run is made of before a module is there, in its order.
+"""
 
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +26,7 @@ from lightning_par.engine.rng import collect_random_states, restore_random_state
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.deferred_signals import DeferredSignals
 from lightning_par.strategies.processes.host_status import HostStatusServer
@@ -59,10 +63,10 @@ from lightning_par.strategies.processes.watchdog import (
     open_status_file,
     RankWatch,
 )
+from lightning_par.strategies.processes.world_collectives import check_world_collectives
 from lightning_par.upstream.lightning import init_process_group, trainer_of
 
 __all__ = ["MeshProcesses"]
-
 
 _PATIENCE = timedelta(seconds=120)
 """How long ranks of one node that no launcher watches wait for each other."""
@@ -78,6 +82,7 @@ class MeshProcesses:
 
     Attributes:
         activity: What this rank is doing, for messages about ranks that fail.
+        decisions: What the run found out by itself, such as the rule of its loss.
         interruption: Whether an exception is being handled, and on which ranks.
         copy: Under a pipeline, a module and its copy inside of the user's module, if there is one.
     """
@@ -96,10 +101,11 @@ class MeshProcesses:
         self._variables: list[str] = []
         self._owns_group = False
         self._filter: Any = None
-        self.activity = Activity()
+        self.activity, self.decisions = Activity(), Decisions()
         self.interruption = Interruption(options.timeout)
         self._signals, self._progress = DeferredSignals(), RunProgress()
         self._shared: set[str] = set()
+        self._collectives = ExitStack()
         self.copy: tuple[str, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,7 +113,7 @@ class MeshProcesses:
         left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
         interruption = Interruption(self._options.timeout)
         own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
-        own |= {"_progress": RunProgress(), "_shared": set()}
+        own |= {"_progress": RunProgress(), "_shared": set(), "_collectives": ExitStack()}
         return {**vars(self), **left, **own, "_owns_group": False}
 
     def attach(
@@ -343,6 +349,8 @@ class MeshProcesses:
             filters.insert(0, self._filter)
         if self._mesh is None:
             self._mesh = build_mesh(self.sizes, self.device.type, self._options.timeout)
+        self._collectives.close()
+        self._collectives.enter_context(check_world_collectives(self.sizes, self.activity))
 
     def choose(self, sizes: ParallelSizes) -> None:
         """Arrange the processes of a run, which are set up, in a mesh of these sizes.
@@ -441,6 +449,7 @@ class MeshProcesses:
     def close(self) -> None:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
         self._signals.close()
+        self._collectives.close()
         self._progress.close(trainer_of(self.interruption.module))
         while self._variables:
             os.environ.pop(self._variables.pop(), None)
@@ -476,8 +485,7 @@ class MeshProcesses:
             return tensor
         group = self._mesh.data_group if group is None else group
         if isinstance(reduce_op, str):
-            named = "AVG" if reduce_op == "mean" else reduce_op.upper()
-            reduce_op = getattr(dist.ReduceOp, named)
+            reduce_op = getattr(dist.ReduceOp, "AVG" if reduce_op == "mean" else reduce_op.upper())
         averages = reduce_op == dist.ReduceOp.AVG
         if averages and not tensor.is_floating_point():
             tensor = tensor.double()  # Lightning averages its counts of samples; 3.5 is not 3

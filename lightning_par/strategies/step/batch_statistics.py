@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from lightning_par.engine.collectives import all_reduce, apply_function
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.upstream.lightning import synchronizes_batchnorm, trainer_of
 
 __all__ = [
     "check_batch_statistics",
@@ -91,7 +93,8 @@ def _is_synchronized(layer: nn.Module) -> bool:
 
 
 def synchronize_batchnorm(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Make BatchNorm layers use the statistics of all replicas (and context ranks) in training.
+    """Make BatchNorm layers use the statistics of all replicas (and context ranks) in training, if
+    the Trainer was told to.
 
     Unlike `torch.nn.SyncBatchNorm`, it runs on CPUs, too, and the layers stay what they are.
 
@@ -99,6 +102,9 @@ def synchronize_batchnorm(module: nn.Module, mesh: ParallelMesh) -> None:
         module: Its BatchNorm layers get another forward.
         mesh: Its token group has the samples of one batch.
     """
+    trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
+    if trainer is None or not synchronizes_batchnorm(trainer.strategy):
+        return
     for part in module.modules():
         if isinstance(part, BatchNorm):
             part.forward = partial(_normalize, part, mesh.token_group)  # type: ignore[method-assign]

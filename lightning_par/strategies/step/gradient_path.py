@@ -1,5 +1,7 @@
 """The path of a gradient from the backward to the optimizer, as one ordered list of actions.
 
+Length: these are all actions, in their order.
+
 Before it, autograd computes the gradient, and FSDP averages it over the replicas in the backward.
 
 Note [Order of the path]: copies are summed after the average over replicas, as the sum gives all
@@ -115,6 +117,8 @@ class GradientPath:
         actions: All actions, in order.
         norms: Gives the norms that users ask for.
         mixes_kinds: Whether some parameters of this rank are DTensors, and others are not.
+        settle: Tells, on every rank, whether the norm was not finite because a rank asked all to
+            look at the step once more, which they have done.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class GradientPath:
         norms: GradientNorms,
     ) -> None:
         self.norms = norms
+        self.settle: Callable[[], bool] = lambda: False
         self.shared, self.compression = shared, compression
         self.counted_elsewhere = counted_elsewhere
         self._module, self._sizes, self._sharding = module, mesh.sizes, sharding
@@ -338,6 +343,11 @@ class GradientPath:
         norm = passage.norm = passage.norm.cpu()
         if bool(norm.isfinite()):
             return
+        if self.settle():
+            passage.loss = None
+            norm = passage.norm = self._total_norm(passage).cpu()
+            if bool(norm.isfinite()):
+                return
         passage.norm = None
         text = self._explain(norm, passage.loss)
         if self._on_nonfinite == "raise":

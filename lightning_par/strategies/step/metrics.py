@@ -233,7 +233,7 @@ def compare_metrics(
         parts: FQN -> value for its parts together.
         tolerance: Of roundings, relative.
     """
-    kinds = {}
+    kinds, nothing = {}, tolerance / 100  # as `compare_parts` has it
     for name in whole.keys() & parts.keys():
         values, others = (
             [
@@ -245,7 +245,7 @@ def compare_metrics(
         )
         is_same = len(values) == len(others) and all(
             one.shape == other.shape
-            and torch.allclose(one.double(), other.double(), tolerance, 1e-9, equal_nan=True)
+            and torch.allclose(one.double(), other.double(), tolerance, nothing, equal_nan=True)
             for one, other in zip(values, others, strict=True)
         )
         kinds[OF_METRIC + name] = SAME_KIND if is_same else NOT_OF_PARTS

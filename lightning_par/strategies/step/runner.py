@@ -34,6 +34,7 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.batch_copies import copies_to
+from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.batch_statistics import (
     check_batch_statistics,
@@ -44,20 +45,22 @@ from lightning_par.strategies.step.batch_weights import (
     declared_rule,
     weigh,
 )
-from lightning_par.strategies.step.look.first_look import choose_parts, FirstLook
-from lightning_par.strategies.step.look.loss_rule import Seen
-from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
+from lightning_par.strategies.step.look.first_look import FirstLook, run_parts
+from lightning_par.strategies.step.look.loss_rule import choose_parts, Seen
+from lightning_par.strategies.step.look.seen_losses import LookAtStep
+from lightning_par.strategies.step.look.untouched import untouched
+from lightning_par.strategies.step.look.whole_step import look_at_whole_step
 from lightning_par.strategies.step.manual_step import ManualSteps
-from lightning_par.strategies.step.metrics import bind_metrics, LookAtMetrics
+from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.parameter_reads import ParameterReads
 from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.skipped_step import SkippedSteps
 from lightning_par.strategies.step.step_errors import raise_explained
 from lightning_par.strategies.step.step_random import HookDraws, StepRandom
-from lightning_par.strategies.step.step_traces import adjust_logs, LogCall, numbers_of, record_logs
+from lightning_par.strategies.step.step_traces import adjust_logs
 from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
 from lightning_par.strategies.step.weights_on_host import WeightsOnHost
-from lightning_par.upstream.lightning import synchronizes_batchnorm, trainer_of
 
 __all__ = ["Step", "StepRunner"]
 
@@ -78,12 +81,14 @@ class Step:
         is_zero_weight: Whether the loss has weight 0; see Note [Zero-weight loss] in
             `engine/data/zero_weight_loss.py`.
         opened: What has to stay open until the backward is over, as recomputation needs it.
+        skips: Whether the user's step gave no loss, so that there is no backward.
     """
 
     loss_scale: Tensor | None = None
     has_valid_labels: Tensor | None = None
     is_zero_weight: bool = False
     opened: ExitStack = field(default_factory=ExitStack)
+    skips: bool = False
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the loss times its scale."""
@@ -124,17 +129,19 @@ class StepRunner:
         activity: Where every step is written down.
         reads: Answers parameters that the user's step reads.
         manual: Steps that run their own backwards, if they do.
+        decisions: Where the rule of the loss is noted.
 
     Attributes:
         manual: As given.
         pipeline: Runs steps through the pipeline; None without one.
         seed: Seed of all steps; checkpoints keep it.
         evaluations: Number of evaluation steps so far, which seeds the next; checkpoints keep it.
+        form: Notices when the loss takes another form.
         after_look: Id of an object -> function of it that is called after the first look at the
             step, which runs it on a few samples: what counts the first step begins anew.
     """
 
-    def __init__(
+    def __init__(  # house: half of it names what it is given
         self,
         *,
         module: pl.LightningModule,
@@ -150,19 +157,24 @@ class StepRunner:
         activity: Activity,
         reads: ParameterReads,
         manual: ManualSteps,
+        decisions: Decisions,
     ) -> None:
         sizes, self._copies = mesh.sizes, copies_to(module, device)
         self.module, self.sequence, self._reads = module, sequence, reads
         self.seed, self.evaluations, self.manual, self._pads = seed, 0, manual, sizes.context > 1
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
-        self._in_step, self._is_checked, self._broadcast = False, False, _batch_broadcast(mesh)
+        self._in_step, self._is_checked = False, False
+        # Loaders are seeded by global rank: what they shuffle may differ within a replica.
+        first = dist.get_global_rank(mesh.replica_group, 0)
+        self._broadcast = TreeBroadcast(mesh.replica_group, first)
         self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device  # asked often
         self._num_microbatches, self._graphs = options.num_microbatches, options.records_graphs
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
-        _synchronize(module, mesh)
+        synchronize_batchnorm(module, mesh)
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
         self._on_host = WeightsOnHost(module, self._weigher, self._cut)
-        self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
+        self._first_look = FirstLook(module, mesh, batch_layout, self._weigher, decisions)
+        self.form, self._skipped = self._first_look.form, SkippedSteps(module, mesh)
         self._hook_draws = HookDraws(module, sizes.data, device)
         self._training, self._met = self._random_of("training_step"), dict[Any, _Evaluation]()
         self.after_look: dict[int, Callable[[], None]] = {}
@@ -245,7 +257,9 @@ class StepRunner:
         self._activity.begin("start of the batch")
         return batch
 
-    def training(self, plugin: Precision, args: Sequence[Any]) -> tuple[Any, Step]:
+    def training(  # house: the order of a step, in one place
+        self, plugin: Precision, args: Sequence[Any]
+    ) -> tuple[Any, Step]:
         """Run `training_step` on the batch of this replica.
 
         Args:
@@ -270,11 +284,14 @@ class StepRunner:
                 self._is_checked = True
                 if not self._batch_layout.local_statistics:
                     check_batch_statistics(self.module, self._mesh, count)
-            differ = None if known is None else known.differ
-            if not self._first_look.is_over and self._first_look.is_due(args[0], count, differ):
+            looks, samples = self._first_look, dims.size or 1
+            run = partial(self._look, "training_step", context, args[1:], size=samples)
+            if not looks.is_over and looks.is_due(args[0], samples, count, known):
                 found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
-                run = partial(self._look, "training_step", context, args[1:], found.size or 1)
-                self._first_look.look(args[0], found, count, run)
+                looks.look(args[0], found, count, partial(run, size=found.size or 1))
+                if self.pipeline is not None and looks.watches:
+                    self.pipeline.see_loss = self.form.see
+            self.form.again = partial(looks.look_again, args[0], dims, count, run, self._cut)
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
                 tokens = self._tokens_of(args[0])
@@ -285,8 +302,8 @@ class StepRunner:
                     )
                     self._random.share(self.pipeline.from_last_stage)
                 return output, Step(has_valid_labels=has_valid_labels)
-            weigher, samples = self._weigher, [dims.size or 1]
-            weights = weigher.weigh([args[0]], samples, zero) if weigher.is_needed else None
+            weigher = self._weigher
+            weights = weigher.weigh([args[0]], [samples], zero) if weigher.is_needed else None
             is_zero_weight = weights is not None and bool(weights.zero)
             if is_zero_weight:
                 opened.enter_context(self._sharding.zero_weight.prepared())
@@ -297,6 +314,11 @@ class StepRunner:
             )
             with adjust_logs(self.module, weights), self.manual.running(step):
                 output = self._whole("training_step", context, args, key, dims)
+            if not self.manual.is_used and self._skipped.is_skipped(output):
+                self._sharding.release()
+                return torch.zeros((), device=self._device, requires_grad=True), Step(skips=True)
+            if looks.watches and not self.manual.is_used and output is not None:
+                self.form.see(loss_of(output), samples)
             step.opened = opened.pop_all()
             return output, step
 
@@ -362,7 +384,7 @@ class StepRunner:
     ) -> None:
         """Find out how an evaluation step draws, and whether parts of a batch log what it does."""
         size = dims.size or 1
-        look = partial(self._look, name, context, args[1:], size)
+        look = partial(self._look, name, context, args[1:], size=size)
         whole = [(args[0], size)]
         divides = (known.count > 1 or self._has_replicas) and size > 1 and not dims.unsure
         has_labels = divides and name != "predict_step"
@@ -370,7 +392,7 @@ class StepRunner:
         parts = choose_parts(args[0], dims, known.count, rules) if divides else whole
         self._random = known.random
         try:
-            seen, is_random = look(parts)
+            seen, is_random = run_parts(look, parts, whole[0])
         except ConfigurationError as error:  # it does not run on parts, or draws for all together
             known.count, known.random = 1, self._random_of(name)
             if self._has_replicas:
@@ -451,58 +473,42 @@ class StepRunner:
         name: str,
         context: StepContext,
         rest: Sequence[Any],
-        size: int,
         parts: Sequence[tuple[Any, int]],
+        *,
+        size: int,
+        made: bool = False,
     ) -> tuple[Seen, bool]:
         """Run a step on some samples, and on parts of them, without leaving a trace.
 
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
         batches = [batch for batch, _ in parts]
+        sight, random = LookAtStep(self.module, batches, sharpens=made), self._random
+        if made:  # which says nothing of how the step draws, and may fail
+            self._random, size = self._random_of(name), -1
         self._sharding.release()  # gathered weights are gone before they could be put back
-        with (
-            untouched(self.module),
-            torch.compiler.set_stance("force_eager"),
-            self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
-        ):
-            if self.pipeline is not None:
-                seen = self.pipeline.look(context, batches, rest, self._random.refusal, name)
-            else:
-                seen = self._look_whole(name, context, batches, rest)
-            is_random = self._random.judge(divides=len(batches) > 1)
-        self._sharding.release()
-        for restart in self.after_look.values():
-            restart()
-        return seen, is_random
-
-    def _look_whole(
-        self, name: str, context: StepContext, batches: Sequence[Any], rest: Sequence[Any]
-    ) -> Seen:
-        losses, logs, state = [], [], StateOfParts(self.module)
-        metrics = LookAtMetrics(self.module)
-        for index, batch in enumerate(batches):
-            calls: list[LogCall] = []
-            step = partial(self._run, getattr(self.module, name), (batch, *rest))
-            logging, followed = record_logs(self.module, calls), metrics.followed(index)
-            with state.next_part(), context(), logging, followed, self._user_step(_LOOK, index):
-                if name == "training_step":
-                    losses.append(self._losses_of(step))
+        try:
+            with (
+                untouched(self.module),
+                torch.compiler.set_stance("force_eager"),
+                self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
+            ):
+                if self.pipeline is None:
+                    run = partial(self._run, getattr(self.module, name))
+                    around = partial(self._user_step, _LOOK)
+                    given = self.module, name, batches, rest, run, context, around
+                    seen = look_at_whole_step(*given, self._sharding, self.manual, sight)
                 else:
-                    self._sharding.call(step)
-                self._sharding.release()
-            logs.append(numbers_of(calls))
-        return Seen(losses=losses, logs=logs, metrics=metrics.values())
-
-    def _losses_of(self, step: Callable[[], Any]) -> tuple[float, ...]:
-        """Run a step without a trace; return the losses of its backwards."""
-        if not self.manual.is_used:
-            # With a graph, as the step may ask for gradients of its input.
-            output = self._sharding.call(step)
-            return (float("nan") if output is None else float(loss_of(output).detach()),)
-        # Each batch from the same weights, which a step may change by hand.
-        with untouched(self.module), self.manual.looked_at() as losses:
-            self._sharding.call_with_backwards(step)
-        return tuple(losses)
+                    refusal = self._random.refusal
+                    seen = self.pipeline.look(context, batches, rest, refusal, name, sight)
+                is_random = self._random.judge(divides=len(batches) > 1)
+        finally:
+            self._random = random
+            self.form.reads_factors |= sight.losses.has_zero
+            self._sharding.release()
+            for restart in self.after_look.values():
+                restart()
+        return seen, is_random
 
     def _whole(
         self,
@@ -577,17 +583,3 @@ class StepRunner:
                     f"T={tokens} tokens in dim {dim}, not divisible by {degree}. Pad to "
                     f"{-(-tokens // degree) * degree}, or use sequence_parallel=False.",
                 )
-
-
-def _batch_broadcast(mesh: ParallelMesh) -> TreeBroadcast:
-    """Return what gives every rank of a replica the batch of its first rank: loaders are seeded by
-    global rank, and augmentations and shuffles that differ would make wrong gradients, in silence.
-    """
-    return TreeBroadcast(mesh.replica_group, dist.get_global_rank(mesh.replica_group, 0))
-
-
-def _synchronize(module: pl.LightningModule, mesh: ParallelMesh) -> None:
-    """Join the statistics of BatchNorm layers, if the Trainer was told to."""
-    trainer = trainer_of(module)
-    if trainer is not None and synchronizes_batchnorm(trainer.strategy):
-        synchronize_batchnorm(module, mesh)

@@ -8,6 +8,8 @@ Note [Attributes of a step]: what a step does after the blocks is done on the la
 only, and hooks on every rank read what it has left in the module, such as a list of outputs at the
 end of an epoch. So the others take over what the last stage has changed. A step runs once per
 micro-batch: a list gets an entry of each of them.
+
+Length: what is logged, and what is left in attributes, goes the same way.
 """
 
 import math
@@ -30,6 +32,7 @@ from lightning_par.upstream.tensor import count_of_changes
 from lightning_par.upstream.torchmetrics import last_batch_value, set_last_batch_value
 
 __all__ = [
+    "MEAN_OF_SAMPLES",
     "NOT_OF_PARTS",
     "SAME_KIND",
     "SUM_OF_PARTS",
@@ -57,12 +60,14 @@ class LogCall:
         value: A number or tensor; for a metric, its value for the batch so far.
         metric: FQN of the torchmetrics metric that was logged, or None.
         options: The other arguments of `self.log`.
+        is_plain: Whether the value was a number of Python.
     """
 
     name: str
     value: Any
     metric: str | None
     options: dict[str, Any]
+    is_plain: bool = False
 
 
 @contextmanager
@@ -129,37 +134,56 @@ def record_logs(
 def numbers_of(calls: Sequence[LogCall]) -> list[LogCall]:
     """Return the calls that logged numbers, which are then on the host; no metrics."""
     return [
-        replace(call, value=float(call.value))
+        replace(call, value=float(call.value), is_plain=not isinstance(call.value, Tensor))
         for call in calls
         if call.metric is None and isinstance(call.value, int | float | Tensor)
     ]
 
 
-SAME_KIND, SUM_OF_PARTS, NOT_OF_PARTS = range(3)
+SAME_KIND, MEAN_OF_SAMPLES, SUM_OF_PARTS, NOT_OF_PARTS = range(4)
 """What a number that a batch logs is of those that its parts log; see `compare_parts`."""
 
 
 def compare_parts(
-    logs: Sequence[Sequence[LogCall]], weights: Tensor, tolerance: float
+    logs: Sequence[Sequence[LogCall]],
+    weights: Tensor,
+    tolerance: float,
+    samples: Sequence[int] = (),
 ) -> dict[str, int]:
     """Tell of each number what it is of those that the parts of a batch log: `SAME_KIND` as it is
-    logged, their `SUM_OF_PARTS` although it is logged as a mean, or `NOT_OF_PARTS` at all.
+    logged, their `MEAN_OF_SAMPLES`, whatever weighs in the loss, their `SUM_OF_PARTS` although it
+    is logged as a mean, or `NOT_OF_PARTS` at all.
 
     Args:
         logs: From `numbers_of`, of the batch and of each of its parts.
         weights: [m] weights of the parts.
         tolerance: Of roundings, relative.
+        samples: Numbers of samples of the parts.
     """
 
     def is_near(one: float, other: float) -> bool:
-        return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-9) or one != one
+        nothing = tolerance / 100  # of numbers near 0, which others of size 1 may have made
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=nothing) or one != one
 
     known = [[call for call in calls if _name_of(call) in _REDUCTIONS] for calls in logs]
     combined = {call.name: float(call.value) for call in combine_logs(known[1:], weights)}
+    counts = torch.tensor([*samples], dtype=weights.dtype) if samples else weights
+    alike = bool(torch.allclose(counts / counts.sum(), weights / weights.sum()))
+    means = {call.name: float(call.value) for call in combine_logs(known[1:], counts)}
     kinds: dict[str, int] = {}
     for call in known[0]:
         kinds.setdefault(call.name, SAME_KIND)
-        if call.name not in combined or is_near(call.value, combined[call.name]):
+        if call.name not in combined:
+            continue
+        # A plain number that is the same for all parts says nothing: it is no part of a loss.
+        values = {part.value for calls in known[1:] for part in calls if part.name == call.name}
+        is_mean = not alike and is_near(call.value, means[call.name])
+        if is_near(call.value, combined[call.name]):
+            if is_mean and call.is_plain and len(values) == 1:
+                kinds[call.name] = max(kinds[call.name], MEAN_OF_SAMPLES)
+            continue
+        if is_mean:
+            kinds[call.name] = max(kinds[call.name], MEAN_OF_SAMPLES)
             continue
         total = sum(part.value for calls in known[1:] for part in calls if part.name == call.name)
         kind = SUM_OF_PARTS if is_near(call.value, total) else NOT_OF_PARTS
@@ -212,7 +236,10 @@ def _weighted(
     options = {"batch_size": weights.samples, **options} if is_sum else options
     if is_sum:
         return value * weights.replicas, options  # Lightning divides by it
-    return weigh(value, weights.total), {**options, "batch_size": weights.samples}
+    options = {**options, "batch_size": weights.samples}
+    if name in weights.by_samples:
+        return value * (sum(weights.sizes) * weights.replicas) / weights.samples, options
+    return weigh(value, weights.total), options
 
 
 def _join(value: Any, options: dict[str, Any], weights: BatchWeights) -> tuple[Any, dict[str, Any]]:
@@ -237,7 +264,11 @@ def _join(value: Any, options: dict[str, Any], weights: BatchWeights) -> tuple[A
 
 
 def combine_logs(
-    calls: Sequence[Sequence[LogCall]], weights: Tensor, sums: Collection[str] = ()
+    calls: Sequence[Sequence[LogCall]],
+    weights: Tensor,
+    sums: Collection[str] = (),
+    by_samples: Collection[str] = (),
+    samples: Sequence[int] = (),
 ) -> list[LogCall]:
     """Make one call per key of the calls of all micro-batches.
 
@@ -245,6 +276,8 @@ def combine_logs(
         calls: Recorded calls of every micro-batch, in order.
         weights: [m] weights of the micro-batches, for means.
         sums: Keys whose values are added in place of a mean.
+        by_samples: Keys whose values weigh by the samples.
+        samples: Numbers of samples of the micro-batches.
     """
     by_name: dict[str, list[tuple[int, LogCall]]] = {}
     for index, made in enumerate(calls):
@@ -256,6 +289,8 @@ def combine_logs(
         value = last.value
         if last.metric is None:
             used = torch.stack([weights[index] for index, _ in pairs])
+            if name in by_samples:
+                used = used.new_tensor([float(samples[index]) for index, _ in pairs])
             values = torch.stack([_number(call.value, weights) for _, call in pairs])
             kind = last.options.get("reduce_fx", "mean")
             adds = name in sums and reduction_name(kind) in ("mean", "avg")

@@ -42,6 +42,28 @@ def one_block_many_times() -> Any:
     return Planless(net), token_pairs()
 
 
+class _Scaled(nn.Module):
+    """A layer whose output is scaled by a parameter of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.inner, self.scale = inner, nn.Parameter(torch.linspace(0.5, 1, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.relu(self.up(self.inner(x))))
+
+
+# Without the proof of the first step, which would refuse another gradient.
+@CASES.add(equal="tp2", strategy={"verify": False})
+def scales_of_blocks_and_of_their_layers() -> Any:
+    net = structures.LanguageModel()
+    for layer in net.layers:
+        layer.mlp = _Scaled(nn.Identity())
+    net.layers = nn.ModuleList(_Scaled(layer) for layer in net.layers)
+    return Planless(net), token_pairs()
+
+
 @CASES.add(equal="tp2")
 def odd_number_of_tokens() -> Any:
     net = structures.LanguageModel(structures.fused_by_head)
