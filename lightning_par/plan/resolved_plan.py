@@ -115,10 +115,10 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
         ]
     problems += role_problems(plan, blocks)
     styles = _match_patterns(plan.tensor, list(modules), "tensor", problems)
-    first = {id(module): name for name, module in modules.items()}
+    named = {id(module): name for name, module in modules.items()}
     for alias, module in model.named_modules(remove_duplicate=False):
-        if first[id(module)] in styles:  # a stage may know a shared module by any of its names
-            styles.setdefault(alias, styles[first[id(module)]])
+        if named[id(module)] in styles:  # a stage may know a shared module by any of its names
+            styles.setdefault(alias, styles[named[id(module)]])
     divided = _match_patterns(plan.divided, list(modules), "divided", problems)
     for kind in ("experts", "replica_sums", "checkpointable"):
         _match_patterns(dict.fromkeys(getattr(plan, kind), kind), list(modules), kind, problems)

@@ -98,8 +98,8 @@ def _detach(kept: int) -> None:
     Args:
         kept: The file descriptor that stays.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -114,7 +114,7 @@ def _detach(kept: int) -> None:
     # The threads that OpenMP and autograd had are gone.
     torch.set_num_threads(1)
     try:
-        torch.ones((), requires_grad=True).mul(1).backward()  # type: ignore[no-untyped-call]
+        torch.ones((), requires_grad=True).mul(1).backward()
     except RuntimeError:
         raise ForkError("after a backward on a GPU, a fork cannot compute gradients") from None
 
@@ -139,4 +139,4 @@ def _discard_writes() -> None:
         mode = mode.replace("x", "w") if writes else mode
         return opened(os.devnull if writes else file, mode, *args, **kwargs)
 
-    builtins.open = io.open = unwritten  # type: ignore[assignment]
+    builtins.open = io.open = unwritten

@@ -148,7 +148,8 @@ def describe_inferred(plan: ParallelPlan) -> str:
     return (
         f"{plan.as_code()}\n"
         f"The outputs of {', '.join(gathered)} are gathered, as code behind them wants their whole "
-        "width. In attention, reshape(b, t, -1) in place of the width keeps heads apart."
+        "width. If that is an attention that reshapes to a fixed width, reshape(b, t, -1) there "
+        "keeps heads apart."
     )
 
 

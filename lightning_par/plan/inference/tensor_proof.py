@@ -140,7 +140,10 @@ class _Bench:
             if id(tensor) not in leaves:
                 value = self._cut(tensor, rank, ranks) if tensor is first else tensor
                 value = value.detach().clone()
-                leaves[id(tensor)] = value.requires_grad_(value.is_floating_point())
+                # Of rotary tables and masks that come as arguments, nobody takes the gradient.
+                leaves[id(tensor)] = value.requires_grad_(
+                    value.is_floating_point() and (tensor is first or tensor.requires_grad)
+                )
             # Not the leaf itself, which code may change in place.
             made = leaves[id(tensor)]
             return made * 1.0 if made.requires_grad else made
@@ -252,6 +255,7 @@ def _real_arguments(call: Call, flag: bool) -> tuple[Any, Any]:
             shape = tuple(value.shape)
             if value.is_floating_point():
                 made[id(value)] = torch.randn(shape, dtype=torch.float64)
+                made[id(value)].requires_grad_(value.requires_grad)
             elif value.dtype == torch.bool:
                 made[id(value)] = torch.full(shape, flag)
             else:

@@ -133,7 +133,8 @@ def _inferred(
 def _step_of(module: nn.Module) -> str:
     """Return the name of the step that a run takes; that of a fit if there is no run."""
     trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
-    return _STEPS.get(None if trainer is None else trainer.state.fn, "training_step")
+    function = None if trainer is None else trainer.state.fn
+    return "training_step" if function is None else _STEPS[function]
 
 
 def _infer(

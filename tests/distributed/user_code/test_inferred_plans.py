@@ -7,6 +7,7 @@ import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 
+from lightning_par import BatchLayout, ParallelPlan
 from tests.support.models import structures
 from tests.support.models.plain_language_model import token_pairs
 from tests.support.models.structures import images, Planless
@@ -244,6 +245,15 @@ def losses_that_experts_keep() -> Any:
             return loss + 0.01 * sum(layer.loss for layer in self.net.layers)
 
     return Module(experts_by_hand(keeps_loss=True)), token_pairs()
+
+
+@CASES.add(equal="tp2pp2", large="tp2 pp2")
+def plan_that_declares_the_batch_only() -> Any:
+    class Module(Planless):
+        def parallel_plan(self) -> ParallelPlan:
+            return ParallelPlan(batch=BatchLayout(labels="1"))
+
+    return Module(structures.LanguageModel()), padded_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
