@@ -15,6 +15,7 @@ from lightning_par.engine.tensor_tree import map_tensors
 from lightning_par.plan.inference.infer import describe_inferred, infer_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.step.look.silence import silent
 from lightning_par.upstream.lightning import trainer_of
 
 __all__ = ["first_samples", "infer_for_run", "train_loader"]
@@ -36,12 +37,14 @@ def infer_for_run(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
     if key not in plans and example is None:
         key = (*key[:2], False)
     if key not in plans:
-        plans[key] = infer_plan(
-            module,
-            example=example,
-            tensor_parallel_size=sizes.tensor,
-            pipeline_parallel_size=sizes.pipeline,
-        )
+        trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
+        with silent(trainer.loggers if trainer is not None else ()):
+            plans[key] = infer_plan(
+                module,
+                example=example,
+                tensor_parallel_size=sizes.tensor,
+                pipeline_parallel_size=sizes.pipeline,
+            )
         rank_zero_info(
             f"{type(module).__name__} declares no parallel_plan(); inferred from its structure:\n"
             f"{describe_inferred(plans[key])}\n"

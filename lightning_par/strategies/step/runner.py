@@ -46,6 +46,7 @@ from lightning_par.strategies.step.batch_weights import (
 )
 from lightning_par.strategies.step.look.first_look import choose_parts, FirstLook, run_parts
 from lightning_par.strategies.step.look.loss_rule import Seen
+from lightning_par.strategies.step.look.silence import silent
 from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics, LookAtMetrics
@@ -462,6 +463,7 @@ class StepRunner:
         self._sharding.release()  # gathered weights are gone before they could be put back
         with (
             untouched(self.module),
+            silent(self.module.trainer.loggers),
             torch.compiler.set_stance("force_eager"),
             self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
         ):

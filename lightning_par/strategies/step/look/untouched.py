@@ -1,6 +1,7 @@
 """Running the user's code without a trace: what it changed in a module is put back."""
 
 import copy
+import io
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterator
@@ -132,6 +133,8 @@ def _restore(value: Any, seen: set[int]) -> Callable[[], Any]:
         value: Of an attribute, or of what is in one.
         seen: Ids of the containers and objects that have such a function, or need none.
     """
+    if isinstance(value, io.IOBase):
+        return _restore_file(value, seen)
     is_weight = isinstance(value, nn.Parameter)
     is_kept = is_weight or (isinstance(value, Tensor) and (value.is_meta or value.requires_grad))
     held = value if _is_container(value) else _attributes(value)
@@ -152,6 +155,22 @@ def _restore(value: Any, seen: set[int]) -> Callable[[], Any]:
         _refill(held, copied)
         for restore_item in items:
             restore_item()
+
+    return restore
+
+
+def _restore_file(file: Any, seen: set[int]) -> Callable[[], Any]:
+    """Return a function that takes back what is written to an open file from now on."""
+    if id(file) in seen or file.closed or not (file.writable() and file.seekable()):
+        return lambda: None
+    seen.add(id(file))
+    file.flush()
+    place = file.tell()
+
+    def restore() -> None:
+        if not file.closed:
+            file.seek(place)
+            file.truncate()
 
     return restore
 
