@@ -78,6 +78,7 @@ class PipelinedSteps:
     Attributes:
         last_run: When the actions of the last training step ran; None before one.
         last_weight: What its batch weighed in the global batch, 1 on average over the replicas.
+        keeps: Whether the step that was looked at last left something in attributes of the module.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class PipelinedSteps:
     ) -> None:
         self.module, self.executor = module, executor
         self.last_run: PipelineRun | None = None
-        self.last_weight = torch.ones(())
+        self.last_weight, self.keeps = torch.ones(()), False
         self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
         self._sequence, self._num_microbatches = sequence, num_microbatches
         self._replay = replay
@@ -230,6 +231,7 @@ class PipelinedSteps:
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
         metrics, key = LookAtMetrics(self.module), ("first look",)
+        self._attributes.begin()
         try:
             with torch.no_grad():
                 run = self._forward_only(name, context, batches, rest, key, calls, metrics.followed)
@@ -239,8 +241,10 @@ class PipelinedSteps:
         if run.results and refusal() is None:
             ends = sorted(run.results) if name == "training_step" else []
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
-            found = losses, [numbers_of(made) for made in calls], metrics.values()
-        losses, logs, values = self.from_last_stage(found) or ([], [], ({}, {}))
+            keeps = bool(self._attributes.changes())
+            found = losses, [numbers_of(made) for made in calls], metrics.values(), keeps
+        given = self.from_last_stage(found) or ([], [], ({}, {}), False)
+        losses, logs, values, self.keeps = given
         return Seen(losses=losses, logs=logs, metrics=values)
 
     def _forward_only(

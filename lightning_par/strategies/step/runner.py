@@ -381,6 +381,8 @@ class StepRunner:
             self._random = known.random
             look(whole)
             return
+        if self.pipeline is not None and self.pipeline.keeps:
+            known.count = 1  # what hooks of an epoch read is then an entry of a whole batch
         if is_random:
             return
         others = self._first_look.judge_logs(seen, parts, known.count)

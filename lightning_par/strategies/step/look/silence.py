@@ -12,7 +12,7 @@ from contextlib import contextmanager, ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers.logger import DummyExperiment
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_par.upstream.functions import replaced
@@ -56,7 +56,7 @@ def _silent_class(kind: type) -> type:
     names = [name for name in dir(kind) if name.startswith("log_") and name != "log_dir"]
     methods: dict[str, Any] = {name: nothing for name in names if callable(getattr(kind, name))}
     methods |= dict.fromkeys(("after_save_checkpoint", "finalize", "save"), nothing)
-    return type(kind.__name__, (kind,), {**methods, "experiment": DummyExperiment()})
+    return type(kind.__name__, (kind,), {**methods, "experiment": DummyLogger().experiment})
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
 
-__all__ = ["StateOfParts", "untouched"]
+__all__ = ["LEFT_ALONE", "StateOfParts", "untouched"]
 
 _COPIED = 2**30
 """Bytes of parameters that are copied, as a step may write to them."""
-_LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
+LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
 """Packages whose objects no step is expected to change; those of Python are, too."""
 _OWN = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold its parameters, buffers, children and hooks."""
@@ -180,7 +180,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     it; None for values and for what belongs to the run.
     """
     package = type(value).__module__.partition(".")[0]
-    is_foreign = package in _LEFT_ALONE or package in sys.stdlib_module_names
+    is_foreign = package in LEFT_ALONE or package in sys.stdlib_module_names
     return (
         None
         if is_foreign and not isinstance(value, nn.Module)
