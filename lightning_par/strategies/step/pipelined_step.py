@@ -243,7 +243,7 @@ class PipelinedSteps:
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
             keeps = bool(self._attributes.changes())
             found = losses, [numbers_of(made) for made in calls], metrics.values(), keeps
-        given = self.from_last_stage(found) or ([], [], ({}, {}), False)
+        given: Any = self.from_last_stage(found) or ([], [], ({}, {}), False)
         losses, logs, values, self.keeps = given
         return Seen(losses=losses, logs=logs, metrics=values)
 
