@@ -40,8 +40,10 @@ _PASSED_ON = (
     *("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"),
     *("torch.distributed.nn.functional", "torch.autograd.function", "torch.utils._contextlib"),
 )
-_OF_FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "lightning_par", "pytorch_lightning")
-_OF_FRAMEWORKS += ("torchmetrics",)
+_OF_FRAMEWORKS = (
+    *("torch", "torchmetrics"),
+    *("lightning", "lightning_fabric", "lightning_par", "pytorch_lightning"),
+)
 
 
 def gather_over_replicas(

@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, ExitStack, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, ExitStack, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn, Tensor
@@ -35,6 +34,7 @@ from lightning_par.engine.rng import (
 from lightning_par.strategies.proof.record import StartValues, StepRecord
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.setup.replaced_parameters import replace_parameters
+from lightning_par.strategies.step.look.silence import silent
 from lightning_par.upstream.lightning import TunerExit
 from lightning_par.upstream.tensor import count_of_changes
 
@@ -168,7 +168,7 @@ def run_alone(
     """
     record = StepRecord()
     try:
-        with _single_process(device):
+        with _single_process(device, user):
             alone = _Alone(device, given, record, originals, user.optimizers)
             trainer = _trainer_like(user, alone, plugin)
             _continue(trainer, given.start)
@@ -210,7 +210,7 @@ def _trainer_like(
         max_epochs=user.max_epochs,
         log_every_n_steps=user.log_every_n_steps,  # type: ignore[attr-defined]
         default_root_dir=user.default_root_dir,
-        logger=DummyLogger() if user.logger is not None else False,
+        logger=list(user.loggers) or False,  # which are silent
         limit_val_batches=0,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
@@ -307,7 +307,7 @@ def _noting_writes(module: nn.Module, written: set[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _single_process(device: torch.device) -> Iterator[None]:
+def _single_process(device: torch.device, user: pl.Trainer) -> Iterator[None]:
     """Inside, nothing says that this process is one of several, and nothing is told the user."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -315,7 +315,7 @@ def _single_process(device: torch.device) -> Iterator[None]:
         stack.enter_context(fork_all_rng(device))
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(silent(user.loggers))
         stack.enter_context(redirect_stderr(io.StringIO()))
         hidden = {n: os.environ.pop(n) for n in _RANK_VARIABLES if n in os.environ}
         stack.callback(os.environ.update, hidden)

@@ -81,6 +81,7 @@ class PipelinedSteps:
         last_weight: What its batch weighed in the global batch, 1 on average over the replicas.
         see_loss: Is given the loss of the first micro-batch, and its number of samples; None:
             nobody asks.
+        keeps: Whether the step that was looked at last left something in attributes of the module.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class PipelinedSteps:
     ) -> None:
         self.module, self.executor = module, executor
         self.last_run: PipelineRun | None = None
-        self.last_weight = torch.ones(())
+        self.last_weight, self.keeps = torch.ones(()), False
         self.see_loss: Callable[[Tensor, int], None] | None = None
         self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
         self._sequence, self._num_microbatches = sequence, num_microbatches
@@ -239,6 +240,7 @@ class PipelinedSteps:
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
         key = ("first look",)
+        self._attributes.begin()
         try:
             with torch.no_grad():
                 run = self._forward_only(name, context, batches, rest, key, calls, sight.followed)
@@ -249,11 +251,11 @@ class PipelinedSteps:
             ends = sorted(run.results) if name == "training_step" else []
             losses: list[tuple[float, ...]]
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
-            logs = [numbers_of(made) for made in calls]
             values, seen = sight.metrics.values(), sight.losses.seen
-            found = Seen(losses=losses, logs=logs, metrics=values, calls=seen)
-        nothing = Seen(losses=[], logs=[], metrics=({}, {}))
-        return self.from_last_stage(found) or nothing
+            logs, keeps = [numbers_of(made) for made in calls], bool(self._attributes.changes())
+            found = Seen(losses=losses, logs=logs, metrics=values, calls=seen), keeps
+        known, self.keeps = self.from_last_stage(found) or (None, False)
+        return known or Seen(losses=[], logs=[], metrics=({}, {}))
 
     def _forward_only(
         self,

@@ -48,6 +48,7 @@ from lightning_par.strategies.step.batch_weights import (
 from lightning_par.strategies.step.look.first_look import FirstLook, run_parts
 from lightning_par.strategies.step.look.loss_rule import choose_parts, Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
+from lightning_par.strategies.step.look.silence import silent
 from lightning_par.strategies.step.look.untouched import untouched
 from lightning_par.strategies.step.look.whole_step import look_at_whole_step
 from lightning_par.strategies.step.manual_step import ManualSteps
@@ -402,6 +403,8 @@ class StepRunner:
             self._random = known.random
             look(whole)
             return
+        if self.pipeline is not None and self.pipeline.keeps:
+            known.count = 1  # what hooks of an epoch read is then an entry of a whole batch
         if is_random:
             return
         others = self._first_look.judge_logs(seen, parts, known.count)
@@ -490,6 +493,7 @@ class StepRunner:
         try:
             with (
                 untouched(self.module),
+                silent(self.module.trainer.loggers),
                 torch.compiler.set_stance("force_eager"),
                 self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
             ):

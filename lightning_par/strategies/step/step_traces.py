@@ -9,10 +9,11 @@ only, and hooks on every rank read what it has left in the module, such as a lis
 end of an epoch. So the others take over what the last stage has changed. A step runs once per
 micro-batch: a list gets an entry of each of them.
 
-Length: what is logged, and what is left in attributes, goes the same way.
+Length: logs and attributes of a step are told, compared and sent by the same rules.
 """
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from torchmetrics import Metric
 from lightning_par.dtensor import whole
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.batch_weights import BatchWeights, weigh, weighted_mean
+from lightning_par.strategies.step.look.untouched import LEFT_ALONE
 from lightning_par.upstream.tensor import count_of_changes
 from lightning_par.upstream.torchmetrics import last_batch_value, set_last_batch_value
 
@@ -377,6 +379,9 @@ _OWN = frozenset(vars(nn.Module()))
 _PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 
 
+_DEPTH, _FEW = 4, 32
+
+
 @dataclass(frozen=True)
 class _Held:
     """A value before a step, and what tells whether it has changed in place."""
@@ -385,12 +390,23 @@ class _Held:
     content: Any
 
     @classmethod
-    def of(cls, value: Any) -> "_Held":
+    def of(cls, value: Any, depth: int = _DEPTH) -> "_Held":
+        """Note a value.
+
+        Args:
+            value: Of an attribute, or of what is in one.
+            depth: How far containers and objects in it are followed; they may refer to each other.
+        """
         content: Any = None
         if isinstance(value, list):
-            content = len(value)
-        elif isinstance(value, dict):
-            content = {key: cls.of(entry) for key, entry in value.items()}
+            # Few entries are lists or objects that go on changing, such as one list per loader;
+            # many are outputs of steps, which do not.
+            entries = enumerate(value) if depth > 0 and len(value) <= _FEW else ()
+            inside = {at: cls.of(v, depth - 1) for at, v in entries if _is_open(v)}
+            content = len(value), inside
+        elif isinstance(value, dict) or _is_object(value):
+            now = value if isinstance(value, dict) else vars(value)
+            content = {k: cls.of(v, depth - 1) for k, v in now.items()} if depth else None
         elif isinstance(value, Tensor) and not value.is_inference():
             content = count_of_changes(value)
         return cls(value, content)
@@ -398,9 +414,10 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Appended:
-    """What came to a list."""
+    """What came to a list, and what has changed in its entries: index -> change."""
 
     items: list[Any]
+    changes: dict[int, Any]
 
 
 @dataclass(frozen=True)
@@ -421,26 +438,29 @@ class StepAttributes:
     """Gives the stages of a pipeline what the user's step has left in the module on the last one.
 
     Taken over are tensors, arrays, numbers and text in attributes and buffers of the
-    LightningModule itself, and lists, tuples and dicts of them. Other values stay what they are on
-    each stage.
+    LightningModule itself, in lists, tuples, dicts and objects of the user's classes at any depth,
+    and in such containers of its submodules. Other values stay what they are on each stage.
 
     Args:
         module: The user's LightningModule.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before: dict[str, _Held] = {}
+        # Submodules of the user's that hold no parameters of a stage, such as a store of outputs.
+        self._parts = {
+            place: part for place, part in module.named_modules() if not place or _keeps_lists(part)
+        }
+        self._before: dict[Any, _Held] = {}
 
     def begin(self) -> None:
         """Note what is there before a step."""
         self._before = {name: _Held.of(value) for name, value in self._held()}
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> dict[Any, Any]:
         """Return what the step has changed, for `take` on the other stages."""
         return _changes(self._before, dict(self._held()))
 
-    def take(self, changes: dict[str, Any]) -> None:
+    def take(self, changes: dict[Any, Any]) -> None:
         """Have what the last stage has, in the place of what the step did here.
 
         Args:
@@ -450,13 +470,24 @@ class StepAttributes:
         for name, change in changes.items():
             value = _take(change, self._before.get(name), held.get(name))
             if value is not held.get(name):
-                setattr(self._module, name, value)
+                place, attribute = name
+                setattr(self._parts[place], attribute, value)
 
-    def _held(self) -> Iterator[tuple[str, Any]]:
-        yield from self._module.named_buffers(recurse=False)
-        for name, value in vars(self._module).items():
-            if name not in _OWN and not name.startswith("_"):
-                yield name, value
+    def _held(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        for place, part in self._parts.items():
+            for name, value in vars(part).items():
+                if name not in _OWN and not name.startswith("_"):
+                    yield (place, name), value
+            if not place:
+                yield from ((("", n), b) for n, b in part.named_buffers(recurse=False))
+
+
+def _keeps_lists(part: nn.Module) -> bool:
+    """Whether a submodule is of a class of the user's and keeps lists, dicts or objects."""
+    if isinstance(part, Metric) or type(part).__module__.partition(".")[0] in LEFT_ALONE:
+        return False
+    kept = ((name, v) for name, v in vars(part).items() if name not in _OWN)
+    return any(not name.startswith("_") and _is_open(v) for name, v in kept)
 
 
 def _changes(before: dict[Any, _Held], now: dict[Any, Any]) -> dict[Any, Any]:
@@ -467,14 +498,21 @@ def _changes(before: dict[Any, _Held], now: dict[Any, Any]) -> dict[Any, Any]:
 def _change(before: _Held | None, value: Any) -> Any:
     """Return what has changed in a value, if that can be sent."""
     if before is not None and before.value is value:
-        if isinstance(value, dict):
-            changes = _changes(before.content, value)
+        if isinstance(value, dict) or _is_object(value):
+            if before.content is None:
+                return None
+            now = value if isinstance(value, dict) else vars(value)
+            changes = _changes(before.content, now)
             return _Entries(changes) if changes else None
+        if isinstance(value, list) and len(value) >= before.content[0]:
+            length, inside = before.content
+            changes = _changes(inside, {at: value[at] for at in inside})
+            items = _sendable(value[length:])
+            if items is None or not (items or changes):
+                return None
+            return _Appended(items, changes)
         if before.content == _Held.of(value).content:
             return None
-        if isinstance(value, list) and len(value) > before.content:
-            items = _sendable(value[before.content :])
-            return None if items is None else _Appended(items)
     sent = _sendable([value])
     return None if sent is None else _Replaced(sent[0])
 
@@ -509,10 +547,33 @@ def _take(change: Any, before: _Held | None, value: Any) -> Any:
     if isinstance(change, _Appended):
         if before is None or before.value is not value:
             return change.items
-        value[before.content :] = change.items
+        length, inside = before.content
+        for at, entry in change.changes.items():
+            value[at] = _take(entry, inside.get(at), value[at])
+        value[length:] = change.items
         return value
     contents = {} if before is None else before.content
-    target = {} if before is None or before.value is not value else value
+    if before is None or before.value is not value:
+        value = {}
+    target = value if isinstance(value, dict) else vars(value)
     for key, entry in change.changes.items():
         target[key] = _take(entry, contents.get(key), target.get(key))
-    return target
+    return value
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a step may change a value in place, without a sign that is cheap to compare."""
+    return isinstance(value, list | dict) or _is_object(value)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's, such as a meter."""
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, nn.Module | Tensor | type)
+        and not callable(value)
+        and package not in LEFT_ALONE
+        and package not in sys.stdlib_module_names - {"__main__"}
+    )
