@@ -307,7 +307,7 @@ class MeshStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self.world_size == 1:
             return tensor
-        group = self.mesh.data_group if group is None else group
+        group = self.processes.exchange_group(group)
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     @contextmanager
@@ -325,8 +325,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module, accelerator = self.lightning_module, self.accelerator
-        assert accelerator is not None
-        assert module is not None
+        assert accelerator is not None and module is not None  # noqa: PT018
         accelerator.setup(trainer)
         plugin = self.precision_plugin = self._precision.adopt(self.precision_plugin)
         if not self._on_mesh(module):
@@ -336,6 +335,7 @@ class MeshStrategy(ParallelStrategy):
             self.model = plugin.convert_module(module)
             rest = self.mesh, self.root_device, self._record, self.options, self.activity
             self._parallel_model = parallelize(module, resolved, *rest)
+            self.processes.before_exchange = self._parallel_model.sharding.catch_up
         make_averages(trainer, self.parallel_model)
         self._precision.connect(self.parallel_model.gradients, self._around_backward)
         if trainer.state.fn == TrainerFn.FITTING:

@@ -137,6 +137,7 @@ class HostOffload:
             options=offload if pipeline is None else replace(offload, overlap="off"),
             worker=UpdateWorker(kernel, torch.get_num_threads(), device),
             late=model.gradients.reduced_late,
+            unsure=() if model.sharding.absent is None else model.sharding.absent.filled,
         )
         seen = [name for name in _SEE_GRADIENTS if is_overridden(name, module, pl.LightningModule)]
         if seen:

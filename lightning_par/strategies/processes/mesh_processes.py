@@ -1,4 +1,7 @@
-"""The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for."""
+"""The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for.
+
+Length: launching, groups and collectives of a run share what is known of it.
+"""
 
 import os
 import warnings
@@ -96,6 +99,7 @@ class MeshProcesses:
         self._owns_group = False
         self._filter: Any = None
         self.activity = Activity()
+        self.before_exchange: Callable[[], None] | None = None  # set with the model
         self.interruption = Interruption(options.timeout)
         self._signals, self._progress = DeferredSignals(), RunProgress()
         self._shared: set[str] = set()
@@ -103,7 +107,7 @@ class MeshProcesses:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
-        left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
+        left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter", "before_exchange"))
         interruption = Interruption(self._options.timeout)
         own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
         own |= {"_progress": RunProgress(), "_shared": set()}
@@ -470,11 +474,17 @@ class MeshProcesses:
         dist.broadcast_object_list(box, source)
         return box[0]
 
+    def exchange_group(self, group: Any) -> Any:
+        """Return the group of an exchange in a step, once what precedes it is exchanged."""
+        if self.before_exchange is not None:
+            self.before_exchange()
+        return self.mesh.data_group if group is None else group
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over `group`; ranks of one replica hold the same values."""
         if not isinstance(tensor, Tensor) or self._mesh is None or not dist.is_initialized():
             return tensor
-        group = self._mesh.data_group if group is None else group
+        group = self.exchange_group(group)
         if isinstance(reduce_op, str):
             named = "AVG" if reduce_op == "mean" else reduce_op.upper()
             reduce_op = getattr(dist.ReduceOp, named)
