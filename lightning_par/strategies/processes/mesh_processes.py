@@ -6,7 +6,7 @@ Length: launching, groups and collectives of a run share what is known of it.
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from lightning_par.dtensor import whole_values
 from lightning_par.engine.activity import Activity, BETWEEN_STEPS
 from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.rng import collect_random_states, restore_random_states
@@ -98,7 +99,7 @@ class MeshProcesses:
         self._variables: list[str] = []
         self._owns_group = False
         self._filter: Any = None
-        self.activity = Activity()
+        self.activity, self._opened = Activity(), ExitStack()
         self.before_exchange: Callable[[], None] | None = None  # set with the model
         self.interruption = Interruption(options.timeout)
         self._signals, self._progress = DeferredSignals(), RunProgress()
@@ -110,7 +111,7 @@ class MeshProcesses:
         left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter", "before_exchange"))
         interruption = Interruption(self._options.timeout)
         own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
-        own |= {"_progress": RunProgress(), "_shared": set()}
+        own |= {"_progress": RunProgress(), "_shared": set(), "_opened": ExitStack()}
         return {**vars(self), **left, **own, "_owns_group": False}
 
     def attach(
@@ -292,6 +293,7 @@ class MeshProcesses:
             cpu = torch.device("cpu")
             restore_random_states(self.broadcast(collect_random_states(cpu), 0), cpu)
         if self._watch is None and self.world_size > 1:
+            self._opened.enter_context(whole_values())
             assert self._environment is not None
             local_rank = self._environment.local_rank()
             sizes = ParallelSizes(data_shard=self.world_size) if waits else self.sizes
@@ -445,6 +447,7 @@ class MeshProcesses:
     def close(self) -> None:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
         self._signals.close()
+        self._opened.close()
         self._progress.close(trainer_of(self.interruption.module))
         while self._variables:
             os.environ.pop(self._variables.pop(), None)
