@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -28,7 +29,10 @@ __all__ = [
     "local_part",
     "shard_of",
     "whole",
+    "whole_values",
 ]
+
+_VALUES = ("__bool__", "__float__", "__int__", "item", "tolist")
 
 _BUCKET = 2**22
 """Bytes: small tensors travel together, as a message of one takes as long as one of many."""
@@ -159,6 +163,32 @@ def whole(tensor: Tensor) -> Tensor:
     **Communicates**: all-gathers over the axes on which it is sharded, or sums what is partial.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def whole_values() -> Iterator[None]:
+    """Inside, a DTensor becomes a number or a list of Python as a whole.
+
+    Torch gives the part of this rank, as if it were the whole, or refuses. Every rank that holds a
+    part has to ask, as for `whole`.
+    """
+
+    def convert(name: str) -> Callable[..., Any]:
+        return lambda tensor, *args, **options: getattr(Tensor, name)(
+            whole(tensor.detach()), *args, **options
+        )
+
+    kept = {name: vars(DTensor).get(name) for name in _VALUES}
+    for name in kept:
+        setattr(DTensor, name, convert(name))
+    try:
+        yield
+    finally:
+        for name, before in kept.items():
+            if before is None:
+                delattr(DTensor, name)
+            else:
+                setattr(DTensor, name, before)
 
 
 def _full_bytes(tensor: Tensor) -> int:

@@ -310,6 +310,7 @@ class MeshStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self.world_size == 1:
             return tensor
+        self.processes.before_exchange()
         return gather_over_replicas(self.mesh, tensor, group, sync_grads)
 
     @contextmanager
@@ -327,8 +328,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module, accelerator = self.lightning_module, self.accelerator
-        assert accelerator is not None
-        assert module is not None
+        assert accelerator is not None and module is not None  # noqa: PT018
         accelerator.setup(trainer)
         plugin = self.precision_plugin = self._precision.adopt(self.precision_plugin)
         if not self._on_mesh(module):
@@ -340,6 +340,7 @@ class MeshStrategy(ParallelStrategy):
             rest = self.mesh, self.root_device, self._record, self.options, self.processes
             self._parallel_model = parallelize(module, resolved, *rest)
             kept(self._parallel_model)
+            self.processes.catch_up = self._parallel_model.sharding.catch_up
         make_averages(trainer, self.parallel_model)
         self._loading.complete(self.parallel_model)
         self._precision.connect(self.parallel_model.gradients, self._around_backward)

@@ -19,7 +19,7 @@ of step s + 1. Learning rates are those of the end of step s.
 one step late, too; here buckets stream, and a step is skipped before its update is submitted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +86,7 @@ class HostOptimizer:
         options: What is offloaded, and how.
         worker: Runs the updates; `close` closes it, too.
         late: Ids of parameters whose gradients change after autograd has computed them.
+        unsure: Parameters whose gradients may become None after the backward.
 
     Attributes:
         state: Where the step is.
@@ -102,8 +103,10 @@ class HostOptimizer:
         options: OffloadOptions,
         worker: UpdateWorker,
         late: frozenset[int] = frozenset(),
+        unsure: Container[nn.Parameter] = (),
     ) -> None:
         check_optimizer(optimizer)
+        self._unsure = unsure
         self._optimizer, self._options, self._worker = optimizer, options, worker
         self._copy_stream = CopyStream(device)
         self.state = OffloadState.IDLE
@@ -350,7 +353,8 @@ class HostOptimizer:
 
     def _send_early(self, parameter: nn.Parameter) -> None:
         """Send a gradient that autograd has just computed."""
-        if self.state.is_backward and not self.defers:
+        early = self.state.is_backward and not self.defers
+        if early and parameter not in self._unsure:
             before = len(self._submitted)
             self._send(parameter)
             self.early_updates += len(self._submitted) - before

@@ -154,6 +154,7 @@ class HostOffload:
             options=offload if pipeline is None else replace(offload, overlap="off"),
             worker=UpdateWorker(kernel, torch.get_num_threads(), device),
             late=model.gradients.reduced_late,
+            unsure=() if model.sharding.absent is None else model.sharding.absent.filled,
         )
         seen = list(_hooks_on_gradients(module))
         self._host.defers = bool(seen)

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+from lightning_par.dtensor import whole_values
 from lightning_par.engine.activity import Activity, BETWEEN_STEPS
 from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.rng import collect_random_states, restore_random_states
@@ -102,6 +103,8 @@ class MeshProcesses:
         self._owns_group = False
         self._filter: Any = None
         self.activity, self.decisions = Activity(), Decisions()
+        self._opened = ExitStack()
+        self.catch_up: Callable[[], None] | None = None  # set with the model
         self.interruption = Interruption(options.timeout)
         self._signals, self._progress = DeferredSignals(), RunProgress()
         self._shared: set[str] = set()
@@ -110,10 +113,11 @@ class MeshProcesses:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
-        left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
+        left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter", "catch_up"))
         interruption = Interruption(self._options.timeout)
         own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
-        own |= {"_progress": RunProgress(), "_shared": set(), "_collectives": ExitStack()}
+        own |= {"_progress": RunProgress(), "_shared": set()}
+        own |= {"_collectives": ExitStack(), "_opened": ExitStack()}
         return {**vars(self), **left, **own, "_owns_group": False}
 
     def attach(
@@ -295,6 +299,7 @@ class MeshProcesses:
             cpu = torch.device("cpu")
             restore_random_states(self.broadcast(collect_random_states(cpu), 0), cpu)
         if self._watch is None and self.world_size > 1:
+            self._opened.enter_context(whole_values())
             assert self._environment is not None
             local_rank = self._environment.local_rank()
             sizes = ParallelSizes(data_shard=self.world_size) if waits else self.sizes
@@ -450,6 +455,7 @@ class MeshProcesses:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
         self._signals.close()
         self._collectives.close()
+        self._opened.close()
         self._progress.close(trainer_of(self.interruption.module))
         while self._variables:
             os.environ.pop(self._variables.pop(), None)
@@ -479,10 +485,16 @@ class MeshProcesses:
         dist.broadcast_object_list(box, source)
         return box[0]
 
+    def before_exchange(self) -> None:
+        """Exchange what precedes an exchange that the user's step asks for."""
+        if self.catch_up is not None:
+            self.catch_up()
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over `group`; ranks of one replica hold the same values."""
         if not isinstance(tensor, Tensor) or self._mesh is None or not dist.is_initialized():
             return tensor
+        self.before_exchange()
         group = self._mesh.data_group if group is None else group
         if isinstance(reduce_op, str):
             reduce_op = getattr(dist.ReduceOp, "AVG" if reduce_op == "mean" else reduce_op.upper())

@@ -7,6 +7,8 @@ Before it, autograd computes the gradient, and FSDP averages it over the replica
 Note [Order of the path]: copies are summed after the average over replicas, as the sum gives all
 its ranks the same bits. Gradients leave for the host when they are final. The norm comes next, as
 it decides, the same on every rank, whether the step is refused, and by how much it is clipped.
+
+Length: the actions, and the precision plugin that runs each phase of them.
 """
 
 import logging
@@ -51,6 +53,12 @@ __all__ = ["GradientAction", "GradientPath", "Phase", "mesh_precision"]
 
 _NAMED = 3
 """How many parameters and ranks a message names."""
+_SEE_GRADIENTS = (
+    "on_after_backward",
+    "optimizer_step",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -145,6 +153,7 @@ class GradientPath:
         self._scaler: MeshGradScaler | None = None
         self._loss: Tensor | None = None  # sum over the batches since the last optimizer step
         self._norm: Tensor | None = None  # known between judging a step and clipping it
+        self._absent = torch.zeros(())  # gradients that some rank lacks
         self.actions = tuple(self._list_actions())
 
     def __str__(self) -> str:
@@ -185,11 +194,13 @@ class GradientPath:
 
         if self.compression is not None:
             yield action("average over the replicas, compressed", Phase.BACKWARD, self._compress)
+        if self._sharding.absent is not None:
+            name = "None where no replica has a gradient"
+            yield action(name, Phase.BACKWARD, self._agree_on_absent)
         for copies in self.shared:
             verb = "sum" if isinstance(copies, SharedGradients) else "average"
             name = f"{verb} copies over {_axes(copies.group, self._sizes)}"
-            reduce = partial(_reduce, copies, keeps_none=not self._module.automatic_optimization)
-            yield action(name, Phase.BACKWARD, reduce)
+            yield action(name, Phase.BACKWARD, partial(_reduce, copies))
         if self._host is not None:
             yield action("send to the host", Phase.BACKWARD, self._send)
         if self._scaler is not None:
@@ -215,6 +226,26 @@ class GradientPath:
         late = (*self.shared, *([] if self.compression is None else [self.compression]))
         return frozenset(id(p) for reduced in late for p in reduced.parameters)
 
+    def _agree_on_absent(self, _: _Passage) -> None:
+        """See Note [When replicas agree] in `engine/data/absent_gradients.py`."""
+        absent = self._sharding.absent
+        assert absent is not None
+        has_norm = self._on_nonfinite != "ignore" and self._scaler is None and self._host is None
+        waits = has_norm and self._module.automatic_optimization and not self._sees_gradients
+        if absent.are_usual or not waits:
+            absent.agree()
+
+    @property
+    def _sees_gradients(self) -> bool:
+        """Whether code of the user's runs between the backward and the optimizer step."""
+        return any(map(self._has_hook, _SEE_GRADIENTS))
+
+    def _has_hook(self, name: str) -> bool:
+        callbacks = cast(Any, self._module.trainer).callbacks
+        return _is_own(name, self._module, pl.LightningModule) or any(
+            _is_own(name, callback, pl.Callback) for callback in callbacks
+        )
+
     def in_hooks(
         self, names: Sequence[str], optimizers: Iterable[Optimizer], *, surely: bool = False
     ) -> AbstractContextManager[None]:
@@ -225,13 +256,8 @@ class GradientPath:
             optimizers: Those whose groups may be asked for.
             surely: Whether other code of a user's runs inside, too.
         """
-        callbacks = cast(Any, self._module.trainer).callbacks
-        hooks = any(
-            _is_own(name, self._module, pl.LightningModule)
-            or any(_is_own(name, callback, pl.Callback) for callback in callbacks)
-            for name in names
-        )
-        return self.norms.in_hooks(names[0], optimizers) if hooks or surely else nullcontext()
+        hooks = surely or any(map(self._has_hook, names))
+        return self.norms.in_hooks(names[0], optimizers) if hooks else nullcontext()
 
     def add_loss(self, loss: Tensor, has_valid_labels: Tensor | None = None) -> None:
         """Remember the loss of one backward; those of accumulated batches add up.
@@ -328,19 +354,25 @@ class GradientPath:
         if self._host is not None:
             here = lambda p: id(p) not in self.counted_elsewhere  # noqa: E731
             norms = self._host.offloaded_gradients.norms(here)
-        return total_norm(
+        absent = self._sharding.absent
+        norm, self._absent = total_norm(
             passage.parameters,
             device=self._module.device,
             elsewhere=self.counted_elsewhere,
             loss=passage.loss,
             offloaded_norms=norms,
+            count=0 if absent is None else len(absent.filled),
         )
+        return norm
 
     def _refuse(self, passage: _Passage) -> None:
         """Raise, or leave the step out, if the loss or a gradient is not finite on any rank."""
         assert passage.norm is not None
         # The one wait for the device in a step; from here on the norm is on the host.
-        norm = passage.norm = passage.norm.cpu()
+        norm, count = torch.stack([passage.norm, self._absent.to(passage.norm)]).cpu()
+        passage.norm = norm
+        if self._sharding.absent is not None and int(count):
+            self._sharding.absent.agree()
         if bool(norm.isfinite()):
             return
         if self.settle():
@@ -475,13 +507,8 @@ def _is_own(name: str, held: object, base: type) -> bool:
     return name in vars(held) or found is not getattr(base, name, None)
 
 
-def _reduce(
-    copies: SharedGradients | ReplicatedGradients, _: _Passage, *, keeps_none: bool
-) -> None:
-    if isinstance(copies, SharedGradients):
-        copies.reduce(keeps_none=keeps_none)
-    else:
-        copies.reduce()
+def _reduce(copies: SharedGradients | ReplicatedGradients, _: _Passage) -> None:
+    copies.reduce()
 
 
 def _axes(group: dist.ProcessGroup, sizes: ParallelSizes) -> str:

@@ -49,6 +49,20 @@ def norm_of_all_weights_in_one() -> Any:
     return penalized(lambda m: torch.cat([p.flatten() for p in m.parameters()]).norm())
 
 
+@CASES.add(equal="tp2 zero3", large="zero1 zero1tp2")
+def rate_from_numbers_of_weights_between_steps() -> Any:
+    class Module(PlainModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            w, table = self.net.blocks[0].mlp.down.weight, self.net.emb.weight
+            found = [float(w.detach().norm()), w.abs().max().item(), float((table > 1).sum()) / 100]
+            found += [abs(w.tolist()[3][5])]
+            found += [float(sum(p.detach().pow(2).sum() for p in self.net.blocks.parameters()))]
+            rate = 0.1 + sum(found) / 1000
+            self.trainer.optimizers[0].param_groups[0]["lr"] = rate
+
+    return Module(), token_pairs()
+
+
 @CASES.add(refused={"zero1": r"net\.extra has no entries.*requires_grad_\(False\)"})
 def a_parameter_without_entries() -> Any:
     module, samples = penalized(lambda m: m.net.extra.sum())
