@@ -2,19 +2,21 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_par.errors import CheckpointError
 from lightning_par.upstream.distributed import functional_operators as _ops
 from lightning_par.upstream.dtensor import sharded_like
+from lightning_par.upstream.tensor import own_attributes
 
 __all__ = [
     "Box",
@@ -22,14 +24,25 @@ __all__ = [
     "buckets",
     "cut_box",
     "full_tensors",
+    "like_parameter",
     "local_box",
     "local_part",
     "shard_of",
     "whole",
+    "whole_values",
 ]
+
+_VALUES = ("__bool__", "__float__", "__int__", "item", "tolist")
 
 _BUCKET = 2**22
 """Bytes: small tensors travel together, as a message of one takes as long as one of many."""
+
+
+def like_parameter(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """Return a parameter with other data and the attributes that users have set."""
+    made = nn.Parameter(data, parameter.requires_grad)
+    vars(made).update(own_attributes(parameter))
+    return made
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,32 @@ def whole(tensor: Tensor) -> Tensor:
     **Communicates**: all-gathers over the axes on which it is sharded, or sums what is partial.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def whole_values() -> Iterator[None]:
+    """Inside, a DTensor becomes a number or a list of Python as a whole.
+
+    Torch gives the part of this rank, as if it were the whole, or refuses. Every rank that holds a
+    part has to ask, as for `whole`.
+    """
+
+    def convert(name: str) -> Callable[..., Any]:
+        return lambda tensor, *args, **options: getattr(Tensor, name)(
+            whole(tensor.detach()), *args, **options
+        )
+
+    kept = {name: vars(DTensor).get(name) for name in _VALUES}
+    for name in kept:
+        setattr(DTensor, name, convert(name))
+    try:
+        yield
+    finally:
+        for name, before in kept.items():
+            if before is None:
+                delattr(DTensor, name)
+            else:
+                setattr(DTensor, name, before)
 
 
 def _full_bytes(tensor: Tensor) -> int:

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from lightning_par.checkpoint.optimizer_groups import torch_state
 from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.checkpoint.storage import (
@@ -13,7 +11,7 @@ from lightning_par.checkpoint.storage import (
     write_object,
     write_tensors,
 )
-from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor
+from lightning_par.checkpoint.tensor_files import StoredTensor
 from lightning_par.errors import CheckpointError
 
 __all__ = ["OWN_STATE", "export_checkpoint", "export_weights", "verify_files"]
@@ -91,16 +89,11 @@ def export_checkpoint(
     with counted("read", f"reading {reader.path.name}", sum(entry.nbytes for entry in stored)):
         state["state_dict"] = dict(weights)
         if optimizers:
-            state["optimizer_states"] = [_state_dict(optimizer) for optimizer in optimizers]
+            state["optimizer_states"] = [
+                {**o, "state": {i: dict(entries) for i, entries in o["state"].items()}}
+                for o in optimizers
+            ]
     write_object(path, state)
-
-
-def _state_dict(optimizer: StoredOptimizer) -> dict[str, Any]:
-    states = {
-        name: {k: v.read() if isinstance(v, StoredTensor) else v for k, v in entries.items()}
-        for name, entries in optimizer.states.items()
-    }
-    return torch_state(optimizer.groups, states)
 
 
 def verify_files(reader: CheckpointReader, kinds: Iterable[str]) -> None:

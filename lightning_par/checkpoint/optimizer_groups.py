@@ -3,10 +3,57 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_par.checkpoint.tensor_files import StoredOptimizer
+from lightning_par.checkpoint.tensor_files import StoredTensors
 from lightning_par.errors import CheckpointError
 
-__all__ = ["by_name", "check_groups", "number_names", "split_states", "torch_state"]
+__all__ = [
+    "StoredOptimizer",
+    "by_name",
+    "check_groups",
+    "number_names",
+    "split_states",
+    "torch_state",
+]
+
+
+class StoredOptimizer(dict[str, Any]):
+    """State of one optimizer in a checkpoint: a state dict of torch, which hooks may change, whose
+    tensors stay in files until they are accessed.
+
+    Args:
+        groups: Parameter groups: their options, and FQNs under ``"params"``.
+        states: FQN of a parameter -> name of a state -> its value; tensors may be `StoredTensor`.
+    """
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], states: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        made = torch_state(groups, states)
+        kept = {i: StoredTensors(entries) for i, entries in made["state"].items()}
+        super().__init__(made | {"state": kept})
+        self._names = list(number_names([group["params"] for group in groups]))
+
+    def _name(self, number: Any) -> str:
+        known = isinstance(number, int) and 0 <= number < len(self._names)
+        return self._names[number] if known else f"parameter {number}"
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups as they are now, with FQNs under ``"params"``."""
+        return [
+            {**group, "params": [self._name(number) for number in group["params"]]}
+            for group in self["param_groups"]
+        ]
+
+    @property
+    def states(self) -> dict[str, dict[str, Any]]:
+        """FQN of a parameter -> name of a state -> its value as it is now; tensors that nobody has
+        accessed are `StoredTensor`.
+        """
+        return {
+            self._name(i): e.unread() if isinstance(e, StoredTensors) else dict(e)
+            for i, e in self["state"].items()
+        }
 
 
 def number_names(groups: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -22,15 +69,17 @@ def number_names(groups: Sequence[Sequence[str]]) -> dict[str, int]:
 
 
 def by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> StoredOptimizer:
-    """Replace the numbers of an optimizer's state dict by FQNs.
+    """Return an optimizer's state dict with the FQNs of its parameters.
 
     Args:
-        state: `Optimizer.state_dict()` of one process.
+        state: `Optimizer.state_dict()` of one process, or a `StoredOptimizer`, which knows them.
         groups: FQNs of the parameters in every group of this run's optimizer.
 
     Raises:
         CheckpointError: Groups differ in their number of parameters.
     """
+    if isinstance(state, StoredOptimizer):
+        return state
     # Numbers carry no names, so sizes of groups are all that can be compared.
     saved = state["param_groups"]
     counts = [len(g["params"]) for g in saved]

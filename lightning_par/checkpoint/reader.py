@@ -7,11 +7,11 @@ from typing import Any
 
 from lightning_par.checkpoint.index import file_name, is_checkpoint_folder, MANIFEST, well_formed
 from lightning_par.checkpoint.json_encoding import Decoder, PickledValueError
-from lightning_par.checkpoint.optimizer_groups import split_states
+from lightning_par.checkpoint.optimizer_groups import split_states, StoredOptimizer
 from lightning_par.checkpoint.plain_file import read_manifest
 from lightning_par.checkpoint.progress import counted
 from lightning_par.checkpoint.stores import open_store
-from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor, StoredTensors
+from lightning_par.checkpoint.tensor_files import StoredTensor, StoredTensors
 from lightning_par.errors import CheckpointError
 
 __all__ = ["CheckpointReader", "find_problems", "is_checkpoint"]
@@ -79,7 +79,7 @@ class CheckpointReader:
             PickledValueError: An entry is a pickle, and `unpickle` is false.
         """
         values = self._values("weights/", unpickle=unpickle)
-        return StoredTensors(self.files, self.index.weights, self.index.aliases, values)
+        return StoredTensors.of_files(self.files, self.index.weights, self.index.aliases, values)
 
     def optimizers(self, *, unpickle: bool = False) -> list[StoredOptimizer]:
         """Return the optimizers, their tensors unread.

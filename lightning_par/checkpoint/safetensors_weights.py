@@ -41,7 +41,7 @@ def find_weights(path: Path) -> StoredTensors:
     entries: dict[str, TensorEntry] = {}
     for file in sorted(files):
         entries |= _entries_of(folder, file)
-    return StoredTensors(TensorFiles(folder, follows_links=True), entries)
+    return StoredTensors.of_files(TensorFiles(folder, follows_links=True), entries)
 
 
 def holds_weights_only(path: Path) -> bool:

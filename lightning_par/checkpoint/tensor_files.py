@@ -17,7 +17,6 @@ from lightning_par.checkpoint.storage import check_regular
 from lightning_par.errors import CheckpointError
 
 __all__ = [
-    "StoredOptimizer",
     "StoredTensor",
     "StoredTensors",
     "TensorFiles",
@@ -173,26 +172,48 @@ class StoredTensor:
 class StoredTensors(MutableMapping[str, Any]):
     """State dict whose tensors stay in files until they are accessed.
 
-    ``states[name]`` reads the global tensor; `find` returns it unread, for a rank that needs only
-    its shard. Entries may be replaced or removed.
+    ``states[name]`` reads the global tensor and keeps it, so that what a hook writes into it is
+    loaded; `find` returns it unread, for a rank that needs only its shard. Entries may be replaced
+    or removed.
 
     Args:
-        files: Files that hold the chunks.
-        entries: FQN -> index entry.
-        aliases: Further FQNs of tied weights -> FQN in `entries`.
-        values: Entries of the state dict that are no tensors.
+        entries: FQN -> `StoredTensor`, or a value that is no tensor in files.
     """
 
-    def __init__(
-        self,
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries: dict[str, Any] = dict(entries)
+
+    @classmethod
+    def of_files(
+        cls,
         files: TensorFiles,
         entries: Mapping[str, TensorEntry],
         aliases: Mapping[str, str] | None = None,
         values: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> Self:
+        """Return the state dict that an index describes.
+
+        Args:
+            files: Files that hold the chunks.
+            entries: FQN -> index entry.
+            aliases: Further FQNs of tied weights -> FQN in `entries`.
+            values: Entries of the state dict that are no tensors.
+        """
         more = {name: entries[of] for name, of in (aliases or {}).items()}
         found = {name: StoredTensor(files, entry) for name, entry in {**entries, **more}.items()}
-        self._entries: dict[str, Any] = {**found, **(values or {})}
+        return cls({**found, **(values or {})})
+
+    def copy(self) -> "StoredTensors":
+        """Return a shallow copy, as of a dict; nothing is read."""
+        return StoredTensors(self._entries)
+
+    __copy__ = copy
+
+    def __or__(self, other: Mapping[str, Any]) -> "StoredTensors":
+        """Return a copy with the entries of another mapping added, as of dicts."""
+        merged = self.copy()
+        merged.update(other)
+        return merged
 
     def find(self, name: str) -> Any:
         """Return an entry without reading it: a tensor in files is a `StoredTensor`.
@@ -207,21 +228,17 @@ class StoredTensors(MutableMapping[str, Any]):
 
     def renamed(self, prefix: str) -> "StoredTensors":
         """Return the same entries with `prefix` before every name."""
-        return self.with_entries({f"{prefix}{name}": e for name, e in self._entries.items()})
+        return StoredTensors({f"{prefix}{name}": e for name, e in self._entries.items()})
 
-    def with_entries(self, entries: Mapping[str, Any]) -> "StoredTensors":
-        """Return a mapping with other entries.
-
-        Args:
-            entries: FQN -> `StoredTensor`, or a value that is no tensor in files.
-        """
-        copy = StoredTensors.__new__(StoredTensors)  # __init__ takes entries of an index
-        copy._entries = dict(entries)
-        return copy
+    def unread(self) -> dict[str, Any]:
+        """Return all entries as `find` gives them."""
+        return dict(self._entries)
 
     def __getitem__(self, name: str) -> Any:
         entry = self._entries[name]
-        return entry.read() if isinstance(entry, StoredTensor) else entry
+        if isinstance(entry, StoredTensor):
+            entry = self._entries[name] = entry.read()
+        return entry
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._entries[name] = value
@@ -237,16 +254,3 @@ class StoredTensors(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-@dataclass(frozen=True, eq=False)
-class StoredOptimizer:
-    """State of one optimizer in a checkpoint.
-
-    Attributes:
-        groups: Parameter groups: their options, and FQNs under ``"params"``.
-        states: FQN of a parameter -> name of a state -> its value; tensors as `StoredTensor`.
-    """
-
-    groups: list[dict[str, Any]]
-    states: Mapping[str, Mapping[str, Any]]

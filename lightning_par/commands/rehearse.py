@@ -13,16 +13,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import yaml
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_par.commands import takes_file
-from lightning_par.commands.run_config import configure, ConfiguredRun
+from lightning_par.commands.run_config import configure, ConfiguredRun, read_settings
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.rehearsal.absent_ranks import LoneEnvironment
 from lightning_par.planner.rehearsal.rehearse import distinct_ranks, Rehearsal, rehearse_apart
@@ -128,10 +126,7 @@ def _distinct(arguments: Sequence[str], num_nodes: int, devices: int) -> list[in
 
 def _counts(options: argparse.Namespace) -> tuple[int, int]:
     """Return the numbers of nodes and of devices of a node: as given, or those of the file."""
-    path = Path(options.config)
-    if not path.is_file():
-        raise ConfigurationError("LP905", f"--config {path}: there is no such file.")
-    written = (yaml.safe_load(path.read_text()) or {}).get("trainer") or {}
+    written = read_settings(options.config).get("trainer") or {}
     num_nodes = options.nodes or written.get("num_nodes", 1)
     devices = options.devices or written.get("devices")
     if not isinstance(devices, int) or devices < 1:

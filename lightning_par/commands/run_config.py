@@ -1,9 +1,11 @@
 """Model, data and Trainer of a ``lightning-par fit`` command line, built but not started."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
@@ -12,7 +14,7 @@ from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 
-__all__ = ["ConfiguredRun", "configure"]
+__all__ = ["ConfiguredRun", "configure", "read_settings"]
 
 
 class ConfiguredRun(ParallelCLI):
@@ -73,3 +75,35 @@ def configure(
             "models; name one of this package, such as --trainer.strategy=hybrid3d.",
         )
     return run
+
+
+def read_settings(config: str | Path) -> dict[str, Any]:
+    """Return what a configuration file of ``fit`` says, in one piece.
+
+    Args:
+        config: The file. Where it names other files for the strategy, callbacks, model or data, as
+            in ``strategy: ../strategies/zero3.yaml``, their contents stand in their place.
+
+    Raises:
+        ConfigurationError: There is no such file.
+    """
+    path = Path(config)
+    if not path.is_file():
+        raise ConfigurationError("LP905", f"--config {path}: there is no such file.")
+    settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    trainer = settings.get("trainer") or {}
+    for held in (settings, trainer):
+        for name in {"model", "data", "strategy"} & held.keys():
+            held[name] = _piece(held[name], path.parent)
+    callbacks = trainer.get("callbacks")
+    if isinstance(callbacks, list):
+        trainer["callbacks"] = [_piece(callback, path.parent) for callback in callbacks]
+    elif callbacks is not None:
+        trainer["callbacks"] = _piece(callbacks, path.parent)
+    return settings
+
+
+def _piece(value: Any, folder: Path) -> Any:
+    """Return the contents of the file that a value names; any other value as it is."""
+    path = folder / value if isinstance(value, str) else folder
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else value

@@ -16,6 +16,7 @@ import yaml
 from lightning_par.commands import takes_file
 from lightning_par.commands.layout_picture import draw_candidate
 from lightning_par.commands.planned_run import add_machine_options, read_run
+from lightning_par.commands.run_config import read_settings
 from lightning_par.commands.trial import Trial, try_layouts
 from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.planner.layouts import LayoutSpace
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
     options, more = make_parser().parse_known_args(arguments)
     _check_tries(options)
     run = read_run(options, more, as_configured=True)
-    given = yaml.safe_load(Path(options.config).read_text(encoding="utf-8")) or {}
+    given = read_settings(options.config)
     if given.get("data", {}) is None:
         raise ConfigurationError(
             "LP905",

@@ -17,6 +17,8 @@ import torch
 from torch import nn, Tensor
 from torch.optim import Optimizer
 
+from lightning_par.dtensor import like_parameter
+
 __all__ = ["MASTER", "keep_dtypes", "masters_in_place"]
 
 MASTER = "master"
@@ -46,10 +48,10 @@ def masters_in_place(optimizer: Optimizer) -> Iterator[None]:
             _put_master(optimizer, parameter, master)
 
 
-def _take_master(optimizer: Optimizer, parameter: Tensor) -> nn.Parameter:
+def _take_master(optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
     state: dict[str, Any] = optimizer.state.pop(parameter, {})
     value = state.pop(MASTER, None)
-    master = nn.Parameter(parameter.detach().float() if value is None else value)
+    master = like_parameter(parameter, parameter.detach().float() if value is None else value)
     assert parameter.grad is not None
     master.grad = parameter.grad.float()
     if state:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
         The names of the weights.
 
     Raises:
-        CheckpointError: The checkpoint holds no such model, or a file is damaged.
+        CheckpointError: The checkpoint holds no such model, or not under the names that
+            ``from_pretrained`` looks for, or a file is damaged.
     """
     verify_files(reader, ["weights", "state"])
     found = reader.state(0)[OWN_STATE].get(MODEL_STATE)
@@ -56,22 +57,21 @@ def export_folder(reader: CheckpointReader, path: Path, *, max_shard_bytes: int)
     config = json.loads(found["config"])
     floating = (str(v.dtype) for v in stored.values() if v.dtype.is_floating_point)
     config["dtype"] = next(floating, "torch.float32").removeprefix("torch.")
+    model = _on_meta(config)
+    _check_names(model, stored, {n.removeprefix(dot) for n in reader.index.aliases}, found)
     partial = partial_path(path)
     remove_path(partial)
     partial.mkdir(parents=True)
     with counted("read", f"exporting {path.name}", sum(v.nbytes for v in stored.values())):
-        files = _write_files(partial, _as_saved(config, stored), max_shard_bytes)
+        files = _write_files(partial, _as_saved(model, stored), max_shard_bytes)
     write_json(partial / "config.json", config)
     publish(partial, path)
     return [name for file in files.values() for name in file]
 
 
-def _as_saved(
-    config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Give the weights under the names that folders have; those of a block are read together."""
+def _on_meta(config: Mapping[str, Any]) -> Any:
+    """Return the model of a configuration, without memory."""
     import transformers
-    from transformers.core_model_loading import revert_weight_conversion
 
     (architecture,) = config["architectures"]
     kind = getattr(transformers, architecture, None)
@@ -82,7 +82,58 @@ def _as_saved(
             "the weights, and save the configuration with config.save_pretrained.",
         )
     with torch.device("meta"):
-        model = kind(kind.config_class.from_dict(dict(config)))
+        return kind(kind.config_class.from_dict(dict(config)))
+
+
+def _check_names(
+    model: Any,
+    stored: Mapping[str, StoredTensor],
+    aliases: Container[str],
+    found: Mapping[str, Any],
+) -> None:
+    """Refuse weights that ``from_pretrained`` would leave as they were drawn, or could not load.
+
+    Args:
+        model: The model on meta, as ``from_pretrained`` makes it.
+        stored: The weights, by their names in the model.
+        aliases: Names of tied weights that are stored under another one.
+        found: What the checkpoint says of its model.
+    """
+    wanted = {name: t.shape for name, t in model.state_dict().items() if name not in aliases}
+    missing = [name for name in wanted if name not in stored]
+    other = [name for name in stored if name not in wanted]
+    if missing or other:
+        kind, where = type(model).__name__, found["prefix"].removesuffix(".base_model.model")
+        texts = [
+            f"{len(names)} weights {rule} ({names[0]}{', ...' if len(names) > 1 else ''})"
+            for names, rule in ((missing, "are missing"), (other, "would be left out"))
+            if names
+        ]
+        adapted = any(".lora_" in name for name in other)
+        cure = f"module.{where}.merge_and_unload()" if adapted else f"module.{found['prefix']}"
+        raise CheckpointError(
+            "LP509",
+            f"from_pretrained of {kind} would not read this model: {'; '.join(texts)}. "
+            + ("They belong to adapters, which have to be merged. " if adapted else "")
+            + "Use --out NAME.safetensors for the weights as they are; or, in one process, "
+            "module = lightning_par.load_from_checkpoint(YourModule, path) and "
+            f"{cure}.save_pretrained(folder).",
+        )
+    shapes = [n for n, shape in wanted.items() if shape != stored[n].shape]
+    if shapes:
+        name = shapes[0]
+        raise CheckpointError(
+            "LP509",
+            f"{name} has the shape {tuple(stored[name].shape)}, its configuration gives "
+            f"{tuple(wanted[name])}: from_pretrained would not read it. Use --out "
+            "NAME.safetensors for the weights, or mend module.config before you save.",
+        )
+
+
+def _as_saved(model: Any, stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Give the weights under the names that folders have; those of a block are read together."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     groups: dict[str, list[str]] = {}
     for name in stored:
         block = re.match(r".*?\.\d+\.", name)

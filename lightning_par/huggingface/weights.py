@@ -53,7 +53,7 @@ def adapt_weights(module: nn.Module, stored: StoredTensors, names: Iterable[str]
             if converter is None
             else _join(name, converter, sources)
         )
-    return stored.with_entries(entries)
+    return StoredTensors(entries)
 
 
 def _sort_parts(

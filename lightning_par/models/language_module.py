@@ -6,11 +6,13 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.upstream.lightning import trainer_of
 
 __all__ = ["LanguageModule", "group_parameters"]
 
@@ -109,9 +111,14 @@ class LanguageModule(L.LightningModule):
         raise_problems(ConfigurationError, "LP912", problems)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return fused AdamW, and the learning rate schedule, updated every step."""
+        """Return AdamW, fused where Lightning allows it, and its schedule, updated every step."""
         groups = group_parameters(self.named_parameters(), weight_decay=self.weight_decay)
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, fused=True)
+        # Lightning clips no gradients of a fused optimizer under mixed precision: it takes it for
+        # one that undoes a loss scale by itself.
+        trainer = trainer_of(self)
+        clips = trainer is not None and bool(trainer.gradient_clip_val)
+        fused = not (clips and isinstance(self.trainer.precision_plugin, MixedPrecision))
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, fused=fused)
         scheduler = LambdaLR(optimizer, self._lr_factor)
         return {
             "optimizer": optimizer,

@@ -115,6 +115,10 @@ def resolve_plan(model: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
         ]
     problems += role_problems(plan, blocks)
     styles = _match_patterns(plan.tensor, list(modules), "tensor", problems)
+    named = {id(module): name for name, module in modules.items()}
+    for alias, module in model.named_modules(remove_duplicate=False):
+        if named[id(module)] in styles:  # a stage may know a shared module by any of its names
+            styles.setdefault(alias, styles[named[id(module)]])
     divided = _match_patterns(plan.divided, list(modules), "divided", problems)
     for kind in ("experts", "replica_sums", "checkpointable"):
         _match_patterns(dict.fromkeys(getattr(plan, kind), kind), list(modules), kind, problems)
@@ -321,7 +325,7 @@ def _check_tensor(
             'ParallelPlan(tensor={"blocks.*.query": "colwise", ...}) from its parallel_plan(), '
             "or use tensor_parallel_size=1."
         ]
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     counts = [
         (fqn, f" has {name}={getattr(modules[fqn], name)}", getattr(modules[fqn], name))
         for fqn, names in resolved.divided.items()

@@ -152,8 +152,11 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         reason="query, key and value are side by side; each rank uses its heads",
     ),
     "gather_sequence": StyleSpec(
-        meaning="a container of colwise and rowwise modules; its first input is made whole along T",
+        meaning="a container of colwise and rowwise modules; its first input is made whole along "
+        "T; its own parameters scale or shift what a rowwise module gives",
+        partial_gradients="sequence_parallel",
         crossing="enter",
+        reason=_OWN_TOKENS,
     ),
     "replicated": StyleSpec(
         meaning="the same computation on every rank",

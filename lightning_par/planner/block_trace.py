@@ -13,6 +13,7 @@ from torch import nn, Tensor
 
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan.inference.examples import runs_of
+from lightning_par.plan.inference.forked import ForkError, run_forked
 from lightning_par.plan.inference.tracing import input_paths, trace_forward
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
@@ -53,7 +54,7 @@ def shape_of(
         module: Parameters may be on meta.
         length: T; None: the longest that a configuration allows, or that of the example.
         plan: Returns the plan; called where a trace is needed.
-        example: Returns what `trace_shape` takes; likewise.
+        example: Returns what `trace_shape` takes; likewise, in a fork of this process.
         eager: Trace forward and backward wherever that is possible.
 
     Raises:
@@ -61,7 +62,7 @@ def shape_of(
     """
     if eager:
         try:
-            found = trace_shape(module, plan(), example(), backward=True)
+            found = _traced(module, plan(), example, backward=True)
             if length in (None, found.length):
                 return found
             why = f"the example has T={found.length}, not {length}"
@@ -75,9 +76,19 @@ def shape_of(
         except ConfigurationError as error:
             unread = f"{error.message}; and "
     try:
-        return trace_shape(module, plan(), example(), length)
+        return _traced(module, plan(), example, length)
     except ConfigurationError as error:
         raise ConfigurationError("LP907", unread + error.message) from None
+
+
+def _traced(
+    module: nn.Module, plan: ParallelPlan, example: Callable[[], Any], *args: Any, **options: Any
+) -> TracedShape:
+    """Return `trace_shape` of a fork: examples come from the user's data, the step is his code."""
+    try:
+        return run_forked(lambda: trace_shape(module, plan, example(), *args, **options))
+    except ForkError as error:
+        raise ConfigurationError("LP907", f"the step was not traced: {error}") from None
 
 
 def trace_shape(

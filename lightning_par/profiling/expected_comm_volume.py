@@ -64,8 +64,8 @@ _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 _WEIGHTS_OF_THE_LOSS = 16
 """Bytes: two numbers in float64, summed over the replicas."""
 
-_NORM = 8
-"""Bytes: one number in float64, summed over all ranks."""
+_NORM = 16
+"""Bytes: two numbers in float64, summed over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,9 @@ class Forecast:
         by_dtype: dict[torch.dtype, int] = {}
         for p in shared.parameters:
             if p.requires_grad:
-                by_dtype[p.dtype] = by_dtype.get(p.dtype, 0) + _bytes(local_part(p))
+                # With each gradient goes whether there is one.
+                payload = _bytes(local_part(p)) + p.element_size()
+                by_dtype[p.dtype] = by_dtype.get(p.dtype, 0) + payload
         for payload in by_dtype.values():
             self._add(shared.group, "all_reduce", payload)
 
@@ -309,10 +311,12 @@ class _BoundaryHook:
         moved = list({id(t): t for t in tensors}.values()) if self.sends else tensors[:1]
         for kind, ends in (("activations", (earlier, later)), ("gradients", (later, earlier))):
             operation = "send" if (kind == "activations") == self.sends else "recv"
-            for tensor in moved:
-                if kind == "activations" or tensor.requires_grad:
-                    group = self.forecast.ledger.group_of(group_name(kind, *ends))
-                    self.forecast._add(group, operation, _bytes(tensor))
+            group = self.forecast.ledger.group_of(group_name(kind, *ends))
+            travels = [t for t in moved if kind == "activations" or t.requires_grad]
+            for tensor in travels:
+                self.forecast._add(group, operation, _bytes(tensor))
+            if kind == "gradients" and travels:  # a byte each: whether there is a gradient
+                self.forecast._add(group, operation, len(travels))
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
+from lightning_par.strategies.processes.world_collectives import gather_over_replicas
 from lightning_par.strategies.setup.before_setup import plain_before_setup
 from lightning_par.strategies.setup.checks import check_module, check_options, check_trainer
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -48,6 +49,8 @@ from lightning_par.strategies.setup.parallelize import parallelize
 from lightning_par.strategies.setup.precision import AdoptedPrecision
 from lightning_par.strategies.setup.preflight import check_run
 from lightning_par.strategies.setup.stage_optimizers import (
+    adopt_optimizers,
+    kept_by_optimizers,
     move_states,
     optimizers_of_a_stage,
     prepare_optimizers,
@@ -307,8 +310,8 @@ class MeshStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self.world_size == 1:
             return tensor
-        group = self.mesh.data_group if group is None else group
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        self.processes.before_exchange()
+        return gather_over_replicas(self.mesh, tensor, group, sync_grads)
 
     @contextmanager
     @override
@@ -325,8 +328,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module, accelerator = self.lightning_module, self.accelerator
-        assert accelerator is not None
-        assert module is not None
+        assert accelerator is not None and module is not None  # noqa: PT018
         accelerator.setup(trainer)
         plugin = self.precision_plugin = self._precision.adopt(self.precision_plugin)
         if not self._on_mesh(module):
@@ -334,9 +336,13 @@ class MeshStrategy(ParallelStrategy):
             if self._record is not None:
                 self._record.remember(module)
             self.model = plugin.convert_module(module)
-            rest = self.mesh, self.root_device, self._record, self.options, self.activity
+            kept = kept_by_optimizers(self._parallel_model, module, self.optimizers)
+            rest = self.mesh, self.root_device, self._record, self.options, self.processes
             self._parallel_model = parallelize(module, resolved, *rest)
+            kept(self._parallel_model)
+            self.processes.catch_up = self._parallel_model.sharding.catch_up
         make_averages(trainer, self.parallel_model)
+        self._loading.complete(self.parallel_model)
         self._precision.connect(self.parallel_model.gradients, self._around_backward)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
@@ -357,8 +363,7 @@ class MeshStrategy(ParallelStrategy):
         self._close_offload()
         super().setup_optimizers(trainer)
         model = self.parallel_model
-        if model.compression is not None:
-            model.compression.reset()
+        adopt_optimizers(self.optimizers, model)
         given = self.options.offload_options, self.root_device
         if is_offloaded(model.module, self.optimizers, *given):
             self.offload = HostOffload(model, self.optimizers, self.options, self.root_device)
@@ -395,8 +400,8 @@ class MeshStrategy(ParallelStrategy):
         output, step = steps.training(self.precision_plugin, given)
         if output is None or not module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
-        else:
-            self._step = step
+            return output
+        self._step = step
         return output
 
     @override
@@ -421,18 +426,18 @@ class MeshStrategy(ParallelStrategy):
         """Surrounds the backward of a loss; gives what is to be differentiated."""
         model = self.parallel_model
         step, self._step = self._step or model.steps.manual.step or Step(), None
+        if step.skips:
+            return (yield loss)
         with closing(step), model.gradients.of_one_backward():
             model.steps.before_backward()
             if self.offload is not None:
                 self.offload.before_backward()
             weighted = step.weigh(loss)
-            model.gradients.add_loss(weighted, step.has_valid_labels)
-            # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
+            model.gradients.add_loss(model.steps.form.mark(weighted), step.has_valid_labels)
             with model.steps.backward(step):
                 yield weighted
             model.gradients.after_backward()
-        if not model.proof.is_over:
-            model.proof.after_backward(weighted)
+        model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
 
     def _drop_step(self) -> None:
@@ -512,17 +517,8 @@ class MeshStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         self._saving.wait()
-        if weights_only is None and self.launcher is not None:
-            # Lightning does not pass it on where checkpoints are restored after the setup.
-            weights_only = getattr(self.launcher, "weights_only", None)
         module = self.lightning_module
         return self._loading.read(module, checkpoint_path, weights_only, self.checkpoint_io)
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """False on one device, where hooks then come in the order of a plain Trainer."""
-        return self.processes.world_size > 1 or self._record is not None
 
     @property
     @override
@@ -535,7 +531,8 @@ class MeshStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         model = self._parallel_model if self._on_mesh(module) else None
-        if model is None:  # before the setup: what it converts would round the weights
+        if model is None and self._record is None:
+            # Before the setup: what it converts would round the weights.
             self.precision_plugin.convert_module(module)
         self._loading.load_weights(model, module, checkpoint, strict=strict)
 

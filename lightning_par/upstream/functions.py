@@ -1,5 +1,6 @@
 """Functions of other packages that users have imported under any name."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -25,7 +26,7 @@ def diverted(function: Callable[..., Any], to: Callable[..., Any]) -> Iterator[N
         function: A function written in Python, perhaps decorated.
         to: Takes the same arguments.
     """
-    inner = cast(FunctionType, getattr(function, "__wrapped__", function))
+    inner = cast(FunctionType, inspect.unwrap(function))
     name = f"{_TARGET}_{inner.__name__}"
     code = _call_target.__code__.replace(co_names=(name,))
     kept = inner.__code__, inner.__defaults__, inner.__kwdefaults__

@@ -8,10 +8,11 @@ extending torch tell subclasses to use it; there is no public name.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_par.upstream.presence import names_of
 
@@ -20,13 +21,14 @@ with names_of("torch"):
     _make_subclass = Tensor._make_subclass
     plain_functions = torch._C.DisableTorchFunctionSubclass
     # Read where they are used; looked up here so that nothing is read from a torch without them.
-    _CHECKED = (Tensor._version, Tensor._backward_hooks, torch.UntypedStorage._cdata)
+    _CHECKED = (Tensor._version, Tensor._backward_hooks)
 
 __all__ = [
     "count_of_changes",
     "gradient_hooks",
     "make_subclass",
     "make_wrapper",
+    "own_attributes",
     "plain_functions",
     "storage_key",
 ]
@@ -51,7 +53,12 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
     `data_ptr`, which is public, is 0 for every storage on meta and every empty one.
     """
-    return int(storage._cdata)
+    return int(StorageWeakRef(storage).cdata)
+
+
+def own_attributes(parameter: Tensor) -> dict[str, Any]:
+    """Return the attributes that users have set on a parameter; torch marks some as parameters."""
+    return {name: value for name, value in vars(parameter).items() if name != "_is_param"}
 
 
 def make_subclass(kind: type[T], data: Tensor, requires_grad: bool) -> T:

@@ -44,9 +44,9 @@ __all__ = [
 
 NAMES = ["tensor_parallel", "pipeline_1f1b", "sequence_ring", "zero_offload", "hybrid3d"]
 SEED = 11
-_UNSAID = ("many workers", "have left for the host", "`training_step` returned `None`")
-"""Parts of warnings that are not compared: of the number of cores, of offloading (hooks look at
-gradients that are not there), and one that Lightning gives once in a process.
+_UNSAID = ("many workers", "`training_step` returned `None`")
+"""Parts of warnings that are not compared: of the number of cores, and one that Lightning gives
+once in a process.
 """
 OFFLOADED = 1e-5
 """Tolerance with the optimizer on the host, whose Adam rounds in float32 in another order."""

@@ -5,19 +5,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from peft import get_peft_model, LoraConfig
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
+import lightning_par
 from lightning_par import cli
 from lightning_par.checkpoint.reader import CheckpointReader
 from lightning_par.engine.pipeline.captured_outputs import keep_outputs
 from lightning_par.errors import CheckpointError, ConfigurationError, PlanError
 from lightning_par.huggingface import export_folder, MODEL_STATE
 from lightning_par.huggingface.attention import _attend, _check_packing
+from lightning_par.huggingface.export import _check_names
 from lightning_par.huggingface.weights import _join
 from lightning_par.models import HuggingFaceModule
 from tests.support.checkpoints import write_folder
+from tests.support.parity import quiet_trainer
 
 pytestmark = pytest.mark.contract
 
@@ -58,6 +65,67 @@ def test_model_that_transformers_does_not_have_is_not_exported(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="transformers has no OwnModel: use --out NAME"):
         export_folder(reader, tmp_path / "out", max_shard_bytes=100)
     assert not (tmp_path / "out").exists()
+
+
+def _small_llama() -> Any:
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+class Adapted(pl.LightningModule):
+    """A model with adapters that have values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = get_peft_model(_small_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+        torch.nn.init.normal_(self.model.get_parameter(_ADAPTER))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+_ADAPTER = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks it
+def test_adapters_are_exported_once_they_are_merged_as_the_message_says(tmp_path: Path) -> None:
+    rows, path = torch.arange(8).view(2, 4), tmp_path / "a.ckpt"
+    trainer = quiet_trainer(devices=1, strategy="hybrid3d", max_steps=1)
+    samples: Any = [{"input_ids": row, "labels": row} for row in rows]
+    trainer.fit(Adapted(), DataLoader(samples, 2))
+    trainer.save_checkpoint(path)
+    with pytest.raises(CheckpointError) as refused:
+        export_folder(CheckpointReader(path), tmp_path / "out", max_shard_bytes=100)
+    text = str(refused.value)
+    assert "1 weights are missing (model.layers.0.self_attn.q_proj.weight)" in text
+    assert "3 weights would be left out (model.layers.0.self_attn.q_proj.base_layer.weight" in text
+    assert "module.model.merge_and_unload().save_pretrained(folder)" in text
+    module = lightning_par.load_from_checkpoint(Adapted, path)
+    module.eval()
+    wanted = module.model(input_ids=rows).logits
+    module.model.merge_and_unload().save_pretrained(tmp_path / "out")
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(found(input_ids=rows).logits, wanted, rtol=0, atol=1e-5)
+
+
+def test_weights_of_another_shape_than_the_configuration_gives_are_not_exported(
+    tmp_path: Path,
+) -> None:
+    model = _small_llama()
+    reader = CheckpointReader(write_folder(tmp_path / "a.ckpt", 1))
+    stored = {name: reader.weights().find("table") for name in model.state_dict()}
+    with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight has the shape"):
+        _check_names(model, stored, (), {"prefix": ""})
 
 
 def test_weights_that_have_to_be_computed_are_not_read_in_parts(tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
 """Every file in configs/ runs as its head comment says, for two steps."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_par.cli import main
-from tests.support.cli_scripts import run_command
+from lightning_par.commands.run_config import read_settings
+from tests.support.cli_scripts import command_line, run_command
 from tests.support.ranks.api import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,19 +26,6 @@ SHORT = [
 pytestmark = pytest.mark.contract
 
 
-def command_line(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_par.cli", *args],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-
-
 def assert_ran(said: str, folder: Path) -> None:
     assert re.search(r"`max_steps=2` reached", said)
     assert len(list(folder.rglob("config.yaml"))) == 1
@@ -49,8 +35,10 @@ def assert_ran(said: str, folder: Path) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
 def test_config_is_called_by_its_model_strategy_and_ranks(config: Path) -> None:
     text = config.read_text()
-    model, ranks = re.fullmatch(r"(gpt|bert|mixtral|huggingface)_\w+_(\d+)", config.stem).groups()
-    assert f"lightning_par.models.{model}".lower() in text.lower()
+    name = re.fullmatch(r"(gpt|bert|mixtral|huggingface)(?:_\w+_(\d+))?", config.stem)
+    model, ranks = name[1], name[2] or 2
+    read = read_settings(config)
+    assert read["model"]["class_path"].lower().startswith(f"lightning_par.models.{model}")
     assert f"\n  devices: {ranks}\n" in text
     assert re.search(rf"^# Ranks: {ranks} \(.*Choose it ", text, re.MULTILINE | re.DOTALL)
 
@@ -79,7 +67,8 @@ def test_sizes_that_do_not_fit_end_with_one_error_and_status_1(
     """Before a process is started, hence in this one."""
     monkeypatch.chdir(tmp_path)
     config = ROOT / "configs" / "gpt_tensor_parallel_2.yaml"
-    words = ["fit", f"--config={config}", "--trainer.devices=3", *SHORT]
+    words = ["fit", f"--config={config}", "--trainer.strategy.tensor_parallel_size=2"]
+    words += ["--trainer.devices=3", *SHORT]
     monkeypatch.setattr(sys, "argv", ["lightning-par", *words])
     monkeypatch.setattr("subprocess.Popen", lambda *a, **k: pytest.fail("a process was started"))
     with pytest.raises(SystemExit) as ended:

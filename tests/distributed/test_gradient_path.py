@@ -59,10 +59,11 @@ PATHS: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
         },
         True,
         [
-            f"1. average copies over cp {BACKWARD}",
-            f"2. divide by the loss scale; on overflow leave the step out {UNSCALE}",
-            f"3. norm over all ranks {CLIP}",
-            f"4. clip {CLIP}",
+            f"1. None where no replica has a gradient {BACKWARD}",
+            f"2. average copies over cp {BACKWARD}",
+            f"3. divide by the loss scale; on overflow leave the step out {UNSCALE}",
+            f"4. norm over all ranks {CLIP}",
+            f"5. clip {CLIP}",
         ],
     ),
 }
@@ -85,7 +86,7 @@ class Observer(Callback):
             for action in path.actions
         )
         if path.scaler is not None:
-            unscale, name = path.scaler.unscale_, self.names[1]
+            unscale, name = path.scaler.unscale_, self.names[2]
             path.scaler.unscale_ = self._after_note(name, unscale)  # type: ignore[method-assign]
 
     def on_train_batch_start(self, *_: Any) -> None:

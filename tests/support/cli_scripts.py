@@ -8,7 +8,9 @@ tested with processes; what a script or a configuration does, on the ranks of `r
 import contextlib
 import io
 import logging
+import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,9 @@ import pytest
 
 from lightning_par import cli
 
-__all__ = ["command", "run_command", "run_script"]
+__all__ = ["command", "command_line", "run_command", "run_script"]
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(
@@ -30,6 +34,20 @@ def command(
         cli.main()
     said = capsys.readouterr()
     return int(ended.value.code or 0), said.out, said.err
+
+
+def command_line(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a process in `tmp_path`, which starts others as it needs them."""
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_par.cli", *args],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
 
 
 def run_script(rank: int, world: int, script: Path, folder: Path, *words: str) -> str:

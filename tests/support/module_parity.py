@@ -21,7 +21,8 @@ Result = dict[str, Any]
 class _GlobalRecorder(Recorder):
     """Takes the loss over all replicas."""
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.note_late(trainer, pl_module)
         self.losses.append(float(trainer.callback_metrics["global_loss"]))
 
 

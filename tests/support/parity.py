@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,18 +31,38 @@ class Recorder(Callback):
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.is_late = False
         self.gradients: list[dict[str, Tensor | None]] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.states: dict[str, tuple[int, ...]] = {}
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """With an optimizer on the host, look at what its step has left: a hook before it would
+        let gradients stay.
+        """
+        options = getattr(trainer.strategy, "options", None)
+        if getattr(options, "offload_options", None) is not None:
+            self.is_late = True
+            nothing = MethodType(Callback.on_before_optimizer_step, self)
+            vars(self)["on_before_optimizer_step"] = nothing
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._note_gradients(pl_module)
+
+    def _note_gradients(self, pl_module: Any) -> None:
         found = {name: p.grad for name, p in pl_module.named_parameters()}
         held = full_tensors(grad for grad in found.values() if grad is not None)
         self.gradients.append(
             {n: None if g is None else next(held).clone().cpu() for n, g in found.items()}
         )
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def note_late(self, trainer: Any, pl_module: Any) -> None:
+        """Note what a step of the host has left."""
+        if self.is_late and not trainer.fit_loop._should_accumulate():
+            self._note_gradients(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.note_late(trainer, pl_module)
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -48,13 +48,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {**_ONES, "zero_stage": 1},
     "zero2": {**_ONES, "zero_stage": 2},
     "zero3": {**_ONES, "zero_stage": 3},
+    "zero2_offload": {**_ONES, "zero_stage": 2, "offload_options": {}},
     "zero1tp2": {**_ONES, "tensor_parallel_size": 2, "zero_stage": 1},
     "zero1ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 1},
     "cp2": {**_ONES, "context_parallel_size": 2},
 }
 """Name of a layout -> options of the strategy. The zero layouts have two replicas."""
 _SHARDS = ("tp2", "zero1", "zero3", "zero1tp2")
-_STEPS, _BATCH_SIZE = 4, 8
+_STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class Case:
         large: Those of them that `make test` leaves out.
         strategy: More options of the strategy.
         trainer: More options of the Trainer, or a function that returns them.
+        batch_size: Samples of a global batch.
         tolerance: Allowed difference of weights, absolute; logged losses, which Lightning may keep
             in float32, may differ by 1e-6 or by this, if it is more.
     """
@@ -77,6 +79,7 @@ class Case:
     large: frozenset[str] = frozenset()
     strategy: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
+    batch_size: int = 8
     tolerance: float = 1e-8
 
 
@@ -197,7 +200,7 @@ def _train(case: Case, layout: str | None, rank: int, world: int) -> dict[str, A
         replica = rank * replicas // world
         sampler = DistributedSampler(samples, replicas, replica, shuffle=False)
     loader = DataLoader(
-        samples, _BATCH_SIZE // replicas, sampler=sampler, collate_fn=rest[0] if rest else None
+        samples, case.batch_size // replicas, sampler=sampler, collate_fn=rest[0] if rest else None
     )
     losses = _Losses()
     options = dict(case.trainer() if callable(case.trainer) else case.trainer)

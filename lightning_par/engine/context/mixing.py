@@ -121,6 +121,16 @@ def _caller() -> str:
     return "a block"
 
 
+def _is_in_metric() -> bool:
+    """Tell whether torchmetrics is on the stack, which counts classes and bins."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").startswith("torchmetrics."):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class CountedPositions(TorchFunctionMode):
     """Notes where a step counts 0, ..., t - 1, or takes the first t rows of a table.
 
@@ -143,7 +153,7 @@ class CountedPositions(TorchFunctionMode):
                 counts = out.ndim == 1 and len(out) == self._t and not out.is_floating_point()
             else:
                 counts = func is Tensor.__getitem__ and self._is_head(args[0], args[1])
-            if counts:
+            if counts and not _is_in_metric():
                 self.found = _caller()
         return out
 

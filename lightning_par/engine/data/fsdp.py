@@ -37,7 +37,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
+from lightning_par.engine.data.absent_gradients import AbsentGradients
 from lightning_par.engine.data.gather_on_use import GatherOnUse
+from lightning_par.engine.data.unit_order import UnitOrder
 from lightning_par.engine.data.zero_weight_loss import ZeroWeightBackward
 from lightning_par.engine.experts.apply import ExpertParallel
 from lightning_par.engine.pipeline.stage import StageStub
@@ -45,10 +47,12 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.upstream.fsdp import (
     initialize,
+    keep_attributes,
     reduce_gradients,
     unshard_without_streams,
     wait_for_reductions,
 )
+from lightning_par.upstream.tensor import own_attributes
 
 __all__ = ["Sharding", "shard_model"]
 
@@ -76,8 +80,10 @@ class Sharding:
         experts: Modules with experts that are sharded over the replicas.
         in_steps: Whether the user's training steps run their backwards themselves.
         copies: Parameters that every replica holds whole.
+        runs: The blocks of each pipeline stage of this rank, if they are FSDP units.
 
     Attributes:
+        absent: Gradients that this rank lacks; None if FSDP does not reduce them.
         copies: As given; the caller averages their gradients over the replicas.
         is_plain: Whether there is one replica.
         synchronizes: Whether the next step reduces gradients over the replicas.
@@ -92,6 +98,7 @@ class Sharding:
         *,
         in_steps: bool = False,
         copies: Sequence[nn.Parameter] = (),
+        runs: Sequence[Sequence[FSDPModule]] = (),
     ) -> None:
         self._root, self._stage, self.copies = root, zero_stage, tuple(copies)
         modules = () if root is None else root.modules()
@@ -100,9 +107,16 @@ class Sharding:
         plain = [] if root is None else [root]
         self.zero_weight = ZeroWeightBackward(self._units or plain, experts)
         self._in_steps, self._on_use = in_steps, None
-        if in_steps and isinstance(root, FSDPModule):
+        self._order: UnitOrder | None = None
+        self.absent: AbsentGradients | None = None
+        if not isinstance(root, FSDPModule):
+            return
+        self.absent = AbsentGradients(self._units, in_steps=in_steps)
+        if in_steps:
             found = self.zero_weight.find
             self._on_use = GatherOnUse(root, self._units, found, reshards=zero_stage == 3)
+        else:
+            self._order = UnitOrder(root, runs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -127,10 +141,20 @@ class Sharding:
             return step()
         if not self._units:
             return self._root(step)
+        if self._order is not None:
+            step = self._order.in_order(step)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self._root(step)
         return self._root(step)
+
+    def catch_up(self) -> None:
+        """Gather, in a forward, what other replicas may gather before they exchange anything else.
+
+        **Communicates**: parameters of blocks that the forward has skipped, over the data axes.
+        """
+        if self._order is not None:
+            self._order.catch_up()
 
     def call_with_backwards(self, step: Callable[[], Any]) -> Any:
         """Run a step that runs its backwards itself; see Note [Several backwards] in
@@ -151,6 +175,8 @@ class Sharding:
         **Communicates**: gradients, and what belongs to no block, over the data axes.
         """
         if self._on_use is not None:
+            assert self.absent is not None
+            self.absent.begin()
             self._on_use.before_backward()
         yield
         if self._on_use is not None:
@@ -176,10 +202,17 @@ class Sharding:
         if isinstance(self._root, FSDPModule):
             # Stages 0 and 1 accumulate gradients unsharded; the last backward reduces them.
             reduces = self.synchronizes and is_whole and (is_last or self._stage >= 2)
+            if self._order is not None:
+                self._order.begin_backward()
             self._root.set_is_last_backward(is_last)
             for unit in self._units:
                 unit.set_requires_gradient_sync(reduces, recurse=False)
                 unit.set_reshard_after_backward(is_last or self._stage == 3, recurse=False)
+
+    def without_backward(self) -> None:
+        """Do what FSDP2 does at the end of a backward, where none ran after `before_backward`."""
+        if isinstance(self._root, FSDPModule):
+            reduce_gradients(self._root)
 
     def finish(self) -> None:
         """Reduce the gradients that were computed after the backwards, unless they accumulate.
@@ -188,6 +221,8 @@ class Sharding:
         """
         if isinstance(self._root, FSDPModule):
             self.before_backward()
+            if self._order is not None:
+                self._order.forget()
             reduce_gradients(self._root)
 
     def hold(self) -> None:
@@ -206,6 +241,8 @@ class Sharding:
 
     def release(self) -> None:
         """Reshard gathered parameters."""
+        if self._order is not None:
+            self._order.forget()
         for unit in self._units:
             unit.reshard()
             if self._holds and unit is not self._root:
@@ -263,24 +300,34 @@ def shard_model(
             if experts is not None:
                 whole |= experts.shard(name, reshard_after_forward=zero_stage == 3)
             copies += _unshardable(block, whole)
-            fully_shard(block, reshard_after_forward=zero_stage == 3, **fully)
+            _shard(block, reshard_after_forward=zero_stage == 3, **fully)
     materialize(model, "")
     root = _StepRoot(model)
     if not shards:
         return Sharding(root if mesh.sizes.data > 1 else None, zero_stage, in_steps=in_steps)
     copies += _unshardable(root, whole)
     # The root holds what is used before and after the blocks: gathered once for the whole step.
-    fully_shard(root, reshard_after_forward=False, **fully)
+    _shard(root, reshard_after_forward=False, **fully)
+    runs = [resolved.block_names[lo:hi] for lo, hi in bounds or [(0, len(resolved.block_names))]]
+    held: Any = [[model.get_submodule(n) for n in r] for r in runs if set(r) & set(units)]
     if mesh.device_type == "cpu" and not in_steps:  # which use blocks in any order
-        every = [(0, len(resolved.block_names))]
-        runs = [resolved.block_names[lo:hi] for lo, hi in bounds or every]
-        held = [[model.get_submodule(n) for n in r] for r in runs if set(r) & set(units)]
         _gather_ahead(root, held)
     assert isinstance(root, FSDPModule)
     initialize(root)  # now, so that all that changes the modules has happened after set-up
     _order_gradients(root, mesh.device_type, whole)
     held_experts = () if experts is None else list(experts.modules.values())
-    return Sharding(root, zero_stage, held_experts, in_steps=in_steps, copies=copies)
+    return Sharding(root, zero_stage, held_experts, in_steps=in_steps, copies=copies, runs=held)
+
+
+def _shard(unit: nn.Module, **options: Any) -> None:
+    """Shard a unit; parameters keep the attributes that users have set."""
+    held = [(m._parameters, n, p) for m in unit.modules() for n, p in m._parameters.items()]
+    fully_shard(unit, **options)
+    for parameters, name, before in held:
+        if before is not None:
+            vars(parameters[name]).update(own_attributes(before))
+    assert isinstance(unit, FSDPModule)
+    keep_attributes(unit)
 
 
 def _unshardable(unit: nn.Module, whole: set[nn.Parameter]) -> list[nn.Parameter]:

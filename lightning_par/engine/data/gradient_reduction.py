@@ -40,29 +40,35 @@ class SharedGradients:
     group: dist.ProcessGroup
 
     @torch.no_grad()
-    def reduce(self, *, keeps_none: bool = False) -> None:
+    def reduce(self) -> None:
         """Sum the gradients over the group; a missing one counts as 0.
 
-        Args:
-            keeps_none: Whether a gradient that no rank has stays None, so that the optimizer leaves
-                its parameter alone; several optimizers use a part of the parameters each.
+        One that no rank has stays None, so that the optimizer leaves its parameter alone. Which
+        ranks have one is sent with the gradients, and only looked at where one is missing.
 
-        **Communicates**: one all-reduce of all these gradients for each dtype; with `keeps_none`
-        also one of a number for each parameter.
+        **Communicates**: one all-reduce of all these gradients for each dtype, and of a number for
+        each parameter with them.
         """
-        used = [p for p in self.parameters if p.requires_grad]
-        if keeps_none:
-            used = _used_anywhere(used, self.group)
-        for parameter in used:
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            held = torch.tensor([float(p.grad is not None) for p in parameters])
+            missing = [n for n, p in enumerate(parameters) if p.grad is None]
             # All ranks have to send the same bytes, also for a parameter that a rank did not use.
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for grad in local_gradients(self.parameters):
-            by_dtype.setdefault(grad.dtype, []).append(grad)
-        for grads in by_dtype.values():
-            for grad, total in zip(grads, sum_together(grads, self.group), strict=True):
+            for number in missing:
+                parameters[number].grad = torch.zeros_like(parameters[number])
+            grads = local_gradients(parameters)
+            held = held.to(grads[0], non_blocking=True)
+            *totals, counts = sum_together([*grads, held], self.group)
+            for grad, total in zip(grads, totals, strict=True):
                 grad.copy_(total)
+            if missing:
+                found = counts.tolist()
+                for number in missing:
+                    if not found[number]:
+                        parameters[number].grad = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,11 +182,12 @@ def total_norm(
     elsewhere: Collection[int] = (),
     loss: Tensor | None = None,
     offloaded_norms: Sequence[tuple[Tensor, float]] = (),
-) -> Float[Tensor, ""]:
-    """Return the 2-norm of the gradient of the whole model, the same on every rank.
+    count: int = 0,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Return the 2-norm of the gradient of the whole model, and a sum, the same on every rank.
 
-    It is NaN or infinite if anything is on any rank: a gradient, a copy that is not counted, or
-    the loss.
+    The norm is NaN or infinite if anything is on any rank: a gradient, a copy that is not counted,
+    or the loss.
 
     Args:
         parameters: The local parameters; every rank of the world has to call.
@@ -188,8 +195,9 @@ def total_norm(
         elsewhere: Ids of parameters that another rank counts.
         loss: The loss of this rank; it only matters if it is not finite.
         offloaded_norms: Norms of gradients on the host, each with weight 1, or 0 for a copy.
+        count: Number of this rank that is summed.
 
-    **Communicates**: one all-reduce of one number over all ranks.
+    **Communicates**: one all-reduce of two numbers over all ranks.
     """
     held = [(p, p.grad) for p in parameters if p.grad is not None]
     grads = [_real_part(grad) for _, grad in held]
@@ -197,7 +205,7 @@ def total_norm(
     # Without a process group: on one device, in a step that is called after the run.
     if not (dist.is_initialized() and dist.get_world_size() > 1) and not offloaded_norms:
         norm = torch.nn.utils.get_total_norm(grads)
-        return norm if poison is None else norm + poison.to(norm)
+        return norm if poison is None else norm + poison.to(norm), torch.zeros(())
     double = any(g.dtype is torch.float64 for g in grads)
     dtype = torch.float64 if double else torch.float32
     norms: Any = foreach_norm(grads, 2, dtype=dtype) if grads else []
@@ -219,8 +227,9 @@ def total_norm(
     square += on_host
     if poison is not None:
         square += poison.to(square)
-    dist.all_reduce(square)
-    return square.sqrt()
+    both = torch.stack([square, torch.full_like(square, count)])
+    dist.all_reduce(both)
+    return both[0].sqrt(), both[1]
 
 
 @torch.no_grad()

@@ -7,6 +7,10 @@ Note [When an update may start]: the clip factor, the decision about an overflow
 NaN need all gradients. Then gradients are sent during the backward, and updates start after it.
 Otherwise a bucket is updated while the backward goes on. Parameters change after the backward only.
 
+Note [Deferral]: hooks of users between backward and step read or change `grad` of parameters. For
+them gradients stay where they are, and are sent when the optimizer steps. That costs the device the
+memory of all gradients, and the overlap of copies with the backward.
+
 Note [Delayed update]: u_s is the update from the gradients of step s. Step s + 1 computes with
 parameters that hold u_0 .. u_(s-1), while the host computes u_s; it is published after the backward
 of step s + 1. Learning rates are those of the end of step s.
@@ -15,7 +19,7 @@ of step s + 1. Learning rates are those of the end of step s.
 one step late, too; here buckets stream, and a step is skipped before its update is submitted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -82,11 +86,13 @@ class HostOptimizer:
         options: What is offloaded, and how.
         worker: Runs the updates; `close` closes it, too.
         late: Ids of parameters whose gradients change after autograd has computed them.
+        unsure: Parameters whose gradients may become None after the backward.
 
     Attributes:
         state: Where the step is.
         offloaded_gradients: Norms of the gradients on the host, and the factor of the update.
         early_updates: How many buckets were submitted before their backward ended.
+        defers: Whether gradients stay until the optimizer steps; see Note [Deferral].
     """
 
     def __init__(
@@ -97,13 +103,15 @@ class HostOptimizer:
         options: OffloadOptions,
         worker: UpdateWorker,
         late: frozenset[int] = frozenset(),
+        unsure: Container[nn.Parameter] = (),
     ) -> None:
         check_optimizer(optimizer)
+        self._unsure = unsure
         self._optimizer, self._options, self._worker = optimizer, options, worker
         self._copy_stream = CopyStream(device)
         self.state = OffloadState.IDLE
         self.offloaded_gradients = OffloadedGradients()
-        self.early_updates = 0
+        self.early_updates, self.defers = 0, False
         parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         parameters = offloaded_parameters(parameters, options.offload_fraction)
         self._held, self._storage = allocate(parameters, options, device)
@@ -136,13 +144,21 @@ class HostOptimizer:
     @property
     def accumulates(self) -> bool:
         """Whether gradients of several batches are added up on the host, not on the device."""
-        return self._options.accumulate_on == "host"
+        return self._options.accumulate_on == "host" and not self.defers
+
+    @property
+    def shows_update(self) -> bool:
+        """Whether the first update is complete, and that of `torch.optim.Adam`, after its step."""
+        exact = self._options.state_dtype == "float32" and not self._options.delays(0)
+        return exact and self._options.accumulate_on == "device"
 
     @property
     def has_unfinished_gradients(self) -> bool:
         """Whether earlier batches of this step left gradients for which `finish` has not run, as
         where the last batch has no backward.
         """
+        if self.defers and self.state is OffloadState.COLLECTING:
+            return False  # `finish_deferred` follows
         partial = self.state is OffloadState.PARTIAL
         return partial or any(p.grad is not None for p in self._held)
 
@@ -195,11 +211,16 @@ class HostOptimizer:
         else:
             self._enter(OffloadState.COLLECTING)
 
-    def finish(self) -> None:
+    def finish(self, *, hooks_follow: bool = False) -> None:
         """Send the gradients that are left, and publish the delayed update of the step before.
 
         Called when all gradients are final.
+
+        Args:
+            hooks_follow: Hooks may still change them; see Note [Deferral].
         """
+        if hooks_follow and self.defers:
+            return
         for parameter in self._held:
             if parameter.grad is not None:
                 self._send(parameter)
@@ -215,6 +236,12 @@ class HostOptimizer:
                 if state is OffloadState.COMPLETING:
                     self._take_sums()
                 self._publish()
+
+    def finish_deferred(self) -> None:
+        """Send the gradients that stayed for hooks, which have all run."""
+        if self.defers and self.state is OffloadState.COLLECTING:
+            self.offloaded_gradients.clear()  # they are scaled and clipped already
+            self.finish()
 
     def drop(self) -> None:
         """Discard the gradients of this step.
@@ -326,7 +353,8 @@ class HostOptimizer:
 
     def _send_early(self, parameter: nn.Parameter) -> None:
         """Send a gradient that autograd has just computed."""
-        if self.state.is_backward:
+        early = self.state.is_backward and not self.defers
+        if early and parameter not in self._unsure:
             before = len(self._submitted)
             self._send(parameter)
             self.early_updates += len(self._submitted) - before

@@ -41,6 +41,9 @@ class PipelineHooks(Protocol):
             is_whole: Whether it computes weights' gradients; otherwise `finish` follows.
         """
 
+    def without_backward(self) -> None:
+        """End a backward that was prepared and has nothing to compute."""
+
     def finish(self) -> None:
         """Reduce the gradients that are complete only after the last action."""
 
@@ -155,6 +158,7 @@ class PipelineExecutor:
         """
         walk = _Walk(self, step, signatures, scaled_loss_of, around, replay)
         walk.go(schedule.actions[schedule.rank_of_stage[self.stages[0].index]])
+        self.activity.begin("end of the pipeline's schedule")
         for link in self.links.values():
             link.activations.drain()
             link.gradients.drain()
@@ -253,7 +257,7 @@ class _Walk:
         behind = self.links.get(action.stage)
         if behind is None or not action.kind.gives_input_gradient:
             return None
-        return behind.gradients.post_tensors(self.flying[action.stage, action.microbatch].sent)
+        return behind.gradients.post_gradients(self.flying[action.stage, action.microbatch].sent)
 
     def _forward(self, action: Action, pending: PendingMessage | None) -> None:
         stage, index, flight = self.stages[action.stage], action.microbatch, _InFlight()
@@ -290,18 +294,23 @@ class _Walk:
         with held, collects, self.replay(action.microbatch):
             if flight.loss is not None:
                 with self.around(action.microbatch) as counts:
-                    if flight.loss.requires_grad:
-                        flight.loss.backward()
+                    self._differentiate([flight.loss], [None])
             elif pending is not None and flight.sent:
-                torch.autograd.backward(flight.sent, pending.buffers)
+                grads = pending.gradients()
+                found = [n for n, grad in enumerate(grads) if grad is not None]
+                self._differentiate([flight.sent[n] for n in found], [grads[n] for n in found])
         if not stage.is_first:
             leaves = [t for t in flight.received if t.requires_grad]
-            # The sender of an activation waits for a gradient of each, so that unused ones get 0.
-            grads = [
-                t.grad if counts and t.grad is not None else torch.zeros_like(t) for t in leaves
-            ]
-            self.links[stage.index - 1].gradients.send_tensors(grads)
+            grads = [t.grad if counts else torch.zeros_like(t) for t in leaves]
+            self.links[stage.index - 1].gradients.send_gradients(grads, leaves)
         if not counts:
             flight.waiting = [deferred.zeroed() for deferred in flight.waiting]
         flight.state, flight.received, flight.sent = MicroBatchState(), [], []
         flight.loss = None
+
+    def _differentiate(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Compute gradients, if any of the tensors has a graph."""
+        if any(tensor.requires_grad for tensor in tensors):
+            torch.autograd.backward(tensors, grads)
+        elif self.hooks is not None:
+            self.hooks.without_backward()

@@ -45,11 +45,13 @@ class PendingMessage:
         buffers: Where the tensors arrive, in order.
         works: Handles to wait for.
         header: The tree around the tensors; None for bare tensors.
+        held: Of gradients, which of them the sender has, on the host; None: all.
     """
 
     buffers: list[Tensor]
     works: list[dist.Work]
     header: PackedTree | None = None
+    held: Tensor | None = None
 
     def wait(self) -> list[Tensor]:
         """Wait for all tensors and return them."""
@@ -57,6 +59,13 @@ class PendingMessage:
             work.wait()
         self.works = []
         return self.buffers
+
+    def gradients(self) -> list[Tensor | None]:
+        """Wait for gradients and return them; None for one that the sender does not have."""
+        found = self.wait()
+        if self.held is None:
+            return list(found)
+        return [g if held else None for g, held in zip(found, self.held.tolist(), strict=True)]
 
     def unpack(self, *, with_grad: bool) -> tuple[Any, list[Tensor]]:
         """Wait for a message and put its tree together.
@@ -165,6 +174,35 @@ class Channel:
         self._sending = [s for s in self._sending if s[0] is not None and not s[0].is_completed()]
         for tensor in tensors:
             self._isend(sent_form(tensor))
+
+    def send_gradients(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> None:
+        """Send gradients to the target, without waiting, and which of them there are.
+
+        Args:
+            grads: None where autograd gave none: one process leaves what depends on it alone.
+            like: The tensors that they belong to.
+
+        **Communicates**: the gradients, with zeros for None, and a byte for each, between hosts.
+        """
+        if grads:
+            self._isend(torch.tensor([g is not None for g in grads], dtype=torch.uint8))
+        pairs = zip(grads, like, strict=True)
+        self.send_tensors([torch.zeros_like(t) if g is None else g for g, t in pairs])
+
+    def post_gradients(self, like: Sequence[Tensor]) -> PendingMessage:
+        """Post the receives of gradients.
+
+        Args:
+            like: The tensors that they belong to.
+        """
+        if not like:
+            return PendingMessage([], [])
+        held = torch.ones(len(like), dtype=torch.uint8)  # also where a rehearsal receives nothing
+        first = dist.irecv(held, self._source, group=self._group)
+        pending = self.post_tensors(like)
+        pending.held = held
+        pending.works += [] if first is None else [first]
+        return pending
 
     def post_message(self, signature: Hashable) -> PendingMessage:
         """Post the receives of a message; waits for the header if it is the first of its

@@ -27,6 +27,7 @@ import torch
 from torch import nn, Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from lightning_par.dtensor import like_parameter
 from lightning_par.engine.pipeline.captured_outputs import add_stand_ins
 from lightning_par.engine.rng import draws_on_meta, fork_torch_rng
 from lightning_par.errors import PipelineError, PlanError
@@ -193,8 +194,8 @@ class Stage:
                 f"the step returned before block {self.end_block}: it skipped blocks, returned "
                 "early, or caught the "
                 "BaseException that ends a stage (a bare `except:` around the model call). Call "
-                "the whole model once for every batch, and catch Exception; or use "
-                "pipeline_parallel_size=1.",
+                "the whole model once for every batch, and catch Exception; to leave out a batch, "
+                "leave it out in the data set or collate_fn; or use pipeline_parallel_size=1.",
             )
         if self.is_last and self.end_block - 1 not in state.called:
             raise PipelineError(
@@ -332,7 +333,7 @@ class _Shape(StageStub):
         super().__init__()
         # Given to deepcopy as copied already, so that the values are never duplicated.
         params = module.parameters()
-        memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in params}
+        memo: dict[int, Any] = {id(p): like_parameter(p, p.to("meta")) for p in params}
         kept = (v for part in module.modules() for v in vars(part).values())
         computed = (v for v in kept if isinstance(v, Tensor) and not v.is_leaf)
         memo |= {id(v): v.detach().to("meta") for v in computed}  # which deepcopy refuses

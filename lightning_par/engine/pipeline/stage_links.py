@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.engine.pipeline.p2p import Channel, PendingMessage
-from lightning_par.engine.tensor_tree import pack, TensorSpec
+from lightning_par.engine.tensor_tree import pack
 
 __all__ = ["ODD", "LocalChannel", "StageLink", "connect", "group_name"]
 
@@ -37,16 +37,18 @@ class LocalChannel:
         self._queue.append(PendingMessage([t.detach() for t in tensors], [], header))
         return tensors
 
-    def send_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Queue bare tensors for the other stage."""
-        self._queue.append(PendingMessage(list(tensors), []))
+    def send_gradients(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> None:
+        """Queue gradients for the other stage; see `Channel.send_gradients`."""
+        held = torch.tensor([g is not None for g in grads])
+        found = [t if g is None else g for g, t in zip(grads, like, strict=True)]
+        self._queue.append(PendingMessage(found, [], held=held))
 
     def post_message(self, signature: Hashable) -> PendingMessage:
         """Return the first tree of the queue."""
         return self._queue.popleft()
 
-    def post_tensors(self, like: Sequence[Tensor | TensorSpec]) -> PendingMessage:
-        """Return the first tensors of the queue."""
+    def post_gradients(self, like: Sequence[Tensor]) -> PendingMessage:
+        """Return the first gradients of the queue."""
         return self._queue.popleft()
 
     def drain(self) -> None:

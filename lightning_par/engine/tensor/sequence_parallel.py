@@ -97,5 +97,6 @@ class Regions:
 
     def of(self, fqn: str) -> Region:
         """Return the region of the module `fqn`."""
-        inside = fqn.startswith(self._sharded) and not fqn.startswith(self._whole)
+        # A block is in the region itself; a module that is whole inside borders on it.
+        inside = f"{fqn}.".startswith(self._sharded) and not fqn.startswith(self._whole)
         return self.sharded if inside else self.whole

@@ -34,6 +34,7 @@ from lightning_par.engine.tensor_tree import on_first_tensor
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import PlanError
 from lightning_par.plan.tensor_styles import TensorStyle
+from lightning_par.upstream.tensor import own_attributes
 
 __all__ = [
     "STYLE_FUNCTIONS",
@@ -231,7 +232,11 @@ def local_parameter(parameter: DTensor, reader: nn.Module | None = None) -> Tens
     """
     local = parameter.to_local()
     is_fresh = type(reader).__module__.startswith("torch.nn.") and parameter.ndim > 1
-    if not is_fresh and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return local
+    if len(vars(parameter)) > 1:  # beside torch's own mark
+        vars(local).update(own_attributes(parameter))
+    if not is_fresh:
         _copy_first(local, parameter)
     return local
 

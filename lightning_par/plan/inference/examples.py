@@ -1,17 +1,25 @@
 """Examples for a trace: given, kept by the model, or guessed from its first layers."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import nn, Tensor
 
 __all__ = ["call_model", "guess_examples", "runs_of"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _TOKENS, _SIZES = (16, 4), (224, 32, 64, 384, 256, 28)
+_HOOKS = {
+    "training_step": ("on_fit_start", "on_train_start", "on_train_epoch_start"),
+    "validation_step": ("on_validation_start", "on_validation_epoch_start"),
+    "test_step": ("on_test_start", "on_test_epoch_start"),
+    "predict_step": ("on_predict_start", "on_predict_epoch_start"),
+}
+"""Name of a step -> hooks that a Trainer calls on the module before the first one."""
 
 
 def call_model(model: nn.Module, example: Any) -> Any:
@@ -26,28 +34,72 @@ def call_model(model: nn.Module, example: Any) -> Any:
     return model(*example) if isinstance(example, tuple) else model(example)
 
 
-def runs_of(model: nn.Module, example: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+def runs_of(
+    model: nn.Module, example: Any, name: str = "training_step"
+) -> Iterator[tuple[Callable[[Any], Any], Any]]:
     """Give ways to run a model, each with what it takes, the likely ones first.
 
     Args:
         model: A module, perhaps a LightningModule.
-        example: Of a module with a `training_step`, a batch for it; of any other, see `call_model`.
+        example: Of a module with such a step, a batch for it; of any other, see `call_model`.
             None: guesses, for its forward.
+        name: Of the step.
     """
-    step: Any = getattr(model, "training_step", None)
+    step: Any = getattr(model, name, None)
     if example is None:
         yield from ((partial(call_model, model), guess) for guess in guess_examples(model))
     elif step is not None:
-        yield partial(_step, model, step), example
+        yield partial(_step, model, name, step), example
+        yield partial(_step, model, name, step, hooks=_HOOKS.get(name, ())), example
     else:
         yield partial(call_model, model), example
 
 
-def _step(model: nn.Module, step: Callable[..., Any], batch: Any) -> Any:
-    """Run a training step that logs nothing; the state of the model is restored by the trace."""
-    model.__dict__["log"] = model.__dict__["log_dict"] = lambda *args, **options: None
-    result = step(batch, 0)
-    return result.get("loss") if isinstance(result, Mapping) else result
+def _step(
+    model: nn.Module,
+    name: str,
+    step: Callable[..., Any],
+    batch: Any,
+    hooks: Sequence[str] = (),
+) -> Any:
+    """Run a step that logs nothing; the state of the model is restored by the trace.
+
+    Args:
+        model: The module.
+        name: Of the step.
+        step: The step.
+        batch: What it takes.
+        hooks: Of the module, called before it: some make what it needs.
+
+    Returns:
+        The loss of a training step; of any other, all that it gives, logs and keeps.
+    """
+    logged: list[Any] = []
+    model.__dict__["log"] = lambda _, value, *args, **options: logged.append(value)
+    model.__dict__["log_dict"] = lambda values, *args, **options: logged.append(values)
+    trains = name == "training_step"
+    if not trains:
+        model.eval()
+    for hook in hooks:
+        with suppress(Exception):
+            getattr(model, hook)()
+    result = step(batch, *[0] * _number_of_indices(step))
+    if trains:
+        return result.get("loss") if isinstance(result, Mapping) else result
+    registered = ("_parameters", "_buffers", "_modules")
+    kept = [v for m in model.modules() for k, v in vars(m).items() if k not in registered]
+    return result, logged, [v for v in kept if isinstance(v, Tensor | list | dict | tuple)]
+
+
+def _number_of_indices(step: Callable[..., Any]) -> int:
+    """Return how many indices, of the batch and of its loader, a step takes after the batch."""
+    for count in (1, 0):
+        try:
+            inspect.signature(step).bind(None, *[0] * count)
+        except TypeError:
+            continue
+        return count
+    return 2
 
 
 def guess_examples(model: nn.Module) -> Iterator[Any]:

@@ -1,15 +1,18 @@
 """`infer_plan`: the plan of a model by its structure, for models that declare none."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_par.errors import LightningParError
 from lightning_par.plan.inference.batch_layout import read_layout, token_entries
 from lightning_par.plan.inference.examples import runs_of
+from lightning_par.plan.inference.forked import run_forked
 from lightning_par.plan.inference.pipeline_cut import Cut, find_cut
 from lightning_par.plan.inference.tensor_groups import (
     find_groups,
@@ -21,11 +24,13 @@ from lightning_par.plan.inference.tensor_groups import (
 from lightning_par.plan.inference.tensor_proof import prove_styles
 from lightning_par.plan.inference.tracing import Call, Trace, trace_forward
 from lightning_par.plan.parallel_plan import BatchLayout, match_pattern, ParallelPlan
-from lightning_par.plan.tensor_styles import TensorStyle
+from lightning_par.plan.tensor_styles import TENSOR_STYLES, TensorStyle
 
-__all__ = ["describe_inferred", "infer_plan"]
+__all__ = ["describe_inferred", "infer_here", "infer_plan", "refuse_all"]
 
 _DROPS_SAMPLES = re.compile("droppath|stochasticdepth", re.IGNORECASE)
+_MISTAKES = (ArithmeticError, AssertionError, ImportError, LookupError, NameError, OSError)
+"""Exceptions of a step that come from its own code, whoever runs it."""
 _DECLARE = "Declare parallel_plan() on the model, or pass plan= to the strategy."
 
 
@@ -38,10 +43,10 @@ def infer_plan(
 ) -> ParallelPlan:
     """Return the plan that a model's structure suggests; `ParallelPlan.as_code` writes it down.
 
-    A forward is traced. A container is cut into stages if every block is called once, in order, and
-    reads nothing of a stage that it does not get. Pairs of linear layers are sharded if the module
-    around them, run on simulated ranks, computes the same; all other layers stay whole. What is not
-    understood is refused, with the reason, when a mesh asks for it.
+    A forward is traced, in a fork of this process. A container is cut into stages if every block is
+    called once, in order, and reads nothing of a stage that it does not get. Pairs of linear layers
+    are sharded if the module around them, run on simulated ranks, computes the same; all other
+    layers stay whole. What is not understood is refused, with the reason, when a mesh asks for it.
 
     Args:
         model: A module, perhaps a LightningModule; parameters may be on meta. It is not changed.
@@ -54,13 +59,51 @@ def infer_plan(
 
     Returns:
         FQNs as seen from `model`. Without a trace, only a plan that refuses.
+
+    Raises:
+        ForkError: This process has run a backward on a GPU, after which no fork can.
     """
-    trace, is_step, reason = _find_trace(model, example)
+    return run_forked(
+        partial(
+            infer_here,
+            model,
+            example=example,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+        )
+    )
+
+
+def infer_here(
+    model: nn.Module,
+    *,
+    example: Any,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    step: str = "training_step",
+    without_example: str = "nothing says what its forward takes; pass example=",
+    blocks: Sequence[str] = (),
+) -> ParallelPlan:
+    """Return the plan as `infer_plan` does, in this process.
+
+    Args:
+        model: See `infer_plan`.
+        example: See `infer_plan`.
+        tensor_parallel_size: See `infer_plan`.
+        pipeline_parallel_size: See `infer_plan`.
+        step: Which step of a LightningModule is traced.
+        without_example: Why there is no example, if there is none.
+        blocks: FQNs of containers that are given; the plan keeps them.
+    """
+    trace, reason = _find_trace(model, example, step, without_example)
     if trace is None:
-        text = f"no plan could be inferred for {type(model).__name__}: {reason} {_DECLARE}"
-        return ParallelPlan(refusals={"pipeline": text, "tensor": text})
-    cut = find_cut(model, trace, max(2, pipeline_parallel_size))
+        return refuse_all(model, reason)
+    if blocks:
+        cut = Cut(blocks=blocks[0] if len(blocks) == 1 else None)
+    else:
+        cut = find_cut(model, trace, max(2, pipeline_parallel_size))
     # Of a forward alone, nobody knows which entry of a batch an argument is.
+    is_step = example is not None and hasattr(model, step)
     layout = read_layout(trace) if is_step else BatchLayout()
     styles = _Styles(model, trace, cut, max(2, tensor_parallel_size), _tokens(trace, layout))
     refusals = {}
@@ -82,6 +125,17 @@ def infer_plan(
     )
 
 
+def refuse_all(model: nn.Module, reason: str) -> ParallelPlan:
+    """Return a plan that refuses to divide a model.
+
+    Args:
+        model: The model.
+        reason: Why no plan could be inferred: a sentence.
+    """
+    text = f"no plan could be inferred for {type(model).__name__}: {reason} {_DECLARE}"
+    return ParallelPlan(refusals={"pipeline": text, "tensor": text})
+
+
 def describe_inferred(plan: ParallelPlan) -> str:
     """Return an inferred plan as Python source, and what keeps layers from being divided further.
 
@@ -94,7 +148,8 @@ def describe_inferred(plan: ParallelPlan) -> str:
     return (
         f"{plan.as_code()}\n"
         f"The outputs of {', '.join(gathered)} are gathered, as code behind them wants their whole "
-        "width. In attention, reshape(b, t, -1) in place of the width keeps heads apart."
+        "width. If that is an attention that reshapes to a fixed width, reshape(b, t, -1) there "
+        "keeps heads apart."
     )
 
 
@@ -102,20 +157,32 @@ def _tokens(trace: Trace, layout: BatchLayout) -> dict[str, int]:
     return {n: size for n, size in token_entries(trace).items() if n in layout.sequence_dims}
 
 
-def _find_trace(model: nn.Module, example: Any) -> tuple[Trace | None, bool, str]:
-    """Return the first trace that succeeds, whether it is one of a step, or why none did."""
-    reason = "nothing says what its forward takes; pass example=, or set example_input_array."
-    is_step = example is not None and hasattr(model, "training_step")
-    for run, given in runs_of(model, example):
+def _find_trace(
+    model: nn.Module, example: Any, step: str, without_example: str
+) -> tuple[Trace | None, str]:
+    """Return the first trace that succeeds, or why none did."""
+    reason = "" if example is not None else without_example
+    mistake: Exception | None = None
+    for run, given in runs_of(model, example, step):
         try:
             trace = trace_forward(model, run, given)
+        except LightningParError:
+            raise
         except Exception as error:  # whatever a stranger's forward raises
-            reason = f"its forward could not be traced ({type(error).__name__}: {error})."
-            reason = " ".join(reason.split())[:400]
+            is_step = example is not None and hasattr(model, step)
+            if is_step and isinstance(error, _MISTAKES):
+                mistake = mistake or error
+            what = step if is_step else "forward"
+            reason = f"its {what} could not be traced ({type(error).__name__}: {error})"
+            if example is None:
+                reason = f"{without_example}, and {reason}"
             continue
         if trace.result:
-            return trace, is_step, ""
-    return None, False, reason
+            return trace, ""
+        reason = f"its {step} gives no tensor"
+    if mistake is not None:
+        raise mistake
+    return None, f"{' '.join(reason.split())[:400]}."
 
 
 class _Styles:
@@ -200,6 +267,7 @@ class _Styles:
             return False
         proven: dict[str, frozenset[str] | None] = {}
         found: dict[str, TensorStyle] = {}
+        first = {id(module): name for name, module in self.model.named_modules()}
         for call in calls:
             hidden = call.inputs[0] if call.inputs else None
             if hidden is None or hidden.shape[1:2] != (next(iter(lengths)),):
@@ -215,11 +283,19 @@ class _Styles:
             if partial is None:
                 return False
             for name, _ in call.module.named_parameters(remove_duplicate=False):
-                owner = name.rpartition(".")[0]
+                owner, _, own = name.rpartition(".")
                 if owner in styles:
+                    spec = TENSOR_STYLES[styles[owner]]
+                    is_summed = spec.partial_gradients != "never" and spec.sharded_dim(own) is None
+                    if is_summed != (name in partial):
+                        return False
                     continue
                 style: TensorStyle = "sequence_parallel" if name in partial else "replicated"
-                if found.setdefault(dot + owner if owner else call.fqn, style) != style:
+                # Of a module that several blocks share, plans know the first name.
+                fqn = first[id(call.module.get_submodule(owner))]
+                if name in partial and not fqn.startswith(f"{self.cut.blocks}."):
+                    return False
+                if found.setdefault(fqn, style) != style:
                     return False
         self.styles |= found
         return True

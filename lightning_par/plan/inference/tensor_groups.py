@@ -189,7 +189,7 @@ def _below(fqn: str, prefix: str) -> str:
 
 def signature(call: Call) -> str:
     """Return what decides how a module computes: classes, numbers and shapes."""
-    parts: list[Any] = [[(v.shape, v.dtype) for v in call.inputs]]
+    parts: list[Any] = [[(v.shape, v.dtype, v.requires_grad) for v in call.inputs]]
     for name, module in call.module.named_modules():
         plain = sorted(
             (k, v)

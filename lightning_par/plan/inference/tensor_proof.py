@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.dtensor import like_parameter
 from lightning_par.engine.collectives import apply_function
 from lightning_par.engine.rng import fork_torch_rng
 from lightning_par.engine.tensor.sequence_parallel import Region, SEQUENCE_DIM
@@ -140,7 +141,10 @@ class _Bench:
             if id(tensor) not in leaves:
                 value = self._cut(tensor, rank, ranks) if tensor is first else tensor
                 value = value.detach().clone()
-                leaves[id(tensor)] = value.requires_grad_(value.is_floating_point())
+                # Of rotary tables and masks that come as arguments, nobody takes the gradient.
+                leaves[id(tensor)] = value.requires_grad_(
+                    value.is_floating_point() and (tensor is first or tensor.requires_grad)
+                )
             # Not the leaf itself, which code may change in place.
             made = leaves[id(tensor)]
             return made * 1.0 if made.requires_grad else made
@@ -163,7 +167,7 @@ class _Bench:
                 dim = spec.sharded_dim(own)
                 if dim is not None:
                     shard = parameter.detach().chunk(self.ranks, dim)[rank].clone()
-                    part._parameters[own] = nn.Parameter(shard)
+                    part._parameters[own] = like_parameter(parameter, shard)
             apply_style(part, style, region)
         for name, attributes in self.divided.items():
             part = module.get_submodule(name)
@@ -235,7 +239,7 @@ def _real_copy(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         made = torch.randn(parameter.shape, dtype=torch.float64)
         spread = max(1, parameter.shape[-1]) ** -0.5 if parameter.ndim > 1 else 1.0
-        memo[id(parameter)] = nn.Parameter(made * spread)
+        memo[id(parameter)] = like_parameter(parameter, made * spread).requires_grad_()
     for buffer in module.buffers():
         if buffer.device.type == "meta":
             memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype)
@@ -252,6 +256,7 @@ def _real_arguments(call: Call, flag: bool) -> tuple[Any, Any]:
             shape = tuple(value.shape)
             if value.is_floating_point():
                 made[id(value)] = torch.randn(shape, dtype=torch.float64)
+                made[id(value)].requires_grad_(value.requires_grad)
             elif value.dtype == torch.bool:
                 made[id(value)] = torch.full(shape, flag)
             else:

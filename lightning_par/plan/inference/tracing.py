@@ -16,6 +16,7 @@ import torch
 from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.dtensor import like_parameter
 from lightning_par.engine.rng import fork_all_rng
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import count_of_changes, storage_key
@@ -285,7 +286,7 @@ class _Recorder(TorchFunctionMode):
                     continue
                 if id(parameter) not in made:
                     plain = stand_in(parameter.detach())
-                    made[id(parameter)] = nn.Parameter(plain, parameter.requires_grad)
+                    made[id(parameter)] = like_parameter(parameter, plain)
                     self.name(made[id(parameter)], kind="parameter", name=dot + name)
                 module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():

@@ -35,7 +35,7 @@ from lightning_par.engine.tensor_tree import on_first_tensor, pack, PackedTree, 
 from lightning_par.planner.rehearsal.weightless import WeightlessTensors
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.processes import mesh_processes
-from lightning_par.strategies.step.look import first_look
+from lightning_par.strategies.step.look import loss_rule
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import tree_flatten, tree_map
 
@@ -155,7 +155,7 @@ def answered_alone(strategy: MeshStrategy, live: WeightlessTensors) -> Iterator[
             # Nobody watches ranks that are not there.
             (mesh_processes, "open_status_file", lambda *_: (None, [])),
             # Losses without values tell nothing of the rule by which they are made.
-            (first_look, "rule_error", lambda *_: math.nan),
+            (loss_rule, "rule_error", lambda *_: math.nan),
         ):
             opened.enter_context(replaced(owner, name, value))
         yield

@@ -29,8 +29,8 @@ from lightning_par.strategies.auto.machine import find_profile
 from lightning_par.strategies.auto.training_data import look_at_data, TrainingData
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.block_wrapping import check_recomputation
-from lightning_par.strategies.setup.checks import check_module, check_trainer
-from lightning_par.strategies.setup.inferred_plan import first_samples, infer_for_run
+from lightning_par.strategies.setup.checks import check_module, check_trainer, divides_nothing
+from lightning_par.strategies.setup.inferred_plan import first_samples, plan_of_run
 from lightning_par.strategies.setup.memory_check import MemoryCheck
 from lightning_par.strategies.step.batch_statistics import refuse_parts, training_batchnorms
 from lightning_par.upstream.lightning import synchronizes_batchnorm
@@ -219,14 +219,21 @@ class LayoutChooser:
         shape = shape_of(
             self.module,
             self._data.length,
-            plan=lambda: self.options.plan or find_plan(self.module) or self._inferred(),
-            example=lambda: first_samples(self.module),
+            plan=self._whole_plan,
+            example=self._example,
             eager=device.runs_eagerly,
         )
         return Planner(shape=shape, device=_in_words(device, code.activation_bytes), code=code)
 
-    def _inferred(self) -> ParallelPlan:
-        return infer_for_run(self.module, ParallelSizes(tensor=2, pipeline=2))
+    def _whole_plan(self) -> ParallelPlan:
+        sizes = ParallelSizes(tensor=2, pipeline=2)
+        return plan_of_run(self.module, self.options.plan, sizes) or ParallelPlan()
+
+    def _example(self) -> Any:
+        try:
+            return first_samples(self.module)
+        except Exception:  # of a loader or dataset of the user; the run will meet it again
+            return None
 
     def _ranked(
         self, planner: Planner, refusals: dict[tuple[Any, ...], str]
@@ -362,6 +369,8 @@ class LayoutChooser:
                 check_recomputation(self.module, resolved, options.recomputation, count)
         except LightningParError as error:
             return error.message
+        if sizes.tensor > 1 and divides_nothing(resolved.plan):
+            return f"tensor_parallel_size={sizes.tensor} would divide no layer of this model."
         memory = MemoryCheck(
             module=self.module,
             resolved=resolved,

@@ -17,6 +17,7 @@ from lightning_par.strategies.auto.first_steps import FirstSteps
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.setup.checks import check_trainer
 from lightning_par.strategies.setup.preflight import one_speaks
+from lightning_par.upstream.lightning import trainer_of
 
 __all__ = ["AutoParallelStrategy"]
 
@@ -104,13 +105,24 @@ class AutoParallelStrategy(MeshStrategy):
             check_trainer(trainer, model, ParallelSizes(data_shard=self._counts()[0]))
 
     @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        module = self.lightning_module
+        trainer = None if module is None else trainer_of(module)
+        if trainer is not None:  # what a rank reads depends on the layout
+            self._choose_once(trainer)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._choose_once(trainer)
+        super().setup(trainer)
+
+    def _choose_once(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None
         chosen_for = None if self._chosen_for is None else self._chosen_for()
         if chosen_for is not module and not self._on_mesh(module):
             self._choose(trainer, module)
-        super().setup(trainer)
 
     def _choose(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         devices, node = self._counts()

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lightning_par.engine.batch import batch_entry, has_entry, sequence_entries
-from lightning_par.engine.rng import fork_all_rng
 from lightning_par.engine.tensor_tree import tensors_of
+from lightning_par.plan.inference.forked import ForkError, run_forked
 from lightning_par.plan.parallel_plan import BatchLayout
-from lightning_par.strategies.setup.inferred_plan import train_loader
+from lightning_par.strategies.setup.inferred_plan import loaders_of
+from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["TrainingData", "look_at_data"]
 
@@ -40,26 +41,32 @@ def look_at_data(
 ) -> TrainingData:
     """Look at the loader of the training data, and at its first, middle and last sample.
 
-    The samples are taken from the dataset: no loader starts, and no random state moves.
+    That happens in a fork of this process: no loader or random state of the run moves.
 
     Args:
         trainer: Its data are set up.
         module: The user's module.
         layout: Where the tokens of a batch are; if it says nothing, they are dim 1 of integers.
     """
+    try:
+        return run_forked(lambda: _look(trainer, module, layout))
+    except ForkError:
+        return TrainingData()
+
+
+def _look(trainer: pl.Trainer, module: pl.LightningModule, layout: BatchLayout) -> TrainingData:
     size, samples, lengths = None, None, list[int]()
-    with fork_all_rng(torch.device("cpu")):
-        try:
-            loader = train_loader(trainer, module)
-            size = getattr(loader, "batch_size", None)
-            if size is None:  # a sampler that gives whole batches may know
-                size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-            dataset = getattr(loader, "dataset", None)
-            if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):
-                samples = len(dataset)
-                lengths = list(_lengths(loader, samples, layout))
-        except Exception:  # of a loader or dataset of the user; the run will meet it again
-            pass
+    try:
+        loader = next(iter(tree_leaves(loaders_of(trainer, module))), None)
+        size = getattr(loader, "batch_size", None)
+        if size is None:  # a sampler that gives whole batches may know
+            size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):
+            samples = len(dataset)
+            lengths = list(_lengths(loader, samples, layout))
+    except Exception:  # of a loader or dataset of the user; the run will meet it again
+        pass
     return TrainingData(
         batch_size=size if isinstance(size, int) else None,
         samples=samples,

@@ -2,7 +2,8 @@
 
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class CheckpointLoad:
         self.restores_optimizer = True
         self._own: dict[str, Any] | None = None
         self._random_states: dict[str, Any] | None = None
+        self._waiting: Callable[[ParallelModel], None] | None = None
 
     def read(
         self,
@@ -163,26 +165,59 @@ class CheckpointLoad:
         *,
         strict: bool,
     ) -> None:
-        """Copy this rank's part of a state dict into the module; likewise the states of averages.
+        """Copy a state dict into the module.
+
+        As with a plain Trainer, this comes before the strategy's `setup`, so that the hooks that
+        follow see the same weights. What has no memory before the module is on its mesh waits for
+        `complete`: parameters on meta, and averages of weights.
 
         Args:
-            model: The model on its mesh; None on one device, where the module is whole yet.
+            model: The model on its mesh; None where the module is whole yet, as before `setup`.
             module: The user's module.
-            checkpoint: What `read` gave; the states that callbacks will load are changed in place.
+            checkpoint: What `read` gave.
             strict: Refuse missing and unexpected keys.
         """
         state = checkpoint["state_dict"]
+        waits = model is None and any(p.is_meta for p in module.parameters())
+        if waits:
+            state = copy(state)  # what callbacks change from here on is not loaded
+        else:
+            self._load(model, module, state, strict=strict)
+
+        def complete(model: ParallelModel) -> None:
+            if waits:
+                self._load(model, module, state, strict=strict)
+            load_averages(model, checkpoint, state)
+
+        self._waiting = complete
+
+    def _load(
+        self,
+        model: ParallelModel | None,
+        module: nn.Module,
+        state: Mapping[str, Any],
+        *,
+        strict: bool,
+    ) -> None:
         if model is not None:
             model.sharding.release()
-        elif not isinstance(state, StoredTensors):
+        elif self._processes.world_size == 1 and not isinstance(state, StoredTensors):
             module.load_state_dict(state, strict=strict)
             return
         states = StateMap.of_whole(module, self._processes.mesh) if model is None else model.states
-        if not self.restores_optimizer:
+        if not self.restores_optimizer and isinstance(state, StoredTensors):
             state = states.match_names(module, state)
         states.load_weights(module, state, strict=strict)
-        if model is not None:
-            load_averages(model, checkpoint, state)
+
+    def complete(self, model: ParallelModel) -> None:
+        """Load what `load_weights` had to leave until the module is on its mesh.
+
+        Args:
+            model: The model on its mesh, with the averages that callbacks keep.
+        """
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting(model)
 
     def load_optimizers(
         self, model: ParallelModel, optimizers: Sequence[Optimizer], saved: Sequence[Any]

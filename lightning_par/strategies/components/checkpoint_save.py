@@ -20,6 +20,7 @@ from lightning_par.engine.rng import collect_random_states
 from lightning_par.errors import CheckpointError, ConfigurationError, describe, raise_problems
 from lightning_par.huggingface import describe_model, MODEL_STATE
 from lightning_par.sizes import AXES, ParallelSizes
+from lightning_par.strategies.components.optimizer_forms import with_parts
 from lightning_par.strategies.components.requeue import link_requeue_checkpoint
 from lightning_par.strategies.components.weight_averages import LocalWeights
 from lightning_par.strategies.options import MeshOptions
@@ -110,7 +111,8 @@ class CheckpointSave:
         if not self._processes.interruption.ranks_are_together():
             return {}
         try:
-            return model.states.local_optimizer(model.module, inner)
+            with with_parts(model, inner):
+                return model.states.local_optimizer(model.module, inner)
         except CheckpointError as error:  # the other ranks go on to `save`
             return {"error": error.message}
 

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.strategies.components.module_forms import broadcast_state
+from lightning_par.strategies.components.optimizer_forms import gather_optimizers
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -31,8 +32,8 @@ def gather_after_run(
     """Give every rank the whole module, if the option says so and the ranks are still together.
 
     A whole module goes to the host, where every strategy of Lightning leaves it, and with it the
-    states of the optimizers on one device; on several, those are of parameters that it no longer
-    has.
+    states of the optimizers on one device; on several, those of torch's optimizers are of
+    parameters that it no longer has, and others get whole ones.
 
     Args:
         model: The model on its mesh.
@@ -44,22 +45,29 @@ def gather_after_run(
     """
     if not model.forms.is_whole:  # it is, where the set-up of another run failed
         model.sharding.release()
-        _gather(model, options, processes)
+        _gather(model, optimizers, options, processes)
     if model.forms.is_whole:
         model.module.cpu()
         if processes.world_size == 1:
             move_states(optimizers, torch.device("cpu"))
 
 
-def _gather(model: ParallelModel, options: MeshOptions, processes: MeshProcesses) -> None:
+def _gather(
+    model: ParallelModel,
+    optimizers: Sequence[Optimizer],
+    options: MeshOptions,
+    processes: MeshProcesses,
+) -> None:
     if processes.world_size == 1:
         model.forms.show_whole(model.gather_tensors() if model.forms.needs_values else {})
         return
     # After an exception nobody knows where the other ranks are.
     if processes.interruption.is_handled or not _is_wanted(model, options, processes):
         return
-    tensors = model.gather_tensors()
+    tensors, held = model.gather_tensors(), gather_optimizers(model, optimizers)
     model.forms.show_whole(broadcast_state(tensors, None, processes.device))
+    for optimizer in held:
+        optimizer.show(model)
 
 
 def _is_wanted(model: ParallelModel, options: MeshOptions, processes: MeshProcesses) -> bool:

@@ -1,7 +1,7 @@
 """Host offload inside Lightning: when gradients are sent to the host, when updates are complete."""
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +23,14 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.precision import MasterWeightPrecision
+from lightning_par.upstream.lightning import callbacks_of
 
 __all__ = ["HostOffload", "cache_folder", "is_offloaded", "offload_precision"]
 
-_SEE_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
+_SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
+"""Hooks of modules and callbacks in which gradients are read or changed."""
+_OF_MODULES = ("backward", "configure_gradient_clipping", "optimizer_step")
+"""The same of modules alone."""
 
 
 def cache_folder() -> Path:
@@ -93,6 +97,19 @@ def is_offloaded(
     return True
 
 
+def _hooks_on_gradients(module: pl.LightningModule) -> Iterator[str]:
+    """Yield the hooks of the user's that may read or change gradients before the step."""
+    for name in (*_SEE_GRADIENTS, *_OF_MODULES):
+        if is_overridden(name, module, pl.LightningModule):
+            yield f"{type(module).__name__}.{name}"
+    for callback in callbacks_of(module.trainer):
+        kind = type(callback)
+        if kind.__module__.startswith("lightning_par."):
+            continue
+        found = (n for n in _SEE_GRADIENTS if is_overridden(n, callback, pl.Callback))
+        yield from (f"{kind.__name__}.{name}" for name in found)
+
+
 def _check_steps(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
     if not module.automatic_optimization:
         raise ConfigurationError(
@@ -137,12 +154,16 @@ class HostOffload:
             options=offload if pipeline is None else replace(offload, overlap="off"),
             worker=UpdateWorker(kernel, torch.get_num_threads(), device),
             late=model.gradients.reduced_late,
+            unsure=() if model.sharding.absent is None else model.sharding.absent.filled,
         )
-        seen = [name for name in _SEE_GRADIENTS if is_overridden(name, module, pl.LightningModule)]
+        seen = list(_hooks_on_gradients(module))
+        self._host.defers = bool(seen)
         if seen:
-            rank_zero_warn(
-                f"{type(module).__name__}.{' and '.join(seen)} runs when gradients have left for "
-                "the host: parameters have none there. self.clip_gradients works."
+            on_device = offload.accumulate_on == "device"
+            rank_zero_info(
+                f"Gradients go to the host when the optimizer steps, after {' and '.join(seen)}: "
+                "the device holds all of them until then"
+                + ("." if on_device else ", and accumulate_on='host' has no effect.")
             )
 
     @contextmanager
@@ -159,17 +180,17 @@ class HostOffload:
         """Prepare for a backward whose gradients are sent to the host."""
         if not self._model.sharding.synchronizes:
             return
-        module, trainer = self._model.module, self._model.module.trainer
+        trainer = self._model.module.trainer
         clips = trainer.gradient_clip_val
         by_value = bool(clips) and trainer.gradient_clip_algorithm == "value"
         self._host.begin(
             trainer.global_step,
             # An update may start before the backward ends if it needs no other gradient.
             streams=self._ignores_nonfinite
+            and not self._host.defers
             and self._model.gradients.scaler is None
-            and (not clips or by_value)
-            and not is_overridden("configure_gradient_clipping", module, pl.LightningModule),
-            largest=float(clips) if clips and by_value else float("inf"),
+            and (not clips or by_value),
+            largest=float(clips or 0) if by_value and not self._host.defers else float("inf"),
         )
 
     def complete(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 
+from lightning_par.dtensor import like_parameter
 from lightning_par.engine.init.materialize import broadcast_values
 from lightning_par.upstream.fsdp import attach_states, detach_states
 
@@ -141,7 +142,7 @@ class ModuleForms:
                 tensor.data = value
             elif tensor.is_meta:
                 if id(tensor) not in made:
-                    made[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = like_parameter(tensor, value)
                 self._tensors[name] = made[id(tensor)]
             else:
                 tensor.data = value

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_par.checkpoint.optimizer_groups import by_name, check_groups, number_names
 from lightning_par.checkpoint.pieces import cut_piece, Piece
 from lightning_par.checkpoint.progress import counted
-from lightning_par.checkpoint.tensor_files import StoredOptimizer, StoredTensor, StoredTensors
+from lightning_par.checkpoint.tensor_files import StoredTensor, StoredTensors
 from lightning_par.checkpoint.unread_tensor import read_part, UnreadTensor
 from lightning_par.dtensor import full_tensors, local_box, local_part
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
@@ -29,7 +29,7 @@ from lightning_par.huggingface import adapt_weights
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import canonical_names
 
-__all__ = ["StateMap", "named_tensors"]
+__all__ = ["StateMap", "named_tensors", "state_like"]
 
 
 class StateMap:
@@ -40,6 +40,9 @@ class StateMap:
         state_order: Keys of the whole model's `state_dict`, in order.
         parameter_order: Canonical FQNs of the whole model's parameters, in order.
         canonical: FQN of every parameter -> its canonical FQN.
+
+    Attributes:
+        given: Id of every parameter of the whole model -> its name and itself.
     """
 
     def __init__(
@@ -49,11 +52,10 @@ class StateMap:
         parameter_order: Sequence[str],
         canonical: Mapping[str, str],
     ) -> None:
-        self._mesh, self._canonical = mesh, dict(canonical)
-        self._state_order = list(state_order)
+        self._mesh, self._canonical, self._state_order = mesh, dict(canonical), list(state_order)
         self._rank_of = {name: i for i, name in enumerate(parameter_order)}
         # Pruning gives a parameter another name during a run. Held, so that ids stay theirs.
-        self._given: dict[int, tuple[str, nn.Parameter]] = {}
+        self.given: dict[int, tuple[str, nn.Parameter]] = {}
         self._tied: dict[str, list[str]] = {}
         for name, first in self._canonical.items():
             self._tied.setdefault(first, []).append(name)
@@ -63,7 +65,7 @@ class StateMap:
         """Return the map of a module that is not on the mesh yet."""
         named = dict(module.named_parameters())
         made = cls(mesh, list(module.state_dict()), list(named), canonical_names(module))
-        made._given = {id(p): (name, p) for name, p in named.items()}
+        made.given = {id(p): (name, p) for name, p in named.items()}
         return made
 
     @property
@@ -160,10 +162,9 @@ class StateMap:
         """Return a state dict of which tensors in files are not read yet."""
         given: Any = copy(state)  # with the versions of its modules
         if isinstance(state, StoredTensors):
-            found = {name: state.find(name) for name in state}
             given = {
                 n: UnreadTensor.of(e) if isinstance(e, StoredTensor) else e
-                for n, e in found.items()
+                for n, e in state.unread().items()
             }
         for names in self._tied.values():
             source = next((name for name in names if name in given), None)
@@ -296,7 +297,7 @@ class StateMap:
         self,
         module: nn.Module,
         optimizer: Optimizer,
-        state: Mapping[str, Any] | StoredOptimizer,
+        state: Mapping[str, Any],
         host: HostOptimizer | None = None,
     ) -> None:
         """Load this rank's part of a whole optimizer state.
@@ -304,8 +305,8 @@ class StateMap:
         Args:
             module: Module whose parameters the optimizer holds.
             optimizer: Optimizer of this rank.
-            state: As one process would have it, the same on every rank; of a `StoredOptimizer` only
-                the part of this rank is read.
+            state: As one process would have it, the same on every rank; of one in files only the
+                part of this rank is read.
             host: Takes the states of parameters that are updated on the host.
 
         Raises:
@@ -321,12 +322,13 @@ class StateMap:
         else:
             stages = [groups]
         merged = self._merge(stages)
-        stored = state if isinstance(state, StoredOptimizer) else by_name(state, merged)
+        stored = by_name(state, merged)
         check_groups(stored, merged)
         local_state, numbers = {}, count()
         ids = [[next(numbers) for _ in group["params"]] for group in optimizer.param_groups]
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        entries = [stored.states.get(names[id(parameter)]) for parameter in held]
+        states, saved_groups = stored.states, stored.groups
+        entries = [states.get(names[id(parameter)]) for parameter in held]
         pairs = zip(held, entries, strict=True)
         reads = _bytes_of_parts((p.data, v) for p, entry in pairs for v in (entry or {}).values())
         with counted("read", "loading the optimizer", reads):
@@ -334,16 +336,16 @@ class StateMap:
                 if entry is not None and not _load_on_host(host, parameter, entry):
                     known = optimizer.state.get(parameter, {})
                     local_state[position] = {
-                        k: _state_like(parameter, v, known.get(k)) for k, v in entry.items()
+                        k: state_like(parameter, v, known.get(k)) for k, v in entry.items()
                     }
-        groups_of_ids = zip(stored.groups, ids, strict=True)
+        groups_of_ids = zip(saved_groups, ids, strict=True)
         local_groups = [{**saved, "params": members} for saved, members in groups_of_ids]
         optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
 
     def _names(self, module: nn.Module, optimizer: Optimizer) -> dict[int, str]:
         """Return id -> name of every parameter; on one device also of what is none."""
         named = module.named_parameters(remove_duplicate=False)
-        known, given = self._canonical, self._given
+        known, given = self._canonical, self.given
         names = {id(p): known.get(n) or given.get(id(p), (n, p))[0] for n, p in named}
         if self._mesh.sizes.world_size == 1:
             for i, group in enumerate(optimizer.param_groups):
@@ -469,15 +471,15 @@ def named_tensors(module: nn.Module, *, recurse: bool = True) -> dict[str, Tenso
     return {**dict(parameters), **dict(buffers)}
 
 
-def _state_like(parameter: nn.Parameter, value: Any, held: Any) -> Any:
+def state_like(parameter: nn.Parameter, value: Any, held: Any = None) -> Any:
     """Return this rank's part of an optimizer state, sharded like its parameter if it has the same
     shape.
 
     It is read into the tensor that is held already, if that fits, so that memory never has both.
     """
+    data = parameter.data
     if not isinstance(value, Tensor | StoredTensor):
         return value
-    data = parameter.data
     same = value.shape == data.shape and data.ndim > 0
     if not isinstance(data, DTensor) or not same:
         return value.read() if isinstance(value, StoredTensor) else value

@@ -2,7 +2,7 @@
 
 `WeightAveraging` and `StochasticWeightAveraging` copy the whole module in their `setup`, before it
 is sharded. So that `setup` is called later, once the module is on its mesh, with `WeightParts` in
-the place of the module; all the rest is Lightning's own code.
+the place of the module, and then what reads a checkpoint; all the rest is Lightning's own code.
 
 Note [Local states]: what the callbacks put into a checkpoint are states of this rank's parts. The
 saver replaces them by those of the whole model; before the callbacks read a checkpoint, the loader
@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_par.dtensor import local_part
+from lightning_par.dtensor import like_parameter, local_part
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.setup.averaging_checks import averaging_callbacks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -31,6 +31,7 @@ __all__ = [
     "make_averages",
 ]
 
+_DEFERRED = "setup", "on_load_checkpoint", "load_state_dict"
 _CURRENT = "current_model_state"
 """Key of a checkpoint under which `WeightAveraging` keeps the weights that are trained."""
 _SWA_STATE = "average_model_state"
@@ -64,7 +65,7 @@ class WeightParts(pl.LightningModule):
                 self._owner(name).add_module(name.rpartition(".")[2], nn.Module())
         for name, p in module.named_parameters(remove_duplicate=False):
             if id(p) not in copies:
-                copies[id(p)] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                copies[id(p)] = like_parameter(p, p.detach().clone())
             self._owner(name).register_parameter(name.rpartition(".")[2], copies[id(p)])
         for name, b in module.named_buffers(remove_duplicate=False):
             copy = copies.setdefault(id(b), b.detach().clone())
@@ -126,11 +127,11 @@ def _local_tensors(module: nn.Module) -> nn.Module:
 
 
 def defer_averages(trainer: pl.Trainer) -> None:
-    """Let `setup` of averaging callbacks do nothing until `make_averages`; on one device they find
-    the module whole.
+    """Let `setup` of averaging callbacks do nothing until `make_averages`, and what reads a
+    checkpoint nothing until `load_averages`; on one device they find the module whole.
     """
     for callback in averaging_callbacks(trainer) if trainer.world_size > 1 else ():
-        vars(callback)["setup"] = lambda *_, **__: None
+        vars(callback).update(dict.fromkeys(_DEFERRED, lambda *_, **__: None))
 
 
 def make_averages(trainer: pl.Trainer, model: ParallelModel) -> None:
@@ -141,8 +142,11 @@ def make_averages(trainer: pl.Trainer, model: ParallelModel) -> None:
         model: The model on its mesh.
     """
     for callback in averaging_callbacks(trainer):
-        if vars(callback).pop("setup", None) is None:
+        # `load_averages` comes after this, and calls the others itself.
+        if _DEFERRED[0] not in vars(callback):
             continue
+        for name in _DEFERRED:
+            del vars(callback)[name]
         _settle(model)
         parts = WeightParts(model.module, partial(_settle, model))
         earlier = _average_of(callback)
@@ -176,7 +180,7 @@ def _settle(model: ParallelModel) -> None:
 
 
 def load_averages(model: ParallelModel, checkpoint: dict[str, Any], weights: Any) -> None:
-    """Replace the states that averaging callbacks will load by those of this rank's parts.
+    """Let averaging callbacks load the states of this rank's parts, if that was deferred.
 
     Args:
         model: The model on its mesh, which has loaded its weights.
@@ -187,23 +191,25 @@ def load_averages(model: ParallelModel, checkpoint: dict[str, Any], weights: Any
         CheckpointError: Names or shapes differ from those of the model.
     """
     module, states = model.module, model.states
+    trainer, found = module.trainer, checkpoint.get("callbacks")
+    callbacks = averaging_callbacks(trainer)
+    if trainer.world_size == 1 or found is None or not callbacks:
+        return
 
     def local(state: Any) -> LocalWeights:
         parts = WeightParts(module, lambda: None)
         states.load_weights(parts, state, strict=True)
         return LocalWeights(parts.state_dict())
 
-    callbacks = averaging_callbacks(module.trainer)
-    for callback in callbacks:
-        found = (checkpoint.get("callbacks") or {}).get(callback.state_key) or {}
-        if found.get(_SWA_STATE) is not None:
-            found[_SWA_STATE] = local(found[_SWA_STATE])
-        if found.get("scheduler_state") is not None:
-            # The callback does this when a fit starts, before a mesh loads: a scheduler that it
-            # has replaced would be given the state of another one.
-            module.trainer.lr_scheduler_configs.clear()
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):
         checkpoint["state_dict"] = local(weights)
         if _CURRENT in checkpoint:
             states.load_weights(module, checkpoint[_CURRENT], strict=True)
             checkpoint[_CURRENT] = LocalWeights(module.state_dict())
+    for callback in callbacks:
+        callback.on_load_checkpoint(trainer, module, checkpoint)
+        state = found.get(callback.state_key)
+        if state:
+            average = state.get(_SWA_STATE)
+            more = {} if average is None else {_SWA_STATE: local(average)}
+            callback.load_state_dict({**state, **more})

@@ -22,7 +22,14 @@ from lightning_par.dtensor import box_at, whole
 from lightning_par.engine.rng import fork_torch_rng
 from lightning_par.errors import ConfigurationError, either
 
-__all__ = ["LOOKS_ACROSS", "Reach", "declared_reach", "looks_across_model", "right_on_shards"]
+__all__ = [
+    "LOOKS_ACROSS",
+    "Reach",
+    "check_references",
+    "declared_reach",
+    "looks_across_model",
+    "right_on_shards",
+]
 
 Reach = Literal["entry", "parameter", "model"]
 """``"entry"``: each entry of a weight is updated by its own gradient and states; ``"parameter"``:
@@ -74,6 +81,44 @@ def declared_reach(optimizer: Optimizer) -> Reach | None:
     if any(issubclass(kind, base) and step is inspect.unwrap(base.step) for base in _BY_ENTRY):
         return "entry"
     return None
+
+
+def check_references(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that keeps parameters beside its groups and is to step on whole tensors,
+    which take the places of parameters in its groups.
+
+    Raises:
+        ConfigurationError: With the attributes that keep them.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    known = {id(parameter) for group in groups for parameter in group}
+
+    def holds(value: Any, seen: set[int]) -> bool:
+        if isinstance(value, Tensor):
+            return id(value) in known
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        if isinstance(value, dict):
+            return any(holds(each, seen) for entry in value.items() for each in entry)
+        if isinstance(value, list | tuple | set):
+            return any(holds(each, seen) for each in value)
+        return isinstance(value, Optimizer) and holds(vars(value), seen)
+
+    # Lists that are replaced in place may be shared, as with an optimizer inside.
+    shared = {id(optimizer.state), *map(id, groups)}
+    found = [name for name, value in vars(optimizer).items() if holds(value, set(shared))]
+    if found:
+        kind = type(optimizer).__name__
+        raise ConfigurationError(
+            "LP610",
+            f"{kind} keeps parameters in {' and '.join(found)}, beside its groups, and its update "
+            "is not known to work entry by entry: it would have to step on whole tensors, which "
+            "take the places of parameters in param_groups only. Take the parameters from "
+            "param_groups and keep copies of them in self.state[parameter]; or, if each entry of "
+            f"a weight is updated by its own gradient and states, set {LOOKS_ACROSS} = 'entry' in "
+            f"the class {kind}.",
+        )
 
 
 def looks_across_model(optimizer: Optimizer, device: torch.device) -> bool:

@@ -50,8 +50,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
         explain: Called with an exception of the run; may add a note to it, or return a clearer one.
 
     Attributes:
-        weights_only: What the user passed to the Trainer's method under this name.
-        train_data: What the user passed to `fit` as its data, or None.
+        data: What the user passed to the Trainer's method as the data of its loop, or None.
         observes: Whether a process of ours that fails ends all the others. `RankWatch` knows more,
             as long as it is there.
     """
@@ -66,8 +65,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._preflight, self._explain = preflight, explain
-        self.weights_only: bool | None = None
-        self.train_data: Any = None
+        self.data: Any = None
         self.observes = True
 
     @property
@@ -91,8 +89,7 @@ class PreflightLauncher(SubprocessScriptLauncher):
     ) -> Any:
         self._preflight(trainer, args[0] if args else None)
         given = inspect.signature(function).bind(*args, **kwargs).arguments
-        self.weights_only = given.get("weights_only")
-        self.train_data = given.get("train_dataloaders")
+        self.data = given.get("train_dataloaders", given.get("dataloaders"))
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )

@@ -1,9 +1,13 @@
-"""The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for."""
+"""The processes of a run: sizes, mesh, launcher, and the collectives that Lightning asks for.
+
+Length: what a run is made of before a module is there, in its order.
+"""
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -15,14 +19,15 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from lightning_par.dtensor import whole_values
 from lightning_par.engine.activity import Activity, BETWEEN_STEPS
 from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.rng import collect_random_states, restore_random_states
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.deferred_signals import DeferredSignals
 from lightning_par.strategies.processes.host_status import HostStatusServer
@@ -42,6 +47,7 @@ from lightning_par.strategies.processes.island_place import find_island, find_pl
 from lightning_par.strategies.processes.launcher import PreflightLauncher, refuse_prompt
 from lightning_par.strategies.processes.module_copies import explain_copy
 from lightning_par.strategies.processes.rendezvous import (
+    init_alone,
     leave_at_exit,
     loopback_store,
     spare_forks,
@@ -58,10 +64,10 @@ from lightning_par.strategies.processes.watchdog import (
     open_status_file,
     RankWatch,
 )
+from lightning_par.strategies.processes.world_collectives import check_world_collectives
 from lightning_par.upstream.lightning import init_process_group, trainer_of
 
 __all__ = ["MeshProcesses"]
-
 
 _PATIENCE = timedelta(seconds=120)
 """How long ranks of one node that no launcher watches wait for each other."""
@@ -77,6 +83,7 @@ class MeshProcesses:
 
     Attributes:
         activity: What this rank is doing, for messages about ranks that fail.
+        decisions: What the run found out by itself, such as the rule of its loss.
         interruption: Whether an exception is being handled, and on which ranks.
         copy: Under a pipeline, a module and its copy inside of the user's module, if there is one.
     """
@@ -95,18 +102,22 @@ class MeshProcesses:
         self._variables: list[str] = []
         self._owns_group = False
         self._filter: Any = None
-        self.activity = Activity()
+        self.activity, self.decisions = Activity(), Decisions()
+        self._opened = ExitStack()
+        self.catch_up: Callable[[], None] | None = None  # set with the model
         self.interruption = Interruption(options.timeout)
         self._signals, self._progress = DeferredSignals(), RunProgress()
         self._shared: set[str] = set()
+        self._collectives = ExitStack()
         self.copy: tuple[str, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, threads and the run behind."""
-        left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter"))
+        left = dict.fromkeys(("_mesh", "_launcher", "_watch", "_filter", "catch_up"))
         interruption = Interruption(self._options.timeout)
         own: dict[str, Any] = {"interruption": interruption, "_signals": DeferredSignals()}
         own |= {"_progress": RunProgress(), "_shared": set()}
+        own |= {"_collectives": ExitStack(), "_opened": ExitStack()}
         return {**vars(self), **left, **own, "_owns_group": False}
 
     def attach(
@@ -288,6 +299,7 @@ class MeshProcesses:
             cpu = torch.device("cpu")
             restore_random_states(self.broadcast(collect_random_states(cpu), 0), cpu)
         if self._watch is None and self.world_size > 1:
+            self._opened.enter_context(whole_values())
             assert self._environment is not None
             local_rank = self._environment.local_rank()
             sizes = ParallelSizes(data_shard=self.world_size) if waits else self.sizes
@@ -335,10 +347,15 @@ class MeshProcesses:
         """Make the mesh, if there is none."""
         if self.sizes.data == 1 and self._filter is None:
             # All ranks log the same values; Lightning cannot know.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch")
-            self._filter = warnings.filters[0]
+            message = re.compile(".*sync_dist=True.*when logging on epoch")
+            self._filter = ("ignore", message, Warning, None, 0)
+            # `filterwarnings` would also let every warning that was shown come once more.
+            filters: Any = warnings.filters  # a list
+            filters.insert(0, self._filter)
         if self._mesh is None:
             self._mesh = build_mesh(self.sizes, self.device.type, self._options.timeout)
+        self._collectives.close()
+        self._collectives.enter_context(check_world_collectives(self.sizes, self.activity))
 
     def choose(self, sizes: ParallelSizes) -> None:
         """Arrange the processes of a run, which are set up, in a mesh of these sizes.
@@ -364,11 +381,7 @@ class MeshProcesses:
         if self._num_nodes == 1:
             if self.world_size == 1 and not dist.is_initialized():
                 # Nobody to meet: no port, no variables, and `close` can leave nothing behind.
-                # Where its backend is "gloo", Lightning evaluates without inference mode.
-                backend = self.backend if ":" in self.backend else f"cpu:{self.backend}"
-                dist.init_process_group(
-                    backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
-                )
+                init_alone(self.backend, timeout)
                 self._owns_group, self._mesh = True, None
                 return
             if isinstance(environment, LightningEnvironment) and not dist.is_initialized():
@@ -441,6 +454,8 @@ class MeshProcesses:
     def close(self) -> None:
         """Stop watching, and leave the environment as it was; the launcher observes again."""
         self._signals.close()
+        self._collectives.close()
+        self._opened.close()
         self._progress.close(trainer_of(self.interruption.module))
         while self._variables:
             os.environ.pop(self._variables.pop(), None)
@@ -470,14 +485,19 @@ class MeshProcesses:
         dist.broadcast_object_list(box, source)
         return box[0]
 
+    def before_exchange(self) -> None:
+        """Exchange what precedes an exchange that the user's step asks for."""
+        if self.catch_up is not None:
+            self.catch_up()
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over `group`; ranks of one replica hold the same values."""
         if not isinstance(tensor, Tensor) or self._mesh is None or not dist.is_initialized():
             return tensor
+        self.before_exchange()
         group = self._mesh.data_group if group is None else group
         if isinstance(reduce_op, str):
-            named = "AVG" if reduce_op == "mean" else reduce_op.upper()
-            reduce_op = getattr(dist.ReduceOp, named)
+            reduce_op = getattr(dist.ReduceOp, "AVG" if reduce_op == "mean" else reduce_op.upper())
         averages = reduce_op == dist.ReduceOp.AVG
         if averages and not tensor.is_floating_point():
             tensor = tensor.double()  # Lightning averages its counts of samples; 3.5 is not 3

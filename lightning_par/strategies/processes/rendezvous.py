@@ -6,16 +6,19 @@ import atexit
 import gc
 import os
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 
+import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     default_pg_timeout,
     DistError,
+    HashStore,
     TCPStore,
 )
 
@@ -23,7 +26,7 @@ from lightning_par.errors import MeshError
 from lightning_par.strategies.processes.interface import GLOO, name_interface
 from lightning_par.strategies.processes.interruption import Interruption
 
-__all__ = ["leave_at_exit", "loopback_store", "spare_forks", "use_loopback"]
+__all__ = ["init_alone", "leave_at_exit", "loopback_store", "spare_forks", "use_loopback"]
 
 _LOOPBACK = "127.0.0.1"
 _PERIOD = 0.05
@@ -129,3 +132,22 @@ def _absent(missing: Sequence[int], port: int, limit: timedelta) -> MeshError:
         "its Trainer ran, or was never started. Look at the first error in its log, and start all "
         "ranks anew.",
     )
+
+
+def init_alone(backend: str, timeout: timedelta | None) -> None:
+    """Make the world of one process, which prints nothing that a run without it would not.
+
+    Args:
+        backend: For all devices, or by device.
+        timeout: Of its collectives.
+    """
+    chosen: str | None = backend
+    if backend == "gloo" and not torch.accelerator.is_available():
+        # Torch chooses it by itself. Of "cpu:gloo" it would warn at the end ("No backend of type
+        # 0"), and where the backend is "gloo", Lightning evaluates without inference mode.
+        chosen = None
+    elif ":" not in backend:
+        chosen = f"cpu:{backend}"
+    print_exception = sys.excepthook
+    dist.init_process_group(chosen, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    sys.excepthook = print_exception  # torch's puts the rank before every line

@@ -100,11 +100,14 @@ class FirstStepProof:
         self._random_states: list[dict[str, Any]] = []
         self._plugin: Precision | None = None
         self._accumulates, self._batch = False, -1
+        self._deferred = False  # what the optimizer on the host does without the proof
 
     def close(self) -> None:
         """Prove nothing any more, and let go of everything."""
         if self._model is not None:
             self._model.module.__dict__.pop("on_train_batch_end", None)
+            if self._model.host is not None:
+                self._model.host.defers = self._deferred
         self.is_over, self._model, self._skeleton = True, None, None
         self._forget()
 
@@ -154,12 +157,16 @@ class FirstStepProof:
             rank_zero_info(self.outcome)
             return False
         self._model, self._plugin = model, plugin
+        if model.host is not None:
+            self._deferred = model.host.defers
+            model.host.defers |= model.host.shows_update
         step, held = model.module.global_step, model.module.trainer.optimizers
         self._start_values = StartValues(
             tensors=self._gather_state(),
             global_step=step,
             epoch=model.module.current_epoch,
             continues=step > 0 or any(map(_has_stepped, held)),
+            learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
         )
         after = model.module.on_train_batch_end
 
@@ -185,7 +192,8 @@ class FirstStepProof:
         self._noted.losses.append(self._global_loss(weighted))
         sharding = self._model.sharding
         self._accumulates = not sharding.synchronizes
-        sees = sharding.synchronizes and self._model.host is None
+        host = self._model.host
+        sees = sharding.synchronizes and (host is None or (host.defers and host.shows_update))
         self._noted.gradients.append(self._gather_gradients() if sees else None)
 
     def _global_loss(self, weighted: Tensor) -> float:

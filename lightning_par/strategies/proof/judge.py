@@ -102,10 +102,35 @@ class Judge:
         if update is not None:
             return self._explain(update, replace(one, draws=False))
         if difference is None:
+            self._check_motion(one)
             return None
         if not self._can_rehearse:
             raise CannotProveError("the step draws random numbers")
         return REHEARSE
+
+    def _check_motion(self, one: StepRecord) -> None:
+        """Note what an equal step does not show, as nothing moved.
+
+        Raises:
+            CannotProveError: It shows nothing of gradients or updates.
+        """
+        found = [gradients for gradients in one.gradients if gradients is not None]
+        reached = {name for gradients in found for name in gradients}
+        if not any(bool(g.count_nonzero()) for gradients in found for g in gradients.values()):
+            raise CannotProveError("all of its gradients are zero")
+        left = sorted(one.trains - reached)
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            self.notes.append(f"no gradient reaches {', '.join(left[:3])}{more}")
+        before, after = self.start.tensors, self.noted.state
+        if any(n in after and not torch.equal(before[n], after[n]) for n in one.trains):
+            return
+        if self.start.learns:
+            raise CannotProveError(
+                "no weight moved in it, although gradients are not zero and a learning rate is not "
+                "either. Do the optimizers hold the parameters of the module?"
+            )
+        self.notes.append("no update is compared, as every learning rate is 0")
 
     def _lost_write(self, one: StepRecord) -> str | None:
         """Return what is wrong with a forward that writes to a parameter of which ranks hold parts.
@@ -148,7 +173,8 @@ class Judge:
             plugin = copy.copy(self.plugin)
             plugin.__class__ = kind
         trainer = self.model.module.trainer
-        one = run_alone(self.skeleton, given, trainer, self.device, plugin)
+        originals = {i: name for i, (name, _) in self.model.states.given.items()}
+        one = run_alone(self.skeleton, given, trainer, originals, self.device, plugin)
         if one.error is not None:
             kind_of = type(one.error).__name__
             raise CannotProveError(f"the step failed on one process with {kind_of}: {one.error}")

@@ -17,12 +17,14 @@ class StartValues:
         global_step: Optimizer steps so far; more than 0 after a checkpoint was loaded.
         epoch: Number of the epoch.
         continues: Whether optimizers and schedulers have taken steps already.
+        learns: Whether a learning rate is not 0.
     """
 
     tensors: Mapping[str, Tensor]
     global_step: int
     epoch: int
     continues: bool
+    learns: bool = True
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,6 +37,7 @@ class StepRecord:
             accumulate, or where nobody could see them.
         state: Name -> parameter or buffer after the step.
         buffers: Names of the buffers.
+        trains: Names of the parameters that are not frozen, on one process.
         draws: Whether the step drew random numbers.
         written: Names of parameters to which the forward of their module wrote, on one process.
         error: What ended the run, if it failed.
@@ -44,6 +47,7 @@ class StepRecord:
     gradients: list[dict[str, Tensor] | None] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
+    trains: frozenset[str] = frozenset()
     draws: bool = False
     written: set[str] = field(default_factory=set)
     error: BaseException | None = None

@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, ExitStack, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, ExitStack, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn, Tensor
@@ -34,6 +33,8 @@ from lightning_par.engine.rng import (
 )
 from lightning_par.strategies.proof.record import StartValues, StepRecord
 from lightning_par.strategies.proof.skeleton import Skeleton
+from lightning_par.strategies.setup.replaced_parameters import replace_parameters
+from lightning_par.strategies.step.look.silence import silent
 from lightning_par.upstream.lightning import TunerExit
 from lightning_par.upstream.tensor import count_of_changes
 
@@ -70,13 +71,33 @@ class GivenStep:
 class _Alone(SingleDeviceStrategy):
     """Notes losses and gradients of every backward."""
 
-    def __init__(self, device: torch.device, given: GivenStep, record: StepRecord) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        given: GivenStep,
+        record: StepRecord,
+        originals: Mapping[int, str],
+        theirs: Sequence[Optimizer],
+    ) -> None:
         super().__init__(device)
         self._given, self._record = given, record
+        self._originals, self._theirs = originals, theirs
 
     @override
     def setup_environment(self) -> None:
         """The device is set up already."""
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if any(one is other for one in self.optimizers for other in self._theirs):
+            raise RuntimeError(
+                "configure_optimizers gives the optimizer of the run once more, which has stepped"
+            )
+        module = self.lightning_module
+        assert module is not None
+        named = dict(module.named_parameters(remove_duplicate=False))
+        replace_parameters(self.optimizers, self._originals, named)
 
     @override
     def backward(
@@ -131,6 +152,7 @@ def run_alone(
     skeleton: Skeleton,
     given: GivenStep,
     user: pl.Trainer,
+    originals: Mapping[int, str],
     device: torch.device,
     plugin: Precision | None = None,
 ) -> StepRecord:
@@ -140,13 +162,15 @@ def run_alone(
         skeleton: The user's module and callbacks.
         given: What the step starts from.
         user: The Trainer of the run on the mesh.
+        originals: Id of every parameter of the user's module before the mesh -> its name.
         device: Device of this rank.
         plugin: Precision plugin; None: that of the user's `precision`.
     """
     record = StepRecord()
     try:
-        with _single_process(device):
-            trainer = _trainer_like(user, _Alone(device, given, record), plugin)
+        with _single_process(device, user):
+            alone = _Alone(device, given, record, originals, user.optimizers)
+            trainer = _trainer_like(user, alone, plugin)
             _continue(trainer, given.start)
             module, callbacks = skeleton.fill(given.start.tensors, trainer)
             trainer.callbacks += _quiet(callbacks)  # type: ignore[attr-defined]
@@ -161,7 +185,9 @@ def run_alone(
 
 def _continue(trainer: pl.Trainer, start: StartValues) -> None:
     """Let a Trainer say that it is as far as that of the mesh."""
-    trainer.fit_loop.epoch_progress.current.processed = start.epoch  # type: ignore[attr-defined]
+    epochs = trainer.fit_loop.epoch_progress.current
+    # Lightning makes the second, which is `current_epoch`, of the first where epochs end a run.
+    epochs.processed = epochs.completed = start.epoch  # type: ignore[attr-defined]
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.global_step
     loop.manual_optimization.optim_step_progress.total.completed = start.global_step
@@ -184,7 +210,7 @@ def _trainer_like(
         max_epochs=user.max_epochs,
         log_every_n_steps=user.log_every_n_steps,  # type: ignore[attr-defined]
         default_root_dir=user.default_root_dir,
-        logger=DummyLogger() if user.logger is not None else False,
+        logger=list(user.loggers) or False,  # which are silent
         limit_val_batches=0,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
@@ -238,6 +264,8 @@ def _prepare(
             named = (*module.named_parameters(), *module.named_buffers())
             record.state = {name: tensor.detach().cpu().clone() for name, tensor in named}
             record.buffers = frozenset(name for name, _ in module.named_buffers())
+            trained = (name for name, p in module.named_parameters() if p.requires_grad)
+            record.trains = frozenset(trained)
             module.trainer.callbacks.clear()  # type: ignore[attr-defined]
             raise TunerExit
 
@@ -279,7 +307,7 @@ def _noting_writes(module: nn.Module, written: set[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _single_process(device: torch.device) -> Iterator[None]:
+def _single_process(device: torch.device, user: pl.Trainer) -> Iterator[None]:
     """Inside, nothing says that this process is one of several, and nothing is told the user."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -287,7 +315,7 @@ def _single_process(device: torch.device) -> Iterator[None]:
         stack.enter_context(fork_all_rng(device))
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(silent(user.loggers))
         stack.enter_context(redirect_stderr(io.StringIO()))
         hidden = {n: os.environ.pop(n) for n in _RANK_VARIABLES if n in os.environ}
         stack.callback(os.environ.update, hidden)

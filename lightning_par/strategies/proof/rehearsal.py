@@ -10,6 +10,7 @@ from torch import nn, Tensor
 
 from lightning_par.engine.rng import fork_all_rng, restore_random_states
 from lightning_par.strategies.proof.determinism import WithoutDropout
+from lightning_par.strategies.step.look.silence import silent
 from lightning_par.strategies.step.look.untouched import untouched
 from lightning_par.strategies.step.pipelined_step import loss_of, take_gradients
 from lightning_par.strategies.step.step_traces import logs_off
@@ -41,7 +42,8 @@ def rehearsed(
     **Communicates**: as a training step does.
     """
     module = model.module
-    with fork_all_rng(device), untouched(module), _own_gradients(module), logs_off(module):
+    quiet = logs_off(module), silent(module.trainer.loggers)
+    with fork_all_rng(device), untouched(module), _own_gradients(module), quiet[0], quiet[1]:
         restore_random_states(random_states, device)
         with WithoutDropout():
             output, step = model.steps.training(plugin, args)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import nn, Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_par.dtensor import like_parameter
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import gradient_hooks
 
@@ -60,9 +62,8 @@ class Skeleton:
                 memo[id(held)] = held
         made: list[tuple[nn.Parameter, nn.Parameter]] = []
         for parameter in module.parameters():
-            memo[id(parameter)] = on_meta = _like(
-                parameter, torch.empty_like(parameter, device="meta")
-            )
+            on_meta = like_parameter(parameter, torch.empty_like(parameter, device="meta"))
+            memo[id(parameter)] = on_meta
             made.append((parameter, on_meta))
         self.module: pl.LightningModule = copy.deepcopy(module, memo)
         self._callbacks: list[Callback] = []
@@ -98,7 +99,7 @@ class Skeleton:
         for name, parameter in self.module.named_parameters():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise RuntimeError(f"the value of {name} is not known")
-            memo[id(parameter)] = whole = _like(parameter, tensors[name].clone())
+            memo[id(parameter)] = whole = like_parameter(parameter, tensors[name].clone())
             for hook in self._hooks[id(parameter)]:
                 whole.register_hook(hook)
         module, callbacks = copy.deepcopy((self.module, self._callbacks), memo)
@@ -114,14 +115,7 @@ class Skeleton:
         return module, callbacks
 
 
-def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """Return a parameter with other data and the attributes that users have set."""
-    made = nn.Parameter(data, parameter.requires_grad)
-    vars(made).update(vars(parameter))
-    return made
-
-
-def _rebind(module: nn.Module, callbacks: Sequence[Callback], memo: Mapping[int, Any]) -> None:
+def _rebind(module: nn.Module, callbacks: Sequence[Callback], memo: dict[int, Any]) -> None:
     """Let hooks, and functions kept as attributes, refer to the copies; `copy.deepcopy` copies no
     function, so that what a closure refers to would be the original.
     """
@@ -131,13 +125,18 @@ def _rebind(module: nn.Module, callbacks: Sequence[Callback], memo: Mapping[int,
                 for key, inner in value.items():
                     if isinstance(inner, FunctionType):
                         value[key] = _rebound(inner, memo)
-            elif isinstance(value, FunctionType):
+            elif isinstance(value, FunctionType | MethodType):
                 vars(owner)[name] = _rebound(value, memo)
 
 
-def _rebound(function: Any, memo: Mapping[int, Any]) -> Any:
+def _rebound(function: Any, memo: dict[int, Any]) -> Any:
     if isinstance(function, MethodType):
-        return MethodType(function.__func__, memo.get(id(function.__self__), function.__self__))
+        bound: Any = function.__func__
+        if isinstance(bound, partial):  # as LightningCLI binds an optimizer
+            bound = copy.deepcopy(bound, memo)
+        return MethodType(bound, memo.get(id(function.__self__), function.__self__))
+    if isinstance(function, partial):
+        return copy.deepcopy(function, memo)
     if not isinstance(function, FunctionType):
         return function
 

@@ -31,13 +31,14 @@ from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedP
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.averaging_checks import averaging_problems
-from lightning_par.strategies.setup.inferred_plan import infer_for_run
+from lightning_par.strategies.setup.inferred_plan import lacks_parts, plan_of_run
 
 __all__ = [
     "check_module",
     "check_options",
     "check_trainer",
     "check_whole",
+    "divides_nothing",
 ]
 
 _WHOLE = {"replicated", "replicated_inside"}
@@ -147,37 +148,28 @@ def check_module(
     """
     _check_offload(options, sizes)
     _check_parameters(module, sizes)
-    plan = options.plan if options.plan is not None else find_plan(module)
-    if plan is None and (sizes.tensor > 1 or sizes.pipeline > 1):
-        if not infers:
-            return resolve_plan(module, ParallelPlan())
-        plan = _infer(module, sizes)
+    if infers:
+        plan = plan_of_run(module, options.plan, sizes)
+        _warn_of_copies(module, plan, sizes)
+    else:
+        plan = options.plan if options.plan is not None else find_plan(module)
+        if lacks_parts(plan, sizes):
+            return resolve_plan(module, plan or ParallelPlan())
     if options.stage_blocks is not None and sizes.pipeline == 1:
         raise ConfigurationError(
             "LP107",
             f"stage_blocks={list(options.stage_blocks)} needs pipeline_parallel_size="
             f"{len(options.stage_blocks)}, but it is 1; give that size or leave stage_blocks out.",
         )
-    if plan is None:
-        needs = []
-        if sizes.pipeline > 1:
-            needs.append(f"pipeline_parallel_size={sizes.pipeline} (which modules are the blocks)")
-        if sizes.tensor > 1:
-            needs.append(f"tensor_parallel_size={sizes.tensor} (how each module is sharded)")
-        if sizes.context > 1:
-            needs.append(f"context_parallel_size={sizes.context} (where the tokens are)")
-        if needs:
-            axes = ["tensor", "pipeline", *(["context"] if sizes.context > 1 else [])]
-            ones = " and ".join(f"{axis}_parallel_size=1" for axis in axes)
-            raise PlanError(
-                "LP201",
-                f"{type(module).__name__} offers no parallel_plan(), which {' and '.join(needs)} "
-                "needs. Define "
-                "parallel_plan() on the LightningModule or its model, pass plan= to the strategy, "
-                "or use "
-                f"{ones} (data parallelism needs no plan).",
-            )
-        plan = ParallelPlan()
+    if plan is None and sizes.context > 1:
+        raise PlanError(
+            "LP201",
+            f"{type(module).__name__} offers no parallel_plan(), which context_parallel_size="
+            f"{sizes.context} (where the tokens are) needs. Define parallel_plan() on the "
+            "LightningModule or its model, pass plan= to the strategy, or use "
+            "context_parallel_size=1 (the other axes need no plan).",
+        )
+    plan = plan or ParallelPlan()
     _check_context(module, plan, options, sizes.context)
     owners = options.place_stages(sizes.pipeline)
     resolved = check_plan(
@@ -194,17 +186,20 @@ def check_module(
     return resolved
 
 
-def _infer(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
-    """Infer the plan; warn where ranks would all compute the same."""
-    plan = infer_for_run(module, sizes)
-    if sizes.tensor > 1 and plan.tensor and set(plan.tensor.values()) <= _WHOLE:
+def _warn_of_copies(module: nn.Module, plan: ParallelPlan | None, sizes: ParallelSizes) -> None:
+    """Warn where tensor-parallel ranks would all compute the same."""
+    if sizes.tensor > 1 and plan is not None and divides_nothing(plan):
         rank_zero_warn(
             f"tensor_parallel_size={sizes.tensor} divides nothing of {type(module).__name__}: no "
             "layers were found that its ranks could share, so each of them computes all of it. Use "
             "tensor_parallel_size=1, which makes them replicas, or return a parallel_plan() with "
             "tensor styles."
         )
-    return plan
+
+
+def divides_nothing(plan: ParallelPlan) -> bool:
+    """Whether tensor-parallel ranks would all compute the same under a plan."""
+    return bool(plan.tensor) and {*plan.tensor.values()} <= _WHOLE
 
 
 def _check_offload(options: MeshOptions, sizes: ParallelSizes) -> None:
@@ -239,8 +234,10 @@ def _check_parameters(module: nn.Module, sizes: ParallelSizes) -> None:
     """Refuse what holds parameters in a way that a mesh cannot take over."""
     if sizes.world_size == 1:
         return
-    replaced = module.named_parameters() if sizes.data > 1 or sizes.tensor > 1 else ()
-    hooked = [n for n, p in replaced if p._backward_hooks or p._post_accumulate_grad_hooks]
+    replaced = dict(module.named_parameters()) if sizes.data > 1 or sizes.tensor > 1 else {}
+    hooked = [n for n, p in replaced.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    plain = nn.Parameter, UninitializedParameter, DTensor
+    kinds = {n: type(p).__name__ for n, p in replaced.items() if type(p) not in plain}
     lazy, sparse, scripted = list[str](), list[str](), list[str]()
     for name, part in module.named_modules():
         held = [*part.parameters(recurse=False)]
@@ -260,11 +257,24 @@ def _check_parameters(module: nn.Module, sizes: ParallelSizes) -> None:
         "sparse=False.",
         f"{', '.join(scripted)} went through torch.jit.script, and its parameters cannot be "
         "sharded. Train the plain module, and script it after the run.",
+        _of_other_kinds(kinds, sizes),
     )
-    found = zip((lazy, hooked, sparse, scripted), texts, strict=True)
+    found = zip((lazy, hooked, sparse, scripted, kinds), texts, strict=True)
     problems: list[Problem] = [text for names, text in found if names]
     raise_problems(ConfigurationError, "LP919", problems)
     _check_entries(module, sizes)
+
+
+def _of_other_kinds(kinds: Mapping[str, str], sizes: ParallelSizes) -> str:
+    """Say what is wrong with parameters of a subclass, such as packed numbers of 4 bits."""
+    name, kind = next(iter(kinds.items()), ("", ""))
+    more = f" and {len(kinds) - 1} more are" if len(kinds) > 1 else " is"
+    return (
+        f"{name}{more} of the class {kind}, which {sizes} would lose: plain shards take the place "
+        "of parameters. Mark a weight by an attribute, which is kept (parameter.no_decay = True); "
+        "keep packed or quantized values, and their scales, in buffers (register_buffer), and "
+        "train adapters beside them."
+    )
 
 
 def _check_entries(module: nn.Module, sizes: ParallelSizes) -> None:

@@ -1,49 +1,128 @@
-"""The plan of a module that declares none, inferred from a first batch of its data."""
+"""The plan of a run: as declared, and what it leaves out inferred from a step on its own data.
 
+The step that is traced is the one of the run: `training_step` of a fit, `validation_step` of
+`Trainer.validate`, and so on. Loaders, samples and hooks are the user's code, so all of that
+happens in a fork.
+"""
+
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import nn, Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_par.engine.rng import fork_all_rng
-from lightning_par.engine.tensor_tree import map_tensors
-from lightning_par.plan.inference.infer import describe_inferred, infer_plan
-from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.inference.forked import ForkError, run_forked
+from lightning_par.plan.inference.infer import describe_inferred, infer_here, refuse_all
+from lightning_par.plan.lookup import find_plan
+from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.upstream.lightning import trainer_of
+from lightning_par.upstream.pytree import tree_leaves, tree_map
 
-__all__ = ["first_samples", "infer_for_run", "train_loader"]
+__all__ = ["first_samples", "lacks_parts", "loaders_of", "plan_of_run"]
 
 _SAMPLES = 2
+_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
 _known: "WeakKeyDictionary[nn.Module, dict[Any, ParallelPlan]]" = WeakKeyDictionary()
 
 
-def infer_for_run(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
-    """Return the inferred plan of a module for a mesh, and log it once.
+def plan_of_run(
+    module: nn.Module, given: ParallelPlan | None, sizes: ParallelSizes
+) -> ParallelPlan | None:
+    """Return the plan of a run, in which nothing is missing that the mesh needs and a trace tells.
 
     Args:
         module: The user's module; parameters may be on meta.
+        given: The plan of the strategy's options; None: the module's own, if it declares one.
+        sizes: Sizes of the mesh.
+
+    Returns:
+        None if nothing is declared and nothing needed.
+    """
+    declared = given if given is not None else find_plan(module)
+    lacks_blocks, lacks_styles = lacks = _lacks(declared, sizes)
+    if not any(lacks):
+        return declared
+    plan = declared or ParallelPlan()
+    found = _inferred(module, sizes, plan.containers, is_declared=declared is not None)
+    if declared is None:
+        return found
+    taken: dict[str, Any] = {"batch": _filled(plan.batch, found.batch)}
+    refusals = dict(plan.refusals)
+    if lacks_blocks:
+        taken |= {name: getattr(found, name) for name in ("blocks", "first", "last", "replicated")}
+        refusals |= {k: v for k, v in found.refusals.items() if k == "pipeline"}
+    if lacks_styles:
+        taken |= {"tensor": found.tensor, "divided": {**found.divided, **plan.divided}}
+        refusals |= {k: v for k, v in found.refusals.items() if k == "tensor"}
+        if plan.sequence_region != "none":
+            taken["sequence_region"] = found.sequence_region
+    return replace(plan, **taken, refusals=refusals)
+
+
+def lacks_parts(plan: ParallelPlan | None, sizes: ParallelSizes) -> bool:
+    """Whether a declared plan leaves out what the sizes of a mesh need.
+
+    Args:
+        plan: None: there is none.
         sizes: Sizes of the mesh.
     """
-    example = first_samples(module)
+    return any(_lacks(plan, sizes))
+
+
+def _lacks(declared: ParallelPlan | None, sizes: ParallelSizes) -> tuple[bool, bool]:
+    """Return whether blocks, and whether tensor styles are missing."""
+    plan = declared or ParallelPlan()
+    return (
+        sizes.pipeline > 1 and not plan.containers and "pipeline" not in plan.refusals,
+        sizes.tensor > 1 and not plan.tensor and "tensor" not in plan.refusals,
+    )
+
+
+def _filled(declared: BatchLayout, found: BatchLayout) -> BatchLayout:
+    """Return a declared layout with the tokens and labels that it leaves out."""
+    changes: dict[str, Any] = {}
+    if not declared.sequence_dims:
+        changes["sequence_dims"] = found.sequence_dims
+    if declared.labels is None and declared.loss_weight is None and not declared.label_shift:
+        names = ("labels", "ignore_index", "label_shift")
+        changes |= {name: getattr(found, name) for name in names}
+    return replace(declared, **changes)
+
+
+def _inferred(
+    module: nn.Module, sizes: ParallelSizes, containers: tuple[str, ...], *, is_declared: bool
+) -> ParallelPlan:
+    """Return the inferred plan of a module for a mesh, and log it once."""
+    step = _step_of(module)
     plans = _known.setdefault(module, {})
-    key = (sizes.tensor, sizes.pipeline, True)  # of a training step
-    if key not in plans and example is None:
-        key = (*key[:2], False)
+    key = (sizes.tensor, sizes.pipeline, containers, step)
+    of_fit = plans.get((*key[:-1], "training_step"))
+    if key not in plans and of_fit is not None and not of_fit.refusals:
+        return of_fit
     if key not in plans:
-        plans[key] = infer_plan(
-            module,
-            example=example,
-            tensor_parallel_size=sizes.tensor,
-            pipeline_parallel_size=sizes.pipeline,
-        )
+        try:
+            plans[key] = run_forked(partial(_infer, module, sizes, containers, step))
+        except ForkError as error:
+            plans[key] = refuse_all(module, f"{error}.")
+        name = type(module).__name__
+        lacks = f"the plan of {name} is incomplete" if is_declared else f"{name} declares no plan"
         rank_zero_info(
-            f"{type(module).__name__} declares no parallel_plan(); inferred from its structure:\n"
+            f"{lacks}; inferred from its {step}:\n"
             f"{describe_inferred(plans[key])}\n"
             "Return it from a parallel_plan() to change it or to skip this; "
             "`lightning-par verify` proves it."
@@ -51,39 +130,113 @@ def infer_for_run(module: nn.Module, sizes: ParallelSizes) -> ParallelPlan:
     return plans[key]
 
 
-def train_loader(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
-    """Return what gives the training batches of a fit that is being set up, or None.
-
-    `Trainer.train_dataloader` has it only after the strategy is set up.
-    """
-    given = getattr(trainer.strategy.launcher, "train_data", None)
-    if given is not None and not isinstance(given, pl.LightningDataModule):
-        return given
-    datamodule: pl.LightningDataModule | None = getattr(trainer, "datamodule", None)
-    source = module if datamodule is None else datamodule
-    return source.train_dataloader() if is_overridden("train_dataloader", source) else None
+def _step_of(module: nn.Module) -> str:
+    """Return the name of the step that a run takes; that of a fit if there is no run."""
+    trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
+    function = None if trainer is None else trainer.state.fn
+    return "training_step" if function is None else _STEPS[function]
 
 
-def first_samples(module: nn.Module) -> Any:
-    """Return a batch of the first samples of the training data; None if there are none to see.
+def _infer(
+    module: nn.Module, sizes: ParallelSizes, containers: tuple[str, ...], step: str
+) -> ParallelPlan:
+    reason = ""
+    try:
+        example = first_samples(module, replicas=sizes.data)
+    except Exception as error:  # of a loader, dataset or hook of the user
+        example, reason = None, f"{type(error).__name__}: {error}"
+    return infer_here(
+        module,
+        example=example,
+        step=step,
+        without_example=f"the data of the run gave no sample to look at ({reason})",
+        tensor_parallel_size=sizes.tensor,
+        pipeline_parallel_size=sizes.pipeline,
+        blocks=containers,
+    )
 
-    The samples are taken from the dataset, so no loader starts, and no random state moves.
+
+def first_samples(module: nn.Module, *, replicas: int = 1) -> Any:
+    """Return what the step of a run would get: a batch of its first samples, after the hooks.
+
+    Only for a fork of this process (`run_forked`): loaders start, and the Trainer is changed.
+
+    Args:
+        module: The user's module, with the Trainer of the run that is being set up.
+        replicas: How many there will be, for a step that gathers over them.
+
+    Raises:
+        Exception: Whatever loaders, datasets and hooks raise.
     """
     trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
     if trainer is None or not isinstance(module, pl.LightningModule):
-        return None
-    with fork_all_rng(torch.device("cpu")):
-        try:
-            loader = train_loader(trainer, module)
-            if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-                return None
-            dataset: Any = loader.dataset
-            if loader.batch_sampler is None:  # `batch_size=None`: the dataset has batches
-                batch = loader.collate_fn(dataset[0])
-            else:
-                batch = loader.collate_fn([dataset[i] for i in range(min(_SAMPLES, len(dataset)))])
-            # As a precision plugin does it, which converts the module later.
-            kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-            return map_tensors(batch, lambda t: t.to(kind) if t.is_floating_point() else t)
-        except Exception:  # of a loader or dataset of the user; the run will meet it again
-            return None
+        raise ValueError("it has no Trainer")
+    _stay_alone(trainer, replicas)
+    loaders = loaders_of(trainer, module)
+    if isinstance(loaders, CombinedLoader):
+        loaders = loaders.iterables
+    if _step_of(module) != "training_step":  # loaders of an evaluation come one after the other
+        loaders = tree_leaves(loaders)[0]
+    batch = tree_map(_samples_of, loaders)
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        place = [torch.device("cpu")] if name == "transfer_batch_to_device" else []
+        batch = getattr(_holder(trainer, module, name), name)(batch, *place, 0)
+    return batch
+
+
+def loaders_of(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+    """Return a nest of the loaders of the run that is being set up, as `first_samples` in a fork.
+
+    `Trainer.train_dataloader` and the like have them only after the strategy is set up.
+
+    Args:
+        trainer: The user's Trainer.
+        module: The user's module.
+    """
+    given = getattr(trainer.strategy.launcher, "data", None)
+    if given is not None and not isinstance(given, pl.LightningDataModule):
+        return given
+    phase = _step_of(module).replace("training", "train").replace("validation", "val")
+    name = phase.replace("_step", "_dataloader")
+    return getattr(_holder(trainer, module, name), name)()
+
+
+def _holder(trainer: pl.Trainer, module: pl.LightningModule, hook: str) -> Any:
+    """Return what holds a hook of the data: the data module, or else the module."""
+    datamodule = getattr(trainer, "datamodule", None)
+    has_it = datamodule is not None and is_overridden(hook, datamodule)
+    return datamodule if has_it else module
+
+
+def _stay_alone(trainer: pl.Trainer, replicas: int) -> None:
+    """Let a Trainer be in the middle of its first step, and reach no other process."""
+    strategy: Any = trainer.strategy
+    trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+    if trainer.state.fn is not None:
+        phases = ("training", "validating", "testing", "predicting")
+        setattr(trainer, phases[list(_STEPS).index(trainer.state.fn)], True)
+
+    def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return torch.stack([tensor] * replicas) if replicas > 1 else tensor
+
+    strategy.all_gather = all_gather
+    strategy.reduce = lambda tensor, *_, **__: tensor
+    strategy.broadcast = lambda obj, *_, **__: obj
+    strategy.barrier = lambda *_, **__: None
+    strategy.reduce_boolean_decision = lambda decision, *_, **__: decision
+
+
+def _samples_of(loader: Any) -> Any:
+    """Return a batch of the first samples of a loader."""
+    if not isinstance(loader, DataLoader):
+        return next(iter(loader))
+    dataset: Any = loader.dataset
+    is_iterable = isinstance(dataset, IterableDataset)
+    try:
+        if loader.batch_sampler is None:  # `batch_size=None`: the dataset has batches
+            return loader.collate_fn(next(iter(dataset)) if is_iterable else dataset[0])
+        few = range(0 if is_iterable else min(_SAMPLES, len(dataset)))
+        return loader.collate_fn([dataset[i] for i in few] or [*islice(dataset, _SAMPLES)])
+    except Exception:  # of samples that have other keys than numbers
+        loader.num_workers = 0
+        return next(iter(loader))

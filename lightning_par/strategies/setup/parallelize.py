@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lightning_par.checkpoint.progress import counted
-from lightning_par.engine.activity import Activity
 from lightning_par.engine.context.apply import apply_context_parallel, build_axis
 from lightning_par.engine.data.compression.reduction import CompressedGradients
 from lightning_par.engine.data.fsdp import shard_model, Sharding
@@ -43,6 +42,7 @@ from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.strategies.components.module_forms import ModuleForms
 from lightning_par.strategies.components.state_map import StateMap
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.proof.first_step import FirstStepProof, take_skeleton
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -64,7 +64,7 @@ def parallelize(  # house: the order, in one place
     device: torch.device,
     record: ConstructionRecord | None,
     options: MeshOptions,
-    activity: Activity,
+    processes: MeshProcesses,
 ) -> ParallelModel:
     """Put a LightningModule on a mesh.
 
@@ -75,7 +75,7 @@ def parallelize(  # house: the order, in one place
         device: Device of this rank.
         record: How parameters on meta are initialized.
         options: The options of the strategy.
-        activity: Where steps and actions of the pipeline are written down.
+        processes: Hold where steps and actions of the pipeline are written down, and decisions.
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
@@ -92,7 +92,9 @@ def parallelize(  # house: the order, in one place
         copy_first_gradients(module)
     links = _connect(mesh, parts.rank_of_stage, device)
     hooks = None if sharding.is_plain else sharding
-    executor = PipelineExecutor(parts.stages, links, hooks, parts.weight_gradients, activity)
+    executor = PipelineExecutor(
+        parts.stages, links, hooks, parts.weight_gradients, processes.activity
+    )
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
     steps = StepRunner(
         module=module,
@@ -105,10 +107,12 @@ def parallelize(  # house: the order, in one place
         options=options,
         device=device,
         seed=seed,
-        activity=activity,
+        activity=processes.activity,
         reads=_watch_reads(module, resolved, mesh, known, parts, device, sharding, options),
         manual=ManualSteps(module, gradients.norms),
+        decisions=processes.decisions,
     )
+    gradients.settle = steps.form.settle
     forms.become_parallel()
     return ParallelModel(
         module=module,

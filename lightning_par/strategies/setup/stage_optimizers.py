@@ -1,26 +1,41 @@
 """Optimizers when they are made: without parameters on a stage, or in need of whole tensors."""
 
 import logging
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_par.dtensor import local_part
 from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.components.state_map import state_like
 from lightning_par.strategies.optimizers.reach import (
+    check_references,
     declared_reach,
     looks_across_model,
     right_on_shards,
 )
 from lightning_par.strategies.optimizers.whole_step import WholeStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.setup.replaced_parameters import (
+    check_membership,
+    replace_parameters,
+)
+from lightning_par.upstream.dtensor import sharded_like
 
-__all__ = ["move_states", "optimizers_of_a_stage", "prepare_optimizers"]
+__all__ = [
+    "adopt_optimizers",
+    "kept_by_optimizers",
+    "move_states",
+    "optimizers_of_a_stage",
+    "prepare_optimizers",
+]
 
 _logger = logging.getLogger(__name__)
 _MIB = 2**20
@@ -50,6 +65,65 @@ def optimizers_of_a_stage(stages: int) -> Iterator[None]:
         yield
     finally:
         Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def adopt_optimizers(optimizers: Iterable[Optimizer], model: ParallelModel) -> None:
+    """Give optimizers that were made before the mesh its parameters, and refuse those that train
+    something else than the module; see `replaced_parameters`. Compression of gradients begins anew.
+
+    Args:
+        optimizers: What `configure_optimizers` gave; changed in place.
+        model: The model on the mesh.
+    """
+    named = dict(model.module.named_parameters(remove_duplicate=False))
+    now = {c: named[n] for n, c in model.resolved.canonical.items() if n in named}
+    before = {i: name for i, (name, _) in model.states.given.items()}
+    replace_parameters(optimizers, before, now, state_like)
+    check_membership(optimizers, named.values(), model.mesh.sizes.world_size)
+    if model.compression is not None:
+        model.compression.reset()
+
+
+def kept_by_optimizers(
+    model: ParallelModel | None, module: nn.Module, optimizers: Sequence[Optimizer]
+) -> Callable[[ParallelModel], None]:
+    """Return what gives the optimizers of an earlier fit the parameters of a new parallel form.
+
+    An evaluation puts the module on the mesh anew. A checkpoint that is saved after it holds the
+    states of optimizers as after the fit, as with a plain Trainer.
+
+    Args:
+        model: The model on the mesh of the earlier run; None: there was none.
+        module: The module of this run, in its whole form.
+        optimizers: Those of the earlier run.
+    """
+    if model is None or model.module is not module or not optimizers:
+        return lambda _: None
+    model.forms.show_parallel()
+    names = [model.states.names_in_groups(module, optimizer) for optimizer in optimizers]
+    model.forms.show_whole({})
+
+    def follow(model: ParallelModel) -> None:
+        named = {model.resolved.canonical[n]: p for n, p in module.named_parameters()}
+        for optimizer, of_groups in zip(optimizers, names, strict=True):
+            for group, members in zip(optimizer.param_groups, of_groups, strict=True):
+                held = group["params"]
+                pairs = [(p, named.get(n, p)) for p, n in zip(held, members, strict=True)]
+                if all(local_part(old).shape == local_part(new).shape for old, new in pairs):
+                    group["params"] = [new for _, new in pairs]
+                    for old, new in pairs:
+                        if old is not new and old in optimizer.state:
+                            optimizer.state[new] = _sharded_states(optimizer.state.pop(old), new)
+
+    return follow
+
+
+def _sharded_states(states: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
+    """Return states whose shards are of the mesh of a parameter of the same shape."""
+    return {
+        key: sharded_like(local_part(value), parameter) if isinstance(value, DTensor) else value
+        for key, value in states.items()
+    }
 
 
 def move_states(optimizers: Iterable[Optimizer], device: torch.device) -> None:
@@ -113,6 +187,7 @@ def _prepare(optimizer: Optimizer, model: ParallelModel, device: torch.device) -
     across_model, across_shards = (bool(need) for need in needs.tolist())
     if not (across_model or across_shards):
         return
+    check_references(optimizer)
     step = WholeStep(
         optimizer,
         model.states.names_in_groups(model.module, optimizer),

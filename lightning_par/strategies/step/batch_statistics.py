@@ -92,7 +92,7 @@ def _is_synchronized(layer: nn.Module) -> bool:
     return getattr(layer.forward, "func", None) is _normalize or isinstance(layer, nn.SyncBatchNorm)
 
 
-def synchronize_batchnorm(module: pl.LightningModule, mesh: ParallelMesh) -> None:
+def synchronize_batchnorm(module: nn.Module, mesh: ParallelMesh) -> None:
     """Make BatchNorm layers use the statistics of all replicas (and context ranks) in training, if
     the Trainer was told to.
 
@@ -102,7 +102,7 @@ def synchronize_batchnorm(module: pl.LightningModule, mesh: ParallelMesh) -> Non
         module: Its BatchNorm layers get another forward.
         mesh: Its token group has the samples of one batch.
     """
-    trainer = trainer_of(module)
+    trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
     if trainer is None or not synchronizes_batchnorm(trainer.strategy):
         return
     for part in module.modules():

@@ -71,6 +71,8 @@ class BatchWeights:
         shares: Weights of the micro-batches in a mean over this replica, as of logged values.
         is_sum: Whether losses are added.
         sums: Names of logged values that are added, too.
+        by_samples: Names of logged values that weigh by the samples, whatever weighs in the loss.
+        sizes: Numbers of samples of the micro-batches.
         replicas: Number of replicas.
         zero: Numbers of this replica's micro-batches whose loss has weight 0.
         context_group: Ranks that see other tokens of the same samples; None: this one sees all.
@@ -82,6 +84,8 @@ class BatchWeights:
     shares: Tensor
     is_sum: bool = False
     sums: frozenset[str] = frozenset()
+    by_samples: frozenset[str] = frozenset()
+    sizes: tuple[int, ...] = ()
     replicas: int = 1
     zero: frozenset[int] = frozenset()
     context_group: dist.ProcessGroup | None = None
@@ -92,7 +96,7 @@ class BatchWeights:
         return torch.stack(self.scales).sum()
 
     @classmethod
-    def by_samples(cls, samples: Sequence[int]) -> "BatchWeights":
+    def of_samples(cls, samples: Sequence[int]) -> "BatchWeights":
         """Weigh micro-batches by their samples, without asking other replicas.
 
         Args:
@@ -114,6 +118,9 @@ class LossRule:
         counts_all: Whether every sample has a weight, so that no part weighs 0.
         is_uniform: Batch -> whether all its samples weigh alike.
         is_likely: Whether parts are chosen so as to tell it from others.
+        path: Entry of the batch whose values weigh; None: samples do, or what nobody knows.
+        ignored: Value of that entry which does not count; None: its values are added.
+        shift: Columns of that entry, at its beginning, which do not count either.
     """
 
     name: str
@@ -123,6 +130,9 @@ class LossRule:
     counts_all: bool = False
     is_uniform: Callable[[Any], bool] = lambda _: False
     is_likely: bool = True
+    path: str | None = None
+    ignored: int | None = None
+    shift: int = 0
 
 
 def declared_rule(layout: BatchLayout) -> LossRule:
@@ -218,6 +228,7 @@ class BatchWeigher:
         rule: It; found in the first step where it is not declared.
         alternatives: Other rules, which weighed all samples alike so far, as `rule` did.
         sums: Names of logged values that are sums over the samples, as the loss is.
+        by_samples: Names of those that are means over the samples, as the loss is not.
     """
 
     def __init__(self, mesh: ParallelMesh, rule: LossRule) -> None:
@@ -225,6 +236,7 @@ class BatchWeigher:
         self.rule = rule
         self.alternatives: tuple[LossRule, ...] = ()
         self.sums: frozenset[str] = frozenset()
+        self.by_samples: frozenset[str] = frozenset()
         self._ranks, self._replicas = sizes.shares, sizes.data
         self._device_type = mesh.device_type
         self._data_group = mesh.data_group
@@ -248,28 +260,36 @@ class BatchWeigher:
         """Return whether any label of a batch counts; None if every sample counts."""
         return None if self.rule.counts_all else self.rule.weigh(batch, 1) > 0
 
-    def rules_differ(self, batch: Any) -> bool:
-        """Tell whether a rule weighs the samples of a batch otherwise than the others do.
+    def compare_rules(self, batch: Any, samples: int) -> tuple[float, ...]:
+        """Return whether a rule weighs the samples of a batch unequally, as 0 or 1, and what each
+        rule weighs a sample on average, for `is_unsettled`.
 
-        Nobody asks once the rule is settled. The host waits for the device of the batch.
+        Nothing is computed once the rule is settled. The host waits for the device of the batch.
         """
         rules = (self.rule, *self.alternatives)
-        return len(rules) > 1 and not all(rule.is_uniform(batch) for rule in rules)
+        if len(rules) == 1:
+            return ()
+        differ = not all(rule.is_uniform(batch) for rule in rules)
+        weights = (float(rule.weigh(batch, samples)) / max(samples, 1) for rule in rules)
+        return float(differ), *weights
 
-    def is_unsettled(self, differ: bool) -> bool:
-        """Tell whether the `rules_differ` on any replica, so that its batch shows which one holds;
-        the same on every rank.
+    def is_unsettled(self, compared: Sequence[float]) -> bool:
+        """Tell whether rules differ in a batch of any replica, or between the batches of several,
+        so that these show which rule holds; the same on every rank.
 
         Args:
-            differ: Whether they do on this one.
+            compared: From `compare_rules`, of the batch of this replica.
 
-        **Communicates**: one all-reduce of a number over the replicas, between the hosts.
+        **Communicates**: one all-reduce of a few numbers over the replicas, between the hosts.
         """
-        if self._replicas == 1:
-            return differ
-        found = torch.tensor([float(differ)])  # on the host, which has to know it
-        dist.all_reduce(found, group=self._data_group)
-        return bool(found > 0)
+        if self._replicas == 1 or not compared:
+            return bool(compared) and compared[0] > 0
+        differ, *weights = compared
+        ends = torch.tensor([differ, *weights, *(-w for w in weights)], dtype=torch.float64)
+        # On the host, which has to know it.
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._data_group)
+        most, least = ends[1 : len(compared)], -ends[len(compared) :]
+        return bool((ends[0] > 0) | (most > least).any())
 
     def weigh(
         self,
@@ -315,6 +335,8 @@ class BatchWeigher:
             shares=scales,
             is_sum=self.rule.is_sum,
             sums=self.sums,
+            by_samples=self.by_samples,
+            sizes=tuple(samples),
             replicas=self._replicas,
             zero=zero,
             context_group=self._context_group,

@@ -31,7 +31,6 @@ from lightning_par.upstream.functions import diverted
 __all__ = ["GradientNorms"]
 
 _END, _NOTHING, _ALL, _PART, _GROUPS = 0, 1, 2, 3, 4
-_NUMBERS = ("__bool__", "__float__", "__int__", "item", "tolist")
 _CURE = (
     "trainer.strategy.gradient_norms() gives the norm of every parameter's gradient over all "
     "stages and shards, on every rank; Trainer(gradient_clip_val=...) clips by the norm of the "
@@ -104,7 +103,6 @@ class GradientNorms:
         self._calls = 0
         self._groups = [{id(p) for p in g["params"]} for o in optimizers for g in o.param_groups]
         with ExitStack() as stack:
-            stack.enter_context(_whole_numbers())
             if pipelined and name not in self._quiet:
                 self.watch = AcrossParameters(name, self._module, _CURE)
                 stack.enter_context(self.watch)
@@ -241,29 +239,6 @@ class GradientNorms:
             f"pipeline_parallel_size={self._stages}: in a hook between backward and "
             f"optimizer step {what}, which may be parts of one norm or norms of their own. {_CURE}",
         )
-
-
-@contextmanager
-def _whole_numbers() -> Iterator[None]:
-    """Inside, a DTensor that becomes a number of Python is summed first, if it is a partial sum.
-
-    Torch gives the part of this rank, as if it were the whole.
-    """
-
-    def convert(name: str) -> Callable[..., Any]:
-        return lambda tensor: getattr(Tensor, name)(whole(tensor.detach()))
-
-    kept = {name: vars(DTensor).get(name) for name in _NUMBERS}
-    for name in kept:
-        setattr(DTensor, name, convert(name))
-    try:
-        yield
-    finally:
-        for name, before in kept.items():
-            if before is None:
-                delattr(DTensor, name)
-            else:
-                setattr(DTensor, name, before)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -1,10 +1,14 @@
 """The path of a gradient from the backward to the optimizer, as one ordered list of actions.
 
+Length: these are all actions, in their order.
+
 Before it, autograd computes the gradient, and FSDP averages it over the replicas in the backward.
 
 Note [Order of the path]: copies are summed after the average over replicas, as the sum gives all
 its ranks the same bits. Gradients leave for the host when they are final. The norm comes next, as
 it decides, the same on every rank, whether the step is refused, and by how much it is clipped.
+
+Length: the actions, and the precision plugin that runs each phase of them.
 """
 
 import logging
@@ -49,6 +53,12 @@ __all__ = ["GradientAction", "GradientPath", "Phase", "mesh_precision"]
 
 _NAMED = 3
 """How many parameters and ranks a message names."""
+_SEE_GRADIENTS = (
+    "on_after_backward",
+    "optimizer_step",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -115,6 +125,8 @@ class GradientPath:
         actions: All actions, in order.
         norms: Gives the norms that users ask for.
         mixes_kinds: Whether some parameters of this rank are DTensors, and others are not.
+        settle: Tells, on every rank, whether the norm was not finite because a rank asked all to
+            look at the step once more, which they have done.
     """
 
     def __init__(
@@ -130,6 +142,7 @@ class GradientPath:
         norms: GradientNorms,
     ) -> None:
         self.norms = norms
+        self.settle: Callable[[], bool] = lambda: False
         self.shared, self.compression = shared, compression
         self.counted_elsewhere = counted_elsewhere
         self._module, self._sizes, self._sharding = module, mesh.sizes, sharding
@@ -140,6 +153,7 @@ class GradientPath:
         self._scaler: MeshGradScaler | None = None
         self._loss: Tensor | None = None  # sum over the batches since the last optimizer step
         self._norm: Tensor | None = None  # known between judging a step and clipping it
+        self._absent = torch.zeros(())  # gradients that some rank lacks
         self.actions = tuple(self._list_actions())
 
     def __str__(self) -> str:
@@ -180,11 +194,13 @@ class GradientPath:
 
         if self.compression is not None:
             yield action("average over the replicas, compressed", Phase.BACKWARD, self._compress)
+        if self._sharding.absent is not None:
+            name = "None where no replica has a gradient"
+            yield action(name, Phase.BACKWARD, self._agree_on_absent)
         for copies in self.shared:
             verb = "sum" if isinstance(copies, SharedGradients) else "average"
             name = f"{verb} copies over {_axes(copies.group, self._sizes)}"
-            reduce = partial(_reduce, copies, keeps_none=not self._module.automatic_optimization)
-            yield action(name, Phase.BACKWARD, reduce)
+            yield action(name, Phase.BACKWARD, partial(_reduce, copies))
         if self._host is not None:
             yield action("send to the host", Phase.BACKWARD, self._send)
         if self._scaler is not None:
@@ -210,6 +226,26 @@ class GradientPath:
         late = (*self.shared, *([] if self.compression is None else [self.compression]))
         return frozenset(id(p) for reduced in late for p in reduced.parameters)
 
+    def _agree_on_absent(self, _: _Passage) -> None:
+        """See Note [When replicas agree] in `engine/data/absent_gradients.py`."""
+        absent = self._sharding.absent
+        assert absent is not None
+        has_norm = self._on_nonfinite != "ignore" and self._scaler is None and self._host is None
+        waits = has_norm and self._module.automatic_optimization and not self._sees_gradients
+        if absent.are_usual or not waits:
+            absent.agree()
+
+    @property
+    def _sees_gradients(self) -> bool:
+        """Whether code of the user's runs between the backward and the optimizer step."""
+        return any(map(self._has_hook, _SEE_GRADIENTS))
+
+    def _has_hook(self, name: str) -> bool:
+        callbacks = cast(Any, self._module.trainer).callbacks
+        return _is_own(name, self._module, pl.LightningModule) or any(
+            _is_own(name, callback, pl.Callback) for callback in callbacks
+        )
+
     def in_hooks(
         self, names: Sequence[str], optimizers: Iterable[Optimizer], *, surely: bool = False
     ) -> AbstractContextManager[None]:
@@ -220,13 +256,8 @@ class GradientPath:
             optimizers: Those whose groups may be asked for.
             surely: Whether other code of a user's runs inside, too.
         """
-        callbacks = cast(Any, self._module.trainer).callbacks
-        hooks = any(
-            _is_own(name, self._module, pl.LightningModule)
-            or any(_is_own(name, callback, pl.Callback) for callback in callbacks)
-            for name in names
-        )
-        return self.norms.in_hooks(names[0], optimizers) if hooks or surely else nullcontext()
+        hooks = surely or any(map(self._has_hook, names))
+        return self.norms.in_hooks(names[0], optimizers) if hooks else nullcontext()
 
     def add_loss(self, loss: Tensor, has_valid_labels: Tensor | None = None) -> None:
         """Remember the loss of one backward; those of accumulated batches add up.
@@ -312,7 +343,7 @@ class GradientPath:
 
     def _send(self, _: _Passage) -> None:
         assert self._host is not None
-        self._host.finish()
+        self._host.finish(hooks_follow=True)
 
     def _find_norm(self, passage: _Passage) -> None:
         if passage.norm is None and not passage.by_value:
@@ -321,24 +352,34 @@ class GradientPath:
     def _total_norm(self, passage: _Passage) -> Tensor:
         norms: Sequence[tuple[Tensor, float]] = ()
         if self._host is not None:
-            norms = self._host.offloaded_gradients.norms(
-                lambda parameter: id(parameter) not in self.counted_elsewhere
-            )
-        return total_norm(
+            here = lambda p: id(p) not in self.counted_elsewhere  # noqa: E731
+            norms = self._host.offloaded_gradients.norms(here)
+        absent = self._sharding.absent
+        norm, self._absent = total_norm(
             passage.parameters,
             device=self._module.device,
             elsewhere=self.counted_elsewhere,
             loss=passage.loss,
             offloaded_norms=norms,
+            count=0 if absent is None else len(absent.filled),
         )
+        return norm
 
     def _refuse(self, passage: _Passage) -> None:
         """Raise, or leave the step out, if the loss or a gradient is not finite on any rank."""
         assert passage.norm is not None
         # The one wait for the device in a step; from here on the norm is on the host.
-        norm = passage.norm = passage.norm.cpu()
+        norm, count = torch.stack([passage.norm, self._absent.to(passage.norm)]).cpu()
+        passage.norm = norm
+        if self._sharding.absent is not None and int(count):
+            self._sharding.absent.agree()
         if bool(norm.isfinite()):
             return
+        if self.settle():
+            passage.loss = None
+            norm = passage.norm = self._total_norm(passage).cpu()
+            if bool(norm.isfinite()):
+                return
         passage.norm = None
         text = self._explain(norm, passage.loss)
         if self._on_nonfinite == "raise":
@@ -425,6 +466,8 @@ class _MeshPrecision(Precision):
         hooks = "on_before_optimizer_step", "configure_gradient_clipping"
         with self._in_hooks(hooks, [optimizer]):
             plain_after_closure(self, model, optimizer)
+        if self.gradients.host is not None:
+            self.gradients.host.finish_deferred()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.gradients.clip(list(self.main_params(optimizer)), clip_val, by_value=False)
@@ -464,13 +507,8 @@ def _is_own(name: str, held: object, base: type) -> bool:
     return name in vars(held) or found is not getattr(base, name, None)
 
 
-def _reduce(
-    copies: SharedGradients | ReplicatedGradients, _: _Passage, *, keeps_none: bool
-) -> None:
-    if isinstance(copies, SharedGradients):
-        copies.reduce(keeps_none=keeps_none)
-    else:
-        copies.reduce()
+def _reduce(copies: SharedGradients | ReplicatedGradients, _: _Passage) -> None:
+    copies.reduce()
 
 
 def _axes(group: dist.ProcessGroup, sizes: ParallelSizes) -> str:
@@ -494,7 +532,6 @@ def _nonfinite_names(
     found = []
     for name, parameter in named:
         grad = None if parameter.grad is None else local_part(parameter.grad)
-        bad = parameter in on_host or (grad is not None and not bool(grad.isfinite().all()))
-        if bad:
+        if parameter in on_host or (grad is not None and not bool(grad.isfinite().all())):
             found.append(name)
     return found

@@ -57,6 +57,8 @@ def bind_metrics(
         if mesh.sizes.pipeline > 1 and "_lightning_par_compute" not in metric.__dict__:
             metric.__dict__["_lightning_par_compute"] = metric.compute
             source = mesh.rank_at("pp", rank_of_stage[-1])
+            # Elsewhere states that come from there are no update, which would clear the cache.
+            metric.compute_with_cache = mesh.rank == source and metric.compute_with_cache
             metric.compute = _shared_compute(metric, mesh, source, in_step)  # type: ignore[method-assign]
 
 
@@ -220,9 +222,12 @@ class LookAtMetrics:
 
     Args:
         module: The user's LightningModule.
+        group: Ranks whose updates by the whole count together, as they see other tokens; None: this
+            rank's alone.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         self._whole = MetricsOfBatch(module, looks=True)
         self._parts = MetricsOfBatch(module, looks=True)
 
@@ -230,18 +235,13 @@ class LookAtMetrics:
         """Surrounds the step on the whole, which is number 0, and on each part."""
         return (self._parts if index else self._whole).follow()
 
-    def values(
-        self, group: dist.ProcessGroup | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def values(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return FQN -> value of the metrics, for the whole and for its parts, on the host.
 
-        Args:
-            group: Ranks whose updates by the whole count together, as they see other tokens.
-
-        **Communicates**: then the names of the metrics, and their states.
+        **Communicates**: over a group the names of the metrics, and their states.
         """
-        if group is not None:
-            self._whole.join(group)
+        if self._group is not None:
+            self._whole.join(self._group)
         return to_cpu(self._whole.values()), to_cpu(self._parts.values())
 
 
@@ -260,7 +260,7 @@ def compare_metrics(
         parts: FQN -> value for its parts together.
         tolerance: Of roundings, relative.
     """
-    kinds = {}
+    kinds, nothing = {}, tolerance / 100  # as `compare_parts` has it
     for name in whole.keys() & parts.keys():
         values, others = (
             [
@@ -272,7 +272,7 @@ def compare_metrics(
         )
         is_same = len(values) == len(others) and all(
             one.shape == other.shape
-            and torch.allclose(one.double(), other.double(), tolerance, 1e-9, equal_nan=True)
+            and torch.allclose(one.double(), other.double(), tolerance, nothing, equal_nan=True)
             for one, other in zip(values, others, strict=True)
         )
         kinds[OF_METRIC + name] = SAME_KIND if is_same else NOT_OF_PARTS

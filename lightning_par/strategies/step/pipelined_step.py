@@ -40,7 +40,8 @@ from lightning_par.strategies.step.batch_weights import (
     weighted_mean,
 )
 from lightning_par.strategies.step.look.loss_rule import Seen
-from lightning_par.strategies.step.metrics import LookAtMetrics, MetricsOfBatch
+from lightning_par.strategies.step.look.seen_losses import LookAtStep
+from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_traces import (
     combine_logs,
@@ -78,6 +79,8 @@ class PipelinedSteps:
     Attributes:
         last_run: When the actions of the last training step ran; None before one.
         last_weight: What its batch weighed in the global batch, 1 on average over the replicas.
+        see_loss: Is given the loss of the first micro-batch, and its number of samples; None:
+            nobody asks.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class PipelinedSteps:
         self.module, self.executor = module, executor
         self.last_run: PipelineRun | None = None
         self.last_weight = torch.ones(())
+        self.see_loss: Callable[[Tensor, int], None] | None = None
         self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
         self._sequence, self._num_microbatches = sequence, num_microbatches
         self._replay = replay
@@ -144,6 +148,8 @@ class PipelinedSteps:
 
         def scaled_loss(index: int, result: Any) -> Tensor:
             loss, scale = loss_of(result), weights.scales[index]
+            if index == 0 and self.see_loss is not None:
+                self.see_loss(loss, sizes[0])
             losses[index] = loss.detach()
             if index in weights.zero and self._is_only_replica:
                 return loss.detach()  # no replica waits for this backward
@@ -195,8 +201,8 @@ class PipelinedSteps:
         parts, sizes = self.cut(args[0], dims, count)
         # A prediction needs no labels, and replicas may have unequal numbers of batches.
         predicts = name == "predict_step"
-        by_samples = BatchWeights.by_samples
-        weights = by_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
+        of_samples = BatchWeights.of_samples
+        weights = of_samples(sizes) if predicts else self._weigher.weigh(parts, sizes)
         calls: list[list[LogCall]] = [[] for _ in parts]
         self._begin_step()
         run = self._forward_only(name, context, parts, args[1:], key, calls)
@@ -205,7 +211,8 @@ class PipelinedSteps:
         self._take_attributes(self._attributes_sent.broadcast(left))
         if run.results:
             merged = merge_results([run.results[i] for i in sorted(run.results)], weights.shares)
-            logs = combine_logs(calls, weights.shares, weights.sums)
+            names = weights.sums, weights.by_samples
+            logs = combine_logs(calls, weights.shares, *names, sizes)
             found = to_cpu(merged), [_log_to_cpu(call) for call in logs]
         output, logs = self.from_last_stage(found)
         replay_logs(self.module, logs, weights, sum(sizes))
@@ -218,7 +225,7 @@ class PipelinedSteps:
         rest: Sequence[Any],
         refusal: Callable[[], Exception | None],
         name: str,
-        group: dist.ProcessGroup | None = None,
+        sight: LookAtStep,
     ) -> Seen:
         """Run a step on batches of their own, without gradients and logs.
 
@@ -228,24 +235,25 @@ class PipelinedSteps:
             rest: What else the step takes.
             refusal: Says why the step cannot run here, and gave nothing.
             name: Of the step.
-            group: Ranks whose updates of metrics count together; None: this rank's alone.
+            sight: Sees what else the step does.
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
-        metrics, key = LookAtMetrics(self.module), ("first look",)
+        key = ("first look",)
         self._attributes.begin()
         try:
             with torch.no_grad():
-                run = self._forward_only(name, context, batches, rest, key, calls, metrics.followed)
+                run = self._forward_only(name, context, batches, rest, key, calls, sight.followed)
         except PipelineError as error:
             raise refusal() or error from None  # of a stage that gave the next one nothing
         found = None
         if run.results and refusal() is None:
             ends = sorted(run.results) if name == "training_step" else []
+            losses: list[tuple[float, ...]]
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
-            leaves = tuple(self._attributes.changes())
-            found = losses, [numbers_of(made) for made in calls], metrics.values(group), leaves
-        losses, logs, values, leaves = self.from_last_stage(found) or ([], [], ({}, {}), ())
-        return Seen(losses=losses, logs=logs, metrics=values, leaves=leaves)
+            made, leaves = [numbers_of(each) for each in calls], self._attributes.names_changed()
+            values, seen = sight.metrics.values(), sight.losses.seen
+            found = Seen(losses=losses, logs=made, metrics=values, calls=seen, leaves=leaves)
+        return self.from_last_stage(found) or Seen(losses=[], logs=[], metrics=({}, {}))
 
     def _forward_only(
         self,
@@ -355,7 +363,8 @@ class PipelinedSteps:
             if isinstance(results[0], Mapping):
                 others = [{k: v for k, v in r.items() if k != "loss"} for r in results]
                 extras = map_tensors(merge_results(others, shares), Tensor.detach)
-            logs = combine_logs(calls, shares, weights.sums)
+            names = weights.sums, weights.by_samples
+            logs = combine_logs(calls, shares, *names, weights.sizes)
             found = value, extras, logs, self._attributes.changes()
         run.results.clear()
         value, extras, logs, left = self._results.broadcast(found)
@@ -457,7 +466,9 @@ def loss_of(result: Any) -> Tensor:
             "LP318",
             f"training_step returned {kind}; under a pipeline it has to return "
             "the loss as a "
-            "scalar tensor, or a dict with one under 'loss'.",
+            "scalar tensor, or a dict with one under 'loss'. To leave out a batch by its loss, "
+            "log the loss with sync_dist=True, and set every p.grad = None in "
+            "on_before_optimizer_step, by trainer.callback_metrics.",
         )
     return loss.reshape(())
 

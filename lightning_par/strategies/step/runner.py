@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par.engine.activity import Activity
-from lightning_par.engine.batch import (
-    batch_entry,
-    BatchDims,
-    BatchDimsFinder,
-    has_entry,
-    sequence_entries,
-)
+from lightning_par.engine.batch import BatchDims, BatchDimsFinder
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
@@ -33,26 +27,26 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.batch_copies import copies_to
+from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.batch_statistics import (
     check_batch_statistics,
     synchronize_batchnorm,
 )
-from lightning_par.strategies.step.batch_weights import (
-    BatchWeigher,
-    declared_rule,
-    weigh,
-)
+from lightning_par.strategies.step.batch_weights import BatchWeigher, declared_rule, weigh
 from lightning_par.strategies.step.look.divided_step import DividedLook, Look
-from lightning_par.strategies.step.look.first_look import choose_parts, FirstLook
-from lightning_par.strategies.step.look.loss_rule import Seen
+from lightning_par.strategies.step.look.first_look import FirstLook, run_parts
+from lightning_par.strategies.step.look.loss_rule import choose_parts, Seen
+from lightning_par.strategies.step.look.seen_losses import LookAtStep
+from lightning_par.strategies.step.look.silence import silent
 from lightning_par.strategies.step.look.trial import Trial
 from lightning_par.strategies.step.look.untouched import untouched
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.parameter_reads import ParameterReads
-from lightning_par.strategies.step.pipelined_step import PipelinedSteps, StepContext
+from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.skipped_step import SkippedSteps
 from lightning_par.strategies.step.step_errors import raise_explained
 from lightning_par.strategies.step.step_random import HookDraws, StepRandom
 from lightning_par.strategies.step.step_traces import adjust_logs
@@ -61,6 +55,7 @@ from lightning_par.strategies.step.uneven_batches import (
     check_tokens,
     join_ranks,
     samples_differ,
+    shared_tokens,
 )
 from lightning_par.strategies.step.weights_on_host import WeightsOnHost
 
@@ -83,12 +78,14 @@ class Step:
         is_zero_weight: Whether the loss has weight 0; see Note [Zero-weight loss] in
             `engine/data/zero_weight_loss.py`.
         opened: What has to stay open until the backward is over, as recomputation needs it.
+        skips: Whether the user's step gave no loss, so that there is no backward.
     """
 
     loss_scale: Tensor | None = None
     has_valid_labels: Tensor | None = None
     is_zero_weight: bool = False
     opened: ExitStack = field(default_factory=ExitStack)
+    skips: bool = False
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the loss times its scale."""
@@ -131,17 +128,19 @@ class StepRunner:
         activity: Where every step is written down.
         reads: Answers parameters that the user's step reads.
         manual: Steps that run their own backwards, if they do.
+        decisions: Where the rule of the loss is noted.
 
     Attributes:
         manual: As given.
         pipeline: Runs steps through the pipeline; None without one.
         seed: Seed of all steps; checkpoints keep it.
         evaluations: Number of evaluation steps so far, which seeds the next; checkpoints keep it.
+        form: Notices when the loss takes another form.
         after_look: Id of an object -> function of it that is called after the first look at the
             step, which runs it on a few samples: what counts the first step begins anew.
     """
 
-    def __init__(
+    def __init__(  # house: half of it names what it is given
         self,
         *,
         module: pl.LightningModule,
@@ -157,13 +156,14 @@ class StepRunner:
         activity: Activity,
         reads: ParameterReads,
         manual: ManualSteps,
+        decisions: Decisions,
     ) -> None:
         sizes, self._copies = mesh.sizes, copies_to(module, device)
         self.module, self.sequence, self._reads = module, sequence, reads
         self.seed, self.evaluations, self.manual = seed, 0, manual
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
         self._in_step = self._is_checked = False
-        # Loaders are seeded by global rank; augmentations that differ would make wrong gradients.
+        # Loaders are seeded by global rank: what they shuffle may differ within a replica.
         first = dist.get_global_rank(mesh.replica_group, 0)
         self._broadcast = TreeBroadcast(mesh.replica_group, first)
         self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device  # asked often
@@ -172,7 +172,8 @@ class StepRunner:
         synchronize_batchnorm(module, mesh)
         self._weigher = BatchWeigher(mesh, declared_rule(batch_layout))
         self._on_host = WeightsOnHost(module, self._weigher, self._cut)
-        self._first_look = FirstLook(module, mesh, batch_layout, self._weigher)
+        self._first_look = FirstLook(module, mesh, batch_layout, self._weigher, decisions)
+        self.form, self._skipped = self._first_look.form, SkippedSteps(module, mesh)
         self._trial = Trial(module, sharding, manual, partial(self._user_step, _LOOK), self._run)
         self._divided_look: DividedLook | None = None
         if sequence is not None:
@@ -183,28 +184,23 @@ class StepRunner:
         self._training, self._met = self._random_of("training_step"), dict[Any, _Evaluation]()
         self.after_look: dict[int, Callable[[], None]] = {}
         self.pipeline: PipelinedSteps | None = None
-        self._count = 1 if executor is None else options.microbatches(sizes.pipeline)
-        self._dims = BatchDimsFinder(batch_layout, self._count, sizes.data)
+        self._count = count = 1 if executor is None else options.microbatches(sizes.pipeline)
+        self._dims = BatchDimsFinder(batch_layout, count, sizes.data)
         if executor is not None:
-            self.pipeline = self._pipelined(executor, rank_of_stage, options)
+            self.pipeline = PipelinedSteps(
+                module=module,
+                mesh=mesh,
+                executor=executor,
+                sharding=sharding,
+                weigher=self._weigher,
+                user_step=self._microbatch_step,
+                replay=self._training.replay,
+                sequence=sequence,
+                num_microbatches=count,
+                schedule=cache(partial(options.build_schedule, sizes.pipeline)),
+                rank_of_stage=rank_of_stage,
+            )
         bind_metrics(module, mesh, device, rank_of_stage, lambda: self._in_step)
-
-    def _pipelined(
-        self, executor: PipelineExecutor, rank_of_stage: Sequence[int], options: MeshOptions
-    ) -> PipelinedSteps:
-        return PipelinedSteps(
-            module=self.module,
-            mesh=self._mesh,
-            executor=executor,
-            sharding=self._sharding,
-            weigher=self._weigher,
-            user_step=self._microbatch_step,
-            replay=self._training.replay,
-            sequence=self.sequence,
-            num_microbatches=self._count,
-            schedule=cache(partial(options.build_schedule, self._mesh.sizes.pipeline)),
-            rank_of_stage=rank_of_stage,
-        )
 
     @property
     def last_run(self) -> PipelineRun | None:
@@ -269,7 +265,9 @@ class StepRunner:
         self._activity.begin("start of the batch")
         return batch
 
-    def training(self, plugin: Precision, args: Sequence[Any]) -> tuple[Any, Step]:
+    def training(  # house: the order of a step, in one place
+        self, plugin: Precision, args: Sequence[Any]
+    ) -> tuple[Any, Step]:
         """Run `training_step` on the batch of this replica.
 
         Args:
@@ -280,17 +278,15 @@ class StepRunner:
             What `training_step` returned, whose loss has a backward; and what that needs to know.
         """
         trainer = self.module.trainer
-        self._activity.step, self._random = trainer.global_step, self._training
         self._activity.begin("training_step")
+        context = plugin.train_step_context
+        if self._divided_look is not None and not self._is_checked:
+            self._divided_look.check_training(args[0], *self._tried("training_step", context, args))
+        self._activity.step, self._random = trainer.global_step, self._training
         key = ("training_step", trainer.fit_loop.total_batch_idx)
         known = None if self._device.type == "cpu" else self._on_host.known(args[0])
         zero = None if known is None else known.zero
-        context = plugin.train_step_context
         with ExitStack() as opened:  # closes what is open if the step raises
-            if self._divided_look is not None and not self._is_checked:
-                run, found = self._tried("training_step", context, args)
-                self._divided_look.check_training(args[0], found, run)
-                self._random = self._training
             args = self._open(args, opened)
             dims = self._dims_of(args[0])
             count = min(self._count, dims.size or 1)
@@ -298,23 +294,23 @@ class StepRunner:
                 self._is_checked = True
                 if not self._batch_layout.local_statistics:
                     check_batch_statistics(self.module, self._mesh, count)
-            differ = None if known is None else known.differ
-            if not self._first_look.is_over and self._first_look.is_due(args[0], count, differ):
+            looks, samples = self._first_look, dims.size or 1
+            look = partial(self._look, "training_step", context, args[1:], size=samples)
+            if not looks.is_over and looks.is_due(args[0], samples, count, known):
                 found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
-                run = partial(self._look, "training_step", context, args[1:], found.size or 1)
-                self._first_look.look(args[0], found, count, run)
+                looks.look(args[0], found, count, partial(look, size=found.size or 1))
+                if self.pipeline is not None and looks.watches:
+                    self.pipeline.see_loss = self.form.see
+            self.form.again = partial(looks.look_again, args[0], dims, count, look, self._cut)
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
-                tokens = self._tokens_of(args[0])
-                random = self._random.step(dims.size or 1, count, tokens)
+                random = self._random.step(samples, count, self._tokens_of(args[0]))
                 with random, self._reads.agreed():
-                    output, has_valid_labels = self.pipeline.training(
-                        context, args, dims, key, scaler, zero
-                    )
+                    output, valid = self.pipeline.training(context, args, dims, key, scaler, zero)
                     self._random.share(self.pipeline.from_last_stage)
-                return output, Step(has_valid_labels=has_valid_labels)
-            weigher, samples = self._weigher, [dims.size or 1]
-            weights = weigher.weigh([args[0]], samples, zero) if weigher.is_needed else None
+                return output, Step(has_valid_labels=valid)
+            weigher = self._weigher
+            weights = weigher.weigh([args[0]], [samples], zero) if weigher.is_needed else None
             is_zero_weight = weights is not None and bool(weights.zero)
             if is_zero_weight:
                 opened.enter_context(self._sharding.zero_weight.prepared())
@@ -325,6 +321,11 @@ class StepRunner:
             )
             with adjust_logs(self.module, weights), self.manual.running(step):
                 output = self._whole("training_step", context, args, key, dims)
+            if not self.manual.is_used and self._skipped.is_skipped(output):
+                self._sharding.release()
+                return torch.zeros((), device=self._device, requires_grad=True), Step(skips=True)
+            if looks.watches and not self.manual.is_used and output is not None:
+                self.form.see(loss_of(output), samples)
             step.opened = opened.pop_all()
             return output, step
 
@@ -342,18 +343,16 @@ class StepRunner:
         """
         self.evaluations += 1
         self._activity.begin(name)
-        key = (name, self.evaluations)
+        key, predicts = (name, self.evaluations), name == "predict_step"
         with ExitStack() as opened:
             known = self._evaluation(name, context, args)
             if known.is_divided:
                 args = self._open(args, opened)
             else:
                 opened.enter_context(self._weigher.on_whole_sequences())
-                self._check_tokens(args[0], has_labels=name != "predict_step")
-            weighted = self._weigher.is_needed and name != "predict_step"
-            dims = BatchDims()
-            if self.pipeline is not None or weighted:
-                dims = self._dims_of(args[0])
+                self._check_tokens(args[0], has_labels=not predicts)
+            weighted = self._weigher.is_needed and not predicts
+            dims = self._dims_of(args[0], predicts=predicts)
             self._random = known.random
             if self.pipeline is not None:
                 # Nobody knows which values of a step whose loss is a sum are sums, too.
@@ -380,34 +379,32 @@ class StepRunner:
             self._met[key] = known
             if predicts:
                 known.is_divided = False
-            elif self._divided_look is not None:
-                run, found = self._tried(name, context, args)
-                known.is_divided = self._divided_look.runs_divided(name, args[0], found, run, key)
+            elif look is not None:
+                tried = self._tried(name, context, args)
+                known.is_divided = look.runs_divided(key, args[0], *tried)
             # Replicas may predict unequal numbers of batches.
             is_alone = predicts and self._has_replicas
             if sizes.world_size > 1 and not known.is_divided and not is_alone:
                 with self._weigher.on_whole_sequences():
-                    weighted = self._weigher.is_needed and not predicts
-                    needs_dims = self.pipeline is not None or weighted
-                    dims = self._dims_of(args[0]) if needs_dims else BatchDims()
+                    dims = self._dims_of(args[0], predicts=predicts)
                     self._meet(known, name, context, args, dims)
         return known
 
     def _tried(
         self, name: str, context: StepContext, args: Sequence[Any]
-    ) -> tuple[Look, BatchDims]:
-        """Return what runs a step without a trace, on whole and on divided sequences; and which
-        entries of its batch have a batch dim.
+    ) -> tuple[BatchDims, Look]:
+        """Return which entries of a batch have a batch dim; and what runs the step without a trace,
+        on whole and on divided sequences.
         """
         random = self._random_of(name)
 
         def run(batch: Any, samples: int, group: dist.ProcessGroup | None) -> tuple[Seen, bool]:
-            self._random = random
-            size = samples if group is None else 0
-            seen, _ = self._look(name, context, args[1:], size, [(batch, samples)], group)
+            self._random, size = random, samples if group is None else 0
+            parts = [(batch, samples)]
+            seen, _ = self._look(name, context, args[1:], parts, size=size, group=group)
             return seen, random.draws
 
-        return run, self._dims.find(args[0], must_know=False)
+        return self._dims.find(args[0], must_know=False), run
 
     def _meet(
         self,
@@ -419,7 +416,7 @@ class StepRunner:
     ) -> None:
         """Find out how an evaluation step draws, and whether parts of a batch log what it does."""
         size = dims.size or 1
-        look = partial(self._look, name, context, args[1:], size)
+        look = partial(self._look, name, context, args[1:], size=size)
         whole = [(args[0], size)]
         divides = (known.count > 1 or self._has_replicas) and size > 1 and not dims.unsure
         has_labels = divides and name != "predict_step"
@@ -427,7 +424,7 @@ class StepRunner:
         parts = choose_parts(args[0], dims, known.count, rules) if divides else whole
         self._random = known.random
         try:
-            seen, is_random = look(parts)
+            seen, is_random = run_parts(look, parts, whole[0])
         except ConfigurationError as error:  # it does not run on parts, or draws for all together
             known.count, known.random = 1, self._random_of(name)
             if self._has_replicas:
@@ -437,6 +434,8 @@ class StepRunner:
             self._random = known.random
             look(whole)
             return
+        if self.pipeline is not None and seen.leaves:
+            known.count = 1  # what hooks of an epoch read is then an entry of a whole batch
         if is_random:
             return
         others = self._first_look.judge_logs(seen, parts, known.count)
@@ -487,9 +486,9 @@ class StepRunner:
         opened.callback(self.sequence.close)
         return self.sequence.open(args)
 
-    def _dims_of(self, batch: Any) -> BatchDims:
+    def _dims_of(self, batch: Any, *, predicts: bool = False) -> BatchDims:
         """Return which entries of a batch have a batch dim, if it is divided."""
-        if self.pipeline is None and not self._has_replicas:
+        if self.pipeline is None and (predicts or not self._has_replicas):
             return BatchDims()
         layout = self._batch_layout
         is_declared = layout.loss_weight is not None or layout.labels is not None
@@ -508,52 +507,58 @@ class StepRunner:
         name: str,
         context: StepContext,
         rest: Sequence[Any],
-        size: int,
         parts: Sequence[tuple[Any, int]],
+        *,
+        size: int,
+        made: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> tuple[Seen, bool]:
         """Run a step on some samples, and on parts of them, without leaving a trace.
 
         Args:
             name: Of the step.
-            context: Precision plugin's context of the step.
+            context: As in `evaluation`.
             rest: What else it takes, besides a batch.
-            size: Samples of the whole batch.
             parts: The samples and their parts, with their numbers.
+            size: Samples of the whole batch; 0 where the step may fail in the look alone.
+            made: Whether the samples are not those of the batch.
             group: Ranks whose updates of metrics count together; None: this rank's alone.
 
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
         batches = [batch for batch, _ in parts]
+        sight = LookAtStep(self.module, batches, sharpens=made, group=group)
+        random = self._random
+        if made:  # which says nothing of how the step draws, and may fail
+            self._random, size = self._random_of(name), 0
         self._sharding.release()  # gathered weights are gone before they could be put back
-        with (
-            untouched(self.module),
-            torch.compiler.set_stance("force_eager"),
-            self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
-        ):
-            if self.pipeline is not None:
-                seen = self.pipeline.look(context, batches, rest, self._random.refusal, name, group)
-            else:
-                seen = self._trial.run(name, context, batches, rest, group)
-            is_random = self._random.judge(divides=len(batches) > 1)
-        self._sharding.release()
-        for restart in self.after_look.values():
-            restart()
+        try:
+            with (
+                untouched(self.module),
+                silent(self.module.trainer.loggers),
+                torch.compiler.set_stance("force_eager"),
+                self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
+            ):
+                if self.pipeline is None:
+                    seen = self._trial.run(name, context, batches, rest, sight)
+                else:
+                    refusal = self._random.refusal
+                    seen = self.pipeline.look(context, batches, rest, refusal, name, sight)
+                is_random = self._random.judge(divides=len(batches) > 1)
+        finally:
+            self._random = random
+            self.form.reads_factors |= sight.losses.has_zero
+            self._sharding.release()
+            for restart in self.after_look.values():
+                restart()
         return seen, is_random
 
     def _whole(
-        self,
-        name: str,
-        context: StepContext,
-        args: Sequence[Any],
-        key: Any,
-        dims: BatchDims | None = None,
+        self, name: str, context: StepContext, args: Sequence[Any], key: Any, dims: BatchDims
     ) -> Any:
         step: Callable[..., Any] = getattr(self.module, name)
-        samples = 1 if dims is None else dims.size or 1
-        trains = name == "training_step"
-        random = self._random.step(samples, tokens=self._tokens_of(args[0]))
-        backwards = trains and self.manual.is_used
+        random = self._random.step(dims.size or 1, tokens=self._tokens_of(args[0]))
+        backwards = name == "training_step" and self.manual.is_used
         call = self._sharding.call_with_backwards if backwards else self._sharding.call
         with context(), random, self._user_step(key, 0):
             output = call(partial(self._run, step, args))
@@ -590,11 +595,4 @@ class StepRunner:
             check_tokens(batch, self._batch_layout, degree, has_labels=has_labels, is_cut=cut)
 
     def _tokens_of(self, batch: Any) -> int | None:
-        """Return T of a batch, if tensor-parallel ranks share the tokens."""
-        if self._tensor_degree == 1:
-            return None
-        for path, dim in sequence_entries(batch, self._batch_layout).items():
-            entry = batch_entry(batch, path) if has_entry(batch, path) else None
-            if dim == 1 and isinstance(entry, Tensor) and entry.ndim > 1:
-                return int(entry.shape[1])
-        return None
+        return None if self._tensor_degree == 1 else shared_tokens(batch, self._batch_layout)

@@ -244,8 +244,10 @@ class StepRandom:
             with self._draws.forward(self._rows[part]):
                 yield
             ended = True
-        except LightningParError:
-            raise
+        except LightningParError as error:
+            if error.code != "LP321":
+                raise
+            self.refuse(error)  # other stages have passed on; `judge` raises it on all of them
         except Exception as error:
             size, of = self._rows[part].length, self._batch_size
             if size == of:  # it fails on one process, too

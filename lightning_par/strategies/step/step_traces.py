@@ -8,9 +8,12 @@ Note [Attributes of a step]: what a step does after the blocks is done on the la
 only, and hooks on every rank read what it has left in the module, such as a list of outputs at the
 end of an epoch. So the others take over what the last stage has changed. A step runs once per
 micro-batch: a list gets an entry of each of them.
+
+Length: logs and attributes of a step are told, compared and sent by the same rules.
 """
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,10 +29,12 @@ from torchmetrics import Metric
 from lightning_par.dtensor import whole
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.step.batch_weights import BatchWeights, weigh, weighted_mean
+from lightning_par.strategies.step.look.untouched import LEFT_ALONE
 from lightning_par.upstream.tensor import count_of_changes
 from lightning_par.upstream.torchmetrics import last_batch_value, set_last_batch_value
 
 __all__ = [
+    "MEAN_OF_SAMPLES",
     "NOT_OF_PARTS",
     "SAME_KIND",
     "SUM_OF_PARTS",
@@ -58,12 +63,14 @@ class LogCall:
         value: A number or tensor; for a metric, its value for the batch so far.
         metric: FQN of the torchmetrics metric that was logged, or None.
         options: The other arguments of `self.log`.
+        is_plain: Whether the value was a number of Python.
     """
 
     name: str
     value: Any
     metric: str | None
     options: dict[str, Any]
+    is_plain: bool = False
 
 
 @contextmanager
@@ -130,37 +137,56 @@ def record_logs(
 def numbers_of(calls: Sequence[LogCall]) -> list[LogCall]:
     """Return the calls that logged numbers, which are then on the host; no metrics."""
     return [
-        replace(call, value=float(call.value))
+        replace(call, value=float(call.value), is_plain=not isinstance(call.value, Tensor))
         for call in calls
         if call.metric is None and isinstance(call.value, int | float | Tensor)
     ]
 
 
-SAME_KIND, SUM_OF_PARTS, NOT_OF_PARTS = range(3)
+SAME_KIND, MEAN_OF_SAMPLES, SUM_OF_PARTS, NOT_OF_PARTS = range(4)
 """What a number that a batch logs is of those that its parts log; see `compare_parts`."""
 
 
 def compare_parts(
-    logs: Sequence[Sequence[LogCall]], weights: Tensor, tolerance: float
+    logs: Sequence[Sequence[LogCall]],
+    weights: Tensor,
+    tolerance: float,
+    samples: Sequence[int] = (),
 ) -> dict[str, int]:
     """Tell of each number what it is of those that the parts of a batch log: `SAME_KIND` as it is
-    logged, their `SUM_OF_PARTS` although it is logged as a mean, or `NOT_OF_PARTS` at all.
+    logged, their `MEAN_OF_SAMPLES`, whatever weighs in the loss, their `SUM_OF_PARTS` although it
+    is logged as a mean, or `NOT_OF_PARTS` at all.
 
     Args:
         logs: From `numbers_of`, of the batch and of each of its parts.
         weights: [m] weights of the parts.
         tolerance: Of roundings, relative.
+        samples: Numbers of samples of the parts.
     """
 
     def is_near(one: float, other: float) -> bool:
-        return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-9) or one != one
+        nothing = tolerance / 100  # of numbers near 0, which others of size 1 may have made
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=nothing) or one != one
 
     known = [[call for call in calls if _name_of(call) in _REDUCTIONS] for calls in logs]
     combined = {call.name: float(call.value) for call in combine_logs(known[1:], weights)}
+    counts = torch.tensor([*samples], dtype=weights.dtype) if samples else weights
+    alike = bool(torch.allclose(counts / counts.sum(), weights / weights.sum()))
+    means = {call.name: float(call.value) for call in combine_logs(known[1:], counts)}
     kinds: dict[str, int] = {}
     for call in known[0]:
         kinds.setdefault(call.name, SAME_KIND)
-        if call.name not in combined or is_near(call.value, combined[call.name]):
+        if call.name not in combined:
+            continue
+        # A plain number that is the same for all parts says nothing: it is no part of a loss.
+        values = {part.value for calls in known[1:] for part in calls if part.name == call.name}
+        is_mean = not alike and is_near(call.value, means[call.name])
+        if is_near(call.value, combined[call.name]):
+            if is_mean and call.is_plain and len(values) == 1:
+                kinds[call.name] = max(kinds[call.name], MEAN_OF_SAMPLES)
+            continue
+        if is_mean:
+            kinds[call.name] = max(kinds[call.name], MEAN_OF_SAMPLES)
             continue
         total = sum(part.value for calls in known[1:] for part in calls if part.name == call.name)
         kind = SUM_OF_PARTS if is_near(call.value, total) else NOT_OF_PARTS
@@ -213,7 +239,10 @@ def _weighted(
     options = {"batch_size": weights.samples, **options} if is_sum else options
     if is_sum:
         return value * weights.replicas, options  # Lightning divides by it
-    return weigh(value, weights.total), {**options, "batch_size": weights.samples}
+    options = {**options, "batch_size": weights.samples}
+    if name in weights.by_samples:
+        return value * (sum(weights.sizes) * weights.replicas) / weights.samples, options
+    return weigh(value, weights.total), options
 
 
 def join_over_context(
@@ -251,7 +280,11 @@ def join_over_context(
 
 
 def combine_logs(
-    calls: Sequence[Sequence[LogCall]], weights: Tensor, sums: Collection[str] = ()
+    calls: Sequence[Sequence[LogCall]],
+    weights: Tensor,
+    sums: Collection[str] = (),
+    by_samples: Collection[str] = (),
+    samples: Sequence[int] = (),
 ) -> list[LogCall]:
     """Make one call per key of the calls of all micro-batches.
 
@@ -259,6 +292,8 @@ def combine_logs(
         calls: Recorded calls of every micro-batch, in order.
         weights: [m] weights of the micro-batches, for means.
         sums: Keys whose values are added in place of a mean.
+        by_samples: Keys whose values weigh by the samples.
+        samples: Numbers of samples of the micro-batches.
     """
     by_name: dict[str, list[tuple[int, LogCall]]] = {}
     for index, made in enumerate(calls):
@@ -270,6 +305,8 @@ def combine_logs(
         value = last.value
         if last.metric is None:
             used = torch.stack([weights[index] for index, _ in pairs])
+            if name in by_samples:
+                used = used.new_tensor([float(samples[index]) for index, _ in pairs])
             values = torch.stack([_number(call.value, weights) for _, call in pairs])
             kind = last.options.get("reduce_fx", "mean")
             adds = name in sums and reduction_name(kind) in ("mean", "avg")
@@ -356,6 +393,9 @@ _OWN = frozenset(vars(nn.Module()))
 _PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 
 
+_DEPTH, _FEW = 4, 32
+
+
 @dataclass(frozen=True)
 class _Held:
     """A value before a step, and what tells whether it has changed in place."""
@@ -364,12 +404,23 @@ class _Held:
     content: Any
 
     @classmethod
-    def of(cls, value: Any) -> "_Held":
+    def of(cls, value: Any, depth: int = _DEPTH) -> "_Held":
+        """Note a value.
+
+        Args:
+            value: Of an attribute, or of what is in one.
+            depth: How far containers and objects in it are followed; they may refer to each other.
+        """
         content: Any = None
         if isinstance(value, list):
-            content = len(value)
-        elif isinstance(value, dict):
-            content = {key: cls.of(entry) for key, entry in value.items()}
+            # Few entries are lists or objects that go on changing, such as one list per loader;
+            # many are outputs of steps, which do not.
+            entries = enumerate(value) if depth > 0 and len(value) <= _FEW else ()
+            inside = {at: cls.of(v, depth - 1) for at, v in entries if _is_open(v)}
+            content = len(value), inside
+        elif isinstance(value, dict) or _is_object(value):
+            now = value if isinstance(value, dict) else vars(value)
+            content = {k: cls.of(v, depth - 1) for k, v in now.items()} if depth else None
         elif isinstance(value, Tensor) and not value.is_inference():
             content = count_of_changes(value)
         return cls(value, content)
@@ -377,9 +428,10 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Appended:
-    """What came to a list."""
+    """What came to a list, and what has changed in its entries: index -> change."""
 
     items: list[Any]
+    changes: dict[int, Any]
 
 
 @dataclass(frozen=True)
@@ -400,26 +452,33 @@ class StepAttributes:
     """Gives the stages of a pipeline what the user's step has left in the module on the last one.
 
     Taken over are tensors, arrays, numbers and text in attributes and buffers of the
-    LightningModule itself, and lists, tuples and dicts of them. Other values stay what they are on
-    each stage.
+    LightningModule itself, in lists, tuples, dicts and objects of the user's classes at any depth,
+    and in such containers of its submodules. Other values stay what they are on each stage.
 
     Args:
         module: The user's LightningModule.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before: dict[str, _Held] = {}
+        # Submodules of the user's that hold no parameters of a stage, such as a store of outputs.
+        self._parts = {
+            place: part for place, part in module.named_modules() if not place or _keeps_lists(part)
+        }
+        self._before: dict[Any, _Held] = {}
 
     def begin(self) -> None:
         """Note what is there before a step."""
         self._before = {name: _Held.of(value) for name, value in self._held()}
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> dict[Any, Any]:
         """Return what the step has changed, for `take` on the other stages."""
         return _changes(self._before, dict(self._held()))
 
-    def take(self, changes: dict[str, Any]) -> None:
+    def names_changed(self) -> tuple[str, ...]:
+        """Return the names of the attributes that the step has changed."""
+        return tuple(".".join(filter(None, place)) for place in self.changes())
+
+    def take(self, changes: dict[Any, Any]) -> None:
         """Have what the last stage has, in the place of what the step did here.
 
         Args:
@@ -429,13 +488,24 @@ class StepAttributes:
         for name, change in changes.items():
             value = _take(change, self._before.get(name), held.get(name))
             if value is not held.get(name):
-                setattr(self._module, name, value)
+                place, attribute = name
+                setattr(self._parts[place], attribute, value)
 
-    def _held(self) -> Iterator[tuple[str, Any]]:
-        yield from self._module.named_buffers(recurse=False)
-        for name, value in vars(self._module).items():
-            if name not in _OWN and not name.startswith("_"):
-                yield name, value
+    def _held(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        for place, part in self._parts.items():
+            for name, value in vars(part).items():
+                if name not in _OWN and not name.startswith("_"):
+                    yield (place, name), value
+            if not place:
+                yield from ((("", n), b) for n, b in part.named_buffers(recurse=False))
+
+
+def _keeps_lists(part: nn.Module) -> bool:
+    """Whether a submodule is of a class of the user's and keeps lists, dicts or objects."""
+    if isinstance(part, Metric) or type(part).__module__.partition(".")[0] in LEFT_ALONE:
+        return False
+    kept = ((name, v) for name, v in vars(part).items() if name not in _OWN)
+    return any(not name.startswith("_") and _is_open(v) for name, v in kept)
 
 
 def _changes(before: dict[Any, _Held], now: dict[Any, Any]) -> dict[Any, Any]:
@@ -446,14 +516,21 @@ def _changes(before: dict[Any, _Held], now: dict[Any, Any]) -> dict[Any, Any]:
 def _change(before: _Held | None, value: Any) -> Any:
     """Return what has changed in a value, if that can be sent."""
     if before is not None and before.value is value:
-        if isinstance(value, dict):
-            changes = _changes(before.content, value)
+        if isinstance(value, dict) or _is_object(value):
+            if before.content is None:
+                return None
+            now = value if isinstance(value, dict) else vars(value)
+            changes = _changes(before.content, now)
             return _Entries(changes) if changes else None
+        if isinstance(value, list) and len(value) >= before.content[0]:
+            length, inside = before.content
+            changes = _changes(inside, {at: value[at] for at in inside})
+            items = _sendable(value[length:])
+            if items is None or not (items or changes):
+                return None
+            return _Appended(items, changes)
         if before.content == _Held.of(value).content:
             return None
-        if isinstance(value, list) and len(value) > before.content:
-            items = _sendable(value[before.content :])
-            return None if items is None else _Appended(items)
     sent = _sendable([value])
     return None if sent is None else _Replaced(sent[0])
 
@@ -488,10 +565,33 @@ def _take(change: Any, before: _Held | None, value: Any) -> Any:
     if isinstance(change, _Appended):
         if before is None or before.value is not value:
             return change.items
-        value[before.content :] = change.items
+        length, inside = before.content
+        for at, entry in change.changes.items():
+            value[at] = _take(entry, inside.get(at), value[at])
+        value[length:] = change.items
         return value
     contents = {} if before is None else before.content
-    target = {} if before is None or before.value is not value else value
+    if before is None or before.value is not value:
+        value = {}
+    target = value if isinstance(value, dict) else vars(value)
     for key, entry in change.changes.items():
         target[key] = _take(entry, contents.get(key), target.get(key))
-    return target
+    return value
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a step may change a value in place, without a sign that is cheap to compare."""
+    return isinstance(value, list | dict) or _is_object(value)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's, such as a meter."""
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, nn.Module | Tensor | type)
+        and not callable(value)
+        and package not in LEFT_ALONE
+        and package not in sys.stdlib_module_names - {"__main__"}
+    )

@@ -31,11 +31,12 @@ class KnownWeights:
 
     Attributes:
         zero: Numbers of the parts with weight 0.
-        differ: Whether the rules that the loss may follow weigh its samples otherwise.
+        compared: How the rules that the loss may follow weigh it, see
+            `BatchWeigher.compare_rules`.
     """
 
     zero: frozenset[int]
-    differ: bool
+    compared: tuple[float, ...]
 
 
 class WeightsOnHost:
@@ -67,12 +68,12 @@ class WeightsOnHost:
         batch, found = send.broadcast((batch, self._find(given)))
         self._batch = self._found = None
         if found is not None:
-            zero, differ = found
-            self._batch, self._found = batch, KnownWeights(frozenset(zero), differ)
+            zero, compared = found
+            self._batch, self._found = batch, KnownWeights(frozenset(zero), compared)
             self._changes = [count_of_changes(tensor) for tensor in tensors_of(batch)]
         return batch
 
-    def _find(self, batch: Any) -> tuple[tuple[int, ...], bool] | None:
+    def _find(self, batch: Any) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
         """Return what `KnownWeights` holds; None: the device has to be asked."""
         trainer, weigher = trainer_of(self._module), self._weigher
         trains = trainer is not None and trainer.training
@@ -83,12 +84,13 @@ class WeightsOnHost:
         tensors = list(tensors_of(batch))
         if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
             return None
+        parts, sizes = self._parts(batch)
         weights = []
         if not weigher.rule.counts_all:
-            pairs = zip(*self._parts(batch), strict=True)
+            pairs = zip(parts, sizes, strict=True)
             weights = [weigher.rule.weigh(part, samples) for part, samples in pairs]
         zero = tuple(index for index, weight in enumerate(weights) if weight == 0)
-        return zero, weigher.rules_differ(batch)
+        return zero, weigher.compare_rules(batch, sum(sizes))
 
     def known(self, batch: Any) -> KnownWeights | None:
         """Return what is known of a batch; None if it is another one, or was changed since."""

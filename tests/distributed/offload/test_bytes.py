@@ -99,7 +99,21 @@ class Watch(Callback):
             self.before = self.live.now
             self.live.peak = self.before
 
-    def on_before_optimizer_step(self, *_: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """See what a backward leaves; a hook before the step would let gradients stay."""
+        host = trainer.strategy.parallel_model.host
+        if host is None:
+            vars(self)["on_before_optimizer_step"] = self._note
+            return
+        finish = host.finish
+
+        def finish_and_note(**options: Any) -> None:
+            finish(**options)
+            self._note()
+
+        host.finish = finish_and_note
+
+    def _note(self, *_: Any) -> None:
         if self.live is not None:
             self.peak, self.left = self.live.peak, self.live.now
 

@@ -66,11 +66,12 @@ def test_tensor_parallel_moves_one_activation_per_linear_pair_and_direction(
         pairs = 2 * BLOCKS + 1  # attention and MLP of every block; the embedding with the head
         tokens = BATCH * TOKENS
         # Maxima, then two sums; at the end whether loss and gradients are finite.
-        loss = [tokens * FLOAT, 2 * tokens * FLOAT, DOUBLE]
+        loss = [tokens * FLOAT, 2 * tokens * FLOAT, 2 * DOUBLE]
         if sequence_parallel:
             whole = ("norm", "out.bias", "mlp.2.bias", "position")
-            partial = sum(n for name, n in parameters.items() if any(w in name for w in whole))
-            reduced = [*loss, partial * FLOAT]
+            sizes = [n for name, n in parameters.items() if any(w in name for w in whole)]
+            # With each gradient goes whether there is one.
+            reduced = [*loss, (sum(sizes) + len(sizes)) * FLOAT]
             moved = (2 * pairs, 2 * pairs * ACTIVATION, pairs * ACTIVATION)
             assert found["tp", "all_gather"] == moved
             assert found["tp", "reduce_scatter"] == moved
@@ -92,15 +93,18 @@ def test_pipeline_sends_every_activation_and_its_gradient_once(microbatches: int
         sends = found.get(("pp activations", "send"), (0, 0))[:2]
         returns = found.get(("pp gradients", "send"), (0, 0))[:2]
         assert sends == (once if stage < 3 else (0, 0))
-        assert returns == (once if stage > 0 else (0, 0))
+        # Each gradient goes with a byte, which says whether there is one.
+        answers = (2 * microbatches, ACTIVATION + microbatches)
+        assert returns == (answers if stage > 0 else (0, 0))
 
 
 def test_sharded_tensor_parallel_pipeline_sends_shards_of_activations() -> None:
     options = {"num_microbatches": 2}
     for rank, (found, _) in enumerate(counted(4, options)):
         once = (2, ACTIVATION // 2, ACTIVATION // 2)  # T/tp tokens of two micro-batches
-        name = "pp activations" if rank < 2 else "pp gradients"
-        assert found[name, "send"] == once
+        answers = (4, ACTIVATION // 2 + 2, ACTIVATION // 2 + 2)
+        wanted = ("pp activations", once) if rank < 2 else ("pp gradients", answers)
+        assert found[wanted[0], "send"] == wanted[1]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

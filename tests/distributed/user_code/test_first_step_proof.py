@@ -250,6 +250,49 @@ class AdamW(PlainModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class WarmsUp(PlainModule):
+    """Begins with a learning rate of 0, which the schedule has raised when the step is judged."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class NoGradient(PlainModule):
+    def loss(self, batch: Any) -> Tensor:
+        return 0.0 * super().loss(batch)
+
+
+class Unused(PlainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 5)
+
+
+class Rests(torch.optim.SGD):
+    """Steps on nothing, as an optimizer of other tensors does."""
+
+    looks_across = "entry"
+
+    def step(self, closure: Any = None) -> Any:
+        return closure()
+
+
+class StandsStill(PlainModule):
+    def configure_optimizers(self) -> Any:
+        return Rests(self.parameters(), lr=0.1)
+
+
+UNMOVED: dict[str, tuple[Any, str, str]] = {
+    "a learning rate of 0": (WarmsUp, "tp2", "proved in part: .*every learning rate is 0"),
+    "gradients of 0": (NoGradient, "zero3", "not proved to equal .*all of its gradients are zero"),
+    "an unused weight": (Unused, "zero1", "in part: no gradient reaches unused.bias, unused.w"),
+    "an optimizer that rests": (StandsStill, "zero3", "not proved to .*no weight moved in it"),
+}
+"""What of a step that shows nothing is said."""
+
+
 def ragged(samples: Any) -> Any:
     longest = max(len(x) for x, _ in samples)
     pad = lambda t, value: F.pad(t, (0, longest - len(t)), value=value)  # noqa: E731
@@ -319,6 +362,14 @@ def test_no_false_alarm(name: str) -> None:
         assert result["refused"] is None
         assert result["left"] == []
     assert results[0]["outcome"] == "equal"
+
+
+@pytest.mark.parametrize("name", UNMOVED)
+def test_a_step_that_shows_nothing_is_not_called_equal(name: str) -> None:
+    *_, pattern = UNMOVED[name]
+    results = run_ranks(_train_rank, 2, "UNMOVED", name, timeout=180)
+    assert [result["refused"] for result in results] == [None, None]
+    assert re.search(pattern, results[0]["outcome"])
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3"])

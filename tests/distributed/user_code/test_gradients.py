@@ -209,6 +209,74 @@ def norms_from_the_strategy() -> Any:
     return Module(), token_pairs()
 
 
+def offloaded(act: Callable[[Any], None], hook: str, *callbacks: Any) -> Any:
+    """The same with an optimizer that the host can step."""
+
+    def run(self: PlainModule, *_: Any, **__: Any) -> None:
+        act(self)
+
+    def configure_optimizers(self: PlainModule) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3)
+
+    own = {hook: run, "configure_optimizers": configure_optimizers}
+    return type("Module", (PlainModule,), own)(), token_pairs()
+
+
+@CASES.add(equal="zero2_offload")
+def signs_turned_after_the_backward_of_the_host() -> Any:
+    def act(module: Any) -> None:
+        for parameter in module.net.head.parameters():
+            parameter.grad.mul_(-1)
+
+    return offloaded(act, "on_after_backward")
+
+
+@CASES.add(equal="zero2_offload", trainer={"accumulate_grad_batches": 2})
+def clipped_by_torch_before_the_step_of_the_host() -> Any:
+    return offloaded(lambda m: clip(m.parameters(), 0.01), "configure_gradient_clipping")
+
+
+@CASES.add(large="zero2_offload", strategy={"on_nonfinite": "ignore"})
+def gradients_removed_before_the_step_of_the_host() -> Any:
+    def act(module: Any) -> None:
+        for parameter in module.net.blocks[1].parameters():
+            parameter.grad = None
+
+    return offloaded(act, "on_before_optimizer_step")
+
+
+@CASES.add(
+    large="zero2_offload",
+    trainer=lambda: {"callbacks": [_Decay()], "gradient_clip_val": 0.05},
+)
+def penalty_of_a_callback_before_the_step_of_the_host() -> Any:
+    return offloaded(lambda m: None, "on_train_start")
+
+
+@CASES.add(
+    large="zero2_offload", trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+)
+def entries_that_the_module_does_not_clip() -> Any:
+    """`configure_gradient_clipping` is the user's, and does nothing with the Trainer's number."""
+    return offloaded(lambda m: None, "configure_gradient_clipping")
+
+
+class _StepsItself(PlainModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        for parameter in self.net.head.parameters():
+            parameter.grad.mul_(0.1)
+        optimizer.step()
+
+
+@CASES.add(equal="zero2_offload", large="zero2")
+def an_own_step_that_changes_gradients_for_the_host() -> Any:
+    return _StepsItself(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""

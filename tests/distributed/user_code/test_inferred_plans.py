@@ -7,6 +7,7 @@ import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 
+from lightning_par import BatchLayout, ParallelPlan
 from tests.support.models import structures
 from tests.support.models.plain_language_model import token_pairs
 from tests.support.models.structures import images, Planless
@@ -39,6 +40,28 @@ def fused_heads_and_a_tied_table() -> Any:
 def one_block_many_times() -> Any:
     net = structures.LanguageModel()
     net.layers = nn.ModuleList([net.layers[0]] * 4)
+    return Planless(net), token_pairs()
+
+
+class _Scaled(nn.Module):
+    """A layer whose output is scaled by a parameter of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.inner, self.scale = inner, nn.Parameter(torch.linspace(0.5, 1, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.relu(self.up(self.inner(x))))
+
+
+# Without the proof of the first step, which would refuse another gradient.
+@CASES.add(equal="tp2", strategy={"verify": False})
+def scales_of_blocks_and_of_their_layers() -> Any:
+    net = structures.LanguageModel()
+    for layer in net.layers:
+        layer.mlp = _Scaled(nn.Identity())
+    net.layers = nn.ModuleList(_Scaled(layer) for layer in net.layers)
     return Planless(net), token_pairs()
 
 
@@ -222,6 +245,15 @@ def losses_that_experts_keep() -> Any:
             return loss + 0.01 * sum(layer.loss for layer in self.net.layers)
 
     return Module(experts_by_hand(keeps_loss=True)), token_pairs()
+
+
+@CASES.add(equal="tp2pp2", large="tp2 pp2")
+def plan_that_declares_the_batch_only() -> Any:
+    class Module(Planless):
+        def parallel_plan(self) -> ParallelPlan:
+            return ParallelPlan(batch=BatchLayout(labels="1"))
+
+    return Module(structures.LanguageModel()), padded_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())

@@ -223,6 +223,106 @@ def synchronized_batch_norm() -> Any:
     return normalized(PlainModule.batch)
 
 
+def by_hand(module: Any, x: Tensor, y: Tensor) -> Tensor:
+    losses, counts = F.cross_entropy(module.net(x).transpose(1, 2), y, reduction="none"), y != -100
+    return (losses * counts).sum() / counts.sum()
+
+
+def shortened(counts: Any) -> list[Any]:
+    """Samples of which `counts` labels count, by their number."""
+    pairs = [(a, b.clone()) for a, b in token_pairs()]
+    for i, (_, labels) in enumerate(pairs):
+        labels[counts(i) :] = -100
+    return pairs
+
+
+@CASES.add(equal="zero1", trainer={"precision": "bf16-mixed"}, tolerance=2e-3)
+def counts_that_differ_by_one_at_first_in_bfloat16() -> Any:
+    module, *_ = of_loss(by_hand)
+    return module, shortened(lambda i: 12 - i % 4 // 2 if i < 8 else 2 + i * 5 % 11)
+
+
+@CASES.add(equal="zero1 zero3")
+def counts_that_differ_between_replicas_only() -> Any:
+    module, *_ = of_loss(by_hand)
+    return module, shortened(lambda i: (12, 3)[i % 2])
+
+
+@CASES.add(equal="zero1", batch_size=2)
+def a_masked_mean_with_one_row_on_each_replica() -> Any:
+    module, *_ = of_loss(by_hand)
+    return module, shortened(lambda i: 2 + i * 5 % 11)
+
+
+@CASES.add(refused={"zero1": "compared with each other"}, batch_size=2)
+def negatives_in_a_batch_of_one_row_on_each_replica() -> Any:
+    def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        z = F.normalize(module.net(x).mean(1), dim=1)
+        return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+    return of_loss(loss)
+
+
+@CASES.add(equal="zero1 pp2")
+def a_mask_made_of_lengths_that_tie_at_first() -> Any:
+    class Module(Undeclared):
+        def loss(self, batch: Any) -> Tensor:
+            counts = torch.arange(12) >= batch["prompt"][:, None]
+            logits = self.net(batch["x"]).transpose(1, 2)
+            losses = F.cross_entropy(logits, batch["y"], reduction="none")
+            return (losses * counts).sum() / counts.sum()
+
+    pairs = enumerate(token_pairs())
+    return Module(), [{"x": a, "y": b, "prompt": 4 if i < 8 else i * 5 % 11} for i, (a, b) in pairs]
+
+
+@CASES.add(equal="zero1", batch_size=2)
+def rows_of_unequal_lengths_on_replicas_without_padding() -> Any:
+    def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(module.net(x).flatten(0, 1), y.flatten())
+
+    return of_loss(loss, ragged)
+
+
+def later(loss: Any) -> Any:
+    """A loss that has another form from the third step on."""
+
+    def of_step(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        losses = per_sample(module, x, y)
+        return loss(losses) if module.trainer.global_step >= 2 else losses.mean()
+
+    return of_loss(of_step)
+
+
+@CASES.add(equal="pp2 zero1")
+def a_term_that_begins_later() -> Any:
+    return later(lambda losses: losses.mean() + 0.1 * losses.square().mean())
+
+
+@CASES.add(
+    equal="pp2_one_microbatch", refused={"pp2 zero3": "neither the mean.*\n?.*form in step 2"}
+)
+def hard_samples_from_the_third_step_on() -> Any:
+    return later(lambda losses: losses.topk(len(losses) // 2 or 1).values.mean())
+
+
+@CASES.add(
+    equal="pp2_one_microbatch",
+    refused={"pp2 zero1": "step 2 .*was the mean over the samples so far, and is the sum"},
+)
+def a_sum_from_the_third_step_on() -> Any:
+    return later(lambda losses: losses.sum() / 8)
+
+
+@CASES.add(refused={"zero1": "neither the mean"})
+def a_factor_that_is_zero_at_first() -> Any:
+    def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        losses = per_sample(module, x, y)
+        return losses.mean() + 0.2 * max(0, module.trainer.global_step - 1) * losses.max()
+
+    return of_loss(loss)
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""

@@ -308,6 +308,37 @@ def blocks_that_are_unfrozen_later() -> Any:
     return optimized(lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.3))
 
 
+class Averaged(OwnStep):
+    """Shows the average of the weights once training has ended, as one without a schedule does."""
+
+    looks_across = "entry"
+
+    def update(self, params: list[Any], lr: float) -> None:
+        for p in params:
+            p.sub_(p.grad, alpha=lr)
+            self.state[p].setdefault("mean", p.clone()).lerp_(p, 0.5)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.copy_(self.state[p]["mean"])
+
+
+@CASES.add(equal="tp2 pp2", large="zero1 zero3 tp2pp2 zero1tp2")
+def averages_shown_after_the_run() -> Any:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return Averaged(self.parameters())
+
+        def on_fit_end(self) -> None:
+            optimizer: Any = self.trainer.optimizers[0]
+            # As a checkpoint after the run does; the optimizer stays whole.
+            assert self.trainer.strategy.optimizer_state(optimizer)["state"]
+            optimizer.eval()
+
+    return Module(), token_pairs()
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""

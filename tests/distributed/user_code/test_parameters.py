@@ -49,6 +49,20 @@ def norm_of_all_weights_in_one() -> Any:
     return penalized(lambda m: torch.cat([p.flatten() for p in m.parameters()]).norm())
 
 
+@CASES.add(equal="tp2 zero3", large="zero1 zero1tp2")
+def rate_from_numbers_of_weights_between_steps() -> Any:
+    class Module(PlainModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            w, table = self.net.blocks[0].mlp.down.weight, self.net.emb.weight
+            found = [float(w.detach().norm()), w.abs().max().item(), float((table > 1).sum()) / 100]
+            found += [abs(w.tolist()[3][5])]
+            found += [float(sum(p.detach().pow(2).sum() for p in self.net.blocks.parameters()))]
+            rate = 0.1 + sum(found) / 1000
+            self.trainer.optimizers[0].param_groups[0]["lr"] = rate
+
+    return Module(), token_pairs()
+
+
 @CASES.add(refused={"zero1": r"net\.extra has no entries.*requires_grad_\(False\)"})
 def a_parameter_without_entries() -> Any:
     module, samples = penalized(lambda m: m.net.extra.sum())
@@ -80,6 +94,84 @@ def parameters_that_nobody_can_take_over() -> Any:
     module.net.blocks[3] = torch.jit.script(nn.Linear(32, 32))
     module.net.emb.sparse, module.net.head = True, nn.LazyLinear(64)
     return module, samples
+
+
+class _Scaled(nn.Linear):
+    """Its forward reads an attribute of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.gain
+
+
+@CASES.add(equal="tp2 zero3", large="pp2 tp2pp2 zero0 zero1 zero1tp2 zero2_offload")
+def weights_marked_by_attributes() -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.norm.weight.no_decay = True
+            for block in self.net.blocks:
+                block.mlp.up.__class__ = _Scaled
+                block.mlp.up.weight.rate, block.mlp.up.weight.gain = 0.1, 0.5
+
+        def configure_optimizers(self) -> Any:
+            groups: dict[Any, list[Any]] = {}
+            for p in self.parameters():
+                key = getattr(p, "no_decay", False), getattr(p, "rate", 1.0)
+                groups.setdefault(key, []).append(p)
+            made = [
+                {"params": held, "weight_decay": 0.0 if plain else 0.3, "lr": 0.01 * rate}
+                for (plain, rate), held in groups.items()
+            ]
+            return torch.optim.AdamW(made, eps=1e-3)
+
+    return Module(), token_pairs()
+
+
+class _Packed(nn.Parameter):
+    """Whole numbers of 8 bits, and what one of them is worth."""
+
+    scale: Tensor
+
+    @staticmethod
+    def make(weight: Tensor) -> "_Packed":
+        scale = weight.detach().abs().max() / 127
+        packed = _Packed((weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        packed.scale = scale
+        return packed
+
+
+class _Frozen(nn.Module):
+    def __init__(self, line: nn.Linear, *, buffers: bool) -> None:
+        super().__init__()
+        packed = _Packed.make(line.weight)
+        if buffers:
+            self.register_buffer("weight", packed.data)
+            self.register_buffer("scale", packed.scale)
+        else:
+            self.weight = packed
+        self.adapter = nn.Parameter(torch.zeros(line.weight.shape[0], line.weight.shape[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale if hasattr(self, "scale") else self.weight.scale
+        return F.linear(x, self.weight.to(x.dtype) * scale + self.adapter)
+
+
+def _quantized(*, buffers: bool) -> Any:
+    module = PlainModule()
+    for block in module.net.blocks:
+        block.mlp.down = _Frozen(block.mlp.down, buffers=buffers)
+    return module, token_pairs()
+
+
+@CASES.add(refused={"zero3 tp2": r"net.blocks.0.mlp.down.weight and 3 more are of the class _Pack"})
+def weights_of_a_class_of_their_own() -> Any:
+    return _quantized(buffers=False)
+
+
+@CASES.add(equal="zero3", large="zero0 zero1")
+def packed_weights_in_buffers() -> Any:
+    """What the refusal of the case above says."""
+    return _quantized(buffers=True)
 
 
 @CASES.add(equal="zero0 zero3", large="zero1 zero2", trainer={"gradient_clip_val": 0.5})

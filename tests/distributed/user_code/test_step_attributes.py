@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from torch import Tensor
+from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -16,13 +16,32 @@ from tests.support.ranks.api import run_ranks
 from tests.support.user_code import LAYOUTS
 
 
+class Meter:
+    """A sum that a user's class keeps."""
+
+    def __init__(self) -> None:
+        self.total, self.seen = 0.0, list[Tensor]()
+
+
+class Store(nn.Module):
+    """A submodule that keeps outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+
 class Collecting(PlainModule):
-    """Collects as users of Lightning 2 do: in lists, in a dict of lists, in a sum and a buffer."""
+    """Collects as users of Lightning 2 do: in lists, in a dict of lists, in a sum and a buffer, in
+    a list for each loader, in an object and in a submodule.
+    """
 
     total: Tensor
 
     def __init__(self) -> None:
         super().__init__()
+        self.of_loaders: list[list[dict[str, Tensor]]] = [[], []]
+        self.meter, self.store = Meter(), Store()
         self.losses: list[Tensor] = []
         self.outputs: dict[str, list[Tensor]] = {"guesses": [], "labels": []}
         self.correct, self.summary = 0, ""
@@ -45,6 +64,10 @@ class Collecting(PlainModule):
         logits = self.net(tokens)
         self.outputs["guesses"].append(logits.argmax(-1))
         self.outputs["labels"].append(labels)
+        self.of_loaders[1].append({"labels": labels})
+        self.meter.total += float(labels.sum())
+        self.meter.seen.append(labels)
+        self.store.kept.append(labels)
         self.correct += int((logits.argmax(-1) == labels).sum())
         self.summary = f"{self.correct} were right"
         self.log("val", F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
@@ -52,6 +75,12 @@ class Collecting(PlainModule):
     def on_validation_epoch_end(self) -> None:
         guesses, labels = (torch.cat(self.outputs[name]) for name in ("guesses", "labels"))
         assert guesses.shape == labels.shape == (16, labels.shape[1])
+        kept = torch.cat([entry["labels"] for entry in self.of_loaders[1]])
+        for other in (kept, torch.cat(self.meter.seen), torch.cat(self.store.kept)):
+            assert torch.equal(other, labels)
+        assert self.meter.total == float(labels.sum())
+        self.of_loaders[1].clear(), self.store.kept.clear()
+        self.meter = Meter()
         assert self.summary == f"{self.correct} were right"
         self.log("accuracy", (guesses == labels).double().mean())
         self.log("correct", float(self.correct))

@@ -9,11 +9,14 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-from lightning_par import ParallelPlan
+from lightning_par import Hybrid3DStrategy, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.models.structures import LanguageModel, Planless
-from tests.support.user_code import Cases
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import RankError, run_ranks
+from tests.support.user_code import Cases, LAYOUTS
 
 CASES = Cases(__name__)
 
@@ -113,6 +116,22 @@ def the_hardest_samples_of_a_batch() -> Any:
     return Module(), vectors()
 
 
+def _fails(rank: int, world: int, has_plan: bool) -> None:
+    module = PlainModule() if has_plan else Classifier()
+    module.loss = lambda *_: {}["mask"]  # type: ignore[assignment, index]
+    if has_plan:
+        module.loss = lambda batch: module.net(batch[0]).mean() * {}["mask"]  # type: ignore[assignment, index]
+    trainer = quiet_trainer(devices=world, strategy=Hybrid3DStrategy(**LAYOUTS["pp2"]), max_steps=1)
+    trainer.fit(module, DataLoader(token_pairs() if has_plan else vectors(), 8))
+
+
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_an_error_of_the_step_itself_is_raised_and_not_one_of_parts(has_plan: bool) -> None:
+    with pytest.raises(RankError, match="KeyError: 'mask'") as told:
+        run_ranks(_fails, 2, has_plan, timeout=180)
+    assert "LP303" not in str(told.value)
+
+
 @CASES.add(refused={"tp2": "net.tokens .Embedding. changes its weight in place"})
 def an_embedding_of_limited_norm() -> Any:
     net = LanguageModel()
@@ -133,6 +152,28 @@ def an_average_that_the_module_keeps() -> Any:
                 average.data.lerp_(weights[name].data, 0.1)
 
     return Module(LanguageModel()), token_pairs()
+
+
+@CASES.add(equal="zero1 zero3", large="tp2")
+def a_step_without_a_loss_on_all_replicas() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            bad = torch.tensor(batch_idx == 2)
+            if self.all_gather(bad).any():
+                return torch.zeros((), requires_grad=True)  # as None, of which Lightning warns
+            return super().training_step(batch, batch_idx)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(refused={"zero1": "gave no loss on a replica.*all_gather"})
+def a_step_without_a_loss_on_one_replica() -> Any:
+    class Module(PlainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return torch.zeros((), requires_grad=True) if batch_idx == 2 else loss
+
+    return Module(), token_pairs()
 
 
 class Checkpointed(nn.Module):

@@ -74,6 +74,9 @@ class Hooks:
     def before_backward(self, *, is_last, is_whole):
         self.told.append(is_last)
 
+    def without_backward(self):
+        pass
+
     def finish(self):
         self.finished += 1
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, Tensor
+from torch.nn import functional as F
 
 from lightning_par import BatchLayout, infer_plan, ParallelPlan
 from lightning_par.plan.inference.infer import describe_inferred
@@ -41,6 +42,45 @@ def test_separate_heads_are_sharded_with_what_stands_between() -> None:
     }
     assert dict(plan.divided) == {"layers.*.attn": ("n_heads", "n_groups")}
     assert plan.positions is None  # so that divided sequences are refused
+
+
+def test_tables_and_masks_may_be_arguments_of_attention() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = 4
+            self.qkv, self.out = nn.ModuleList(nn.Linear(32, 32) for _ in "qkv"), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, cos: Tensor, mask: Tensor) -> Tensor:
+            parts = [f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in self.qkv]
+            query, key = parts[0] * cos, parts[1] * cos
+            out = F.scaled_dot_product_attention(query, key, parts[2], attn_mask=mask)
+            return self.out(out.transpose(1, 2).flatten(2))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Rotary() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = torch.arange(x.shape[1])
+            mask = torch.where(places[:, None] < places, -1e9, 0.0)
+            for layer in self.layers:
+                x = layer(x, torch.outer(places, torch.ones(8)).cos(), mask)
+            return x
+
+    plan = infer_plan(Net(), example=(torch.zeros(2, 12, 32),))
+    assert plan.tensor["layers.*.qkv.*"] == "colwise"
+    assert plan.tensor["layers.*.out"] == "rowwise"
+
+
+def test_submodules_that_blocks_share_have_one_style() -> None:
+    model = LanguageModel()
+    for layer in model.layers[1:]:
+        layer.mlp.up = model.layers[0].mlp.up
+    plan = infer_plan(model, example=(TOKENS,))
+    resolved = check_plan(model, plan, ParallelSizes(tensor=2, pipeline=2))
+    assert resolved.styles["layers.1.mlp.up"] == resolved.styles["layers.0.mlp.up"]
 
 
 def test_heads_beside_each_other_are_sharded() -> None:

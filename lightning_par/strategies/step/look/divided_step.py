@@ -97,16 +97,15 @@ class DividedLook:
                 "sum with reduce_fx='sum', and a mean over tokens as it is."
             )
 
-    def runs_divided(self, name: str, batch: Any, dims: BatchDims, run: Look, key: Any) -> bool:
+    def runs_divided(self, key: tuple[Any, ...], batch: Any, dims: BatchDims, run: Look) -> bool:
         """Tell whether an evaluation step computes on divided sequences what it does on whole ones;
         if not, say so.
 
         Args:
-            name: Name of the step.
+            key: Name of the step, and number of its data loader.
             batch: As in `check_training`.
             dims: As in `check_training`.
             run: As in `check_training`.
-            key: The step and its data loader.
 
         **Communicates**: what the step does, twice, and what was seen over all ranks.
         """
@@ -121,7 +120,7 @@ class DividedLook:
             self._unsettled.add(key)
         elif found and not again:
             rank_zero_info(
-                f"{name} runs on whole sequences, the same on each of {self._mesh.sizes.context} "
+                f"{key[0]} runs on whole sequences, the same on each of {self._mesh.sizes.context} "
                 f"context-parallel ranks: {next(iter(found.values()))}."
             )
         return not found

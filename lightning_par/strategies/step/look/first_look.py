@@ -1,11 +1,14 @@
 """The first look at a run's training step: finds how the loss of a batch is made of those of its
 parts, without leaving a trace.
+
+Length: the ways to decide, and what is said where none of them does.
 """
 
 import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,34 +20,59 @@ from lightning_par.engine.batch import BatchDims, take_samples
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
 from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
+from lightning_par.strategies.step.look.contrast import make_contrast
+from lightning_par.strategies.step.look.loss_form import FormWatch
 from lightning_par.strategies.step.look.loss_rule import (
     candidate_rules,
+    choose_parts,
     choose_rule,
-    rule_error,
+    errors_of,
     Seen,
 )
+from lightning_par.strategies.step.look.seen_losses import labels_seen, rules_seen
 from lightning_par.strategies.step.metrics import compare_metrics, OF_METRIC
 from lightning_par.strategies.step.step_traces import (
     compare_parts,
+    MEAN_OF_SAMPLES,
     NOT_OF_PARTS,
     SAME_KIND,
     SUM_OF_PARTS,
 )
+from lightning_par.strategies.step.weights_on_host import KnownWeights
 
-__all__ = ["FirstLook", "choose_parts"]
+__all__ = ["FirstLook", "run_parts"]
 
 _LOG = logging.getLogger(__name__)
 _LOOKS = 4
 """Batches for which rules that agreed so far may differ, before the question is given up."""
-_ROWS = 16
-"""Samples of a batch from which the parts are chosen."""
 
-RunParts = Callable[[Sequence[tuple[Any, int]]], tuple[Seen, bool]]
+RunParts = Callable[..., tuple[Seen, bool]]
 """Runs the step without gradients on some samples (and their number) and on their parts, and tells
-whether it drew random numbers that cannot be cut; the same on every rank of the replica.
+whether it drew random numbers that cannot be cut; the same on every rank of the replica. With
+``made=True`` the samples are not those of the batch, see `contrast.py`.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Finding:
+    """What one replica, or all of them together, found out about the rule.
+
+    Attributes:
+        errors: Name of a rule -> its largest error; empty if nothing can be told.
+        is_random: Whether the step draws random numbers that cannot be cut.
+        seen: Names of the rules that a cross-entropy shows; None: it shows none.
+        labels: Entries of the batch that are labels of a cross-entropy.
+        samples: Number of samples of the smallest batch; 0 if it is not known.
+    """
+
+    errors: Mapping[str, float]
+    is_random: bool
+    seen: frozenset[str] | None = None
+    labels: frozenset[str] = frozenset()
+    samples: int = 0
 
 
 class FirstLook:
@@ -55,9 +83,12 @@ class FirstLook:
         mesh: Mesh of this run.
         layout: What is declared of its batches.
         weigher: Gets the rule.
+        decisions: Where it is noted.
 
     Attributes:
         is_over: Whether no later step has to be looked at, whatever its batch.
+        watches: Whether the form of the loss has to stay as it was when it was looked at.
+        form: Notices where it does not.
     """
 
     def __init__(
@@ -66,18 +97,28 @@ class FirstLook:
         mesh: ParallelMesh,
         layout: BatchLayout,
         weigher: BatchWeigher,
+        decisions: Decisions,
     ) -> None:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
-        self._looks = 0
+        self._decisions = decisions
+        self._looks, self._is_known, self.watches = 0, True, False
+        self.form = FormWatch(module.device)
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
 
-    def is_due(self, batch: Any, microbatches: int, differ: bool | None = None) -> bool:
+    def is_due(
+        self,
+        batch: Any,
+        samples: int,
+        microbatches: int,
+        known: KnownWeights | None = None,
+    ) -> bool:
         """Tell whether the step has to be looked at before it runs; the same on every rank.
 
         Args:
             batch: That of this replica.
+            samples: Their number.
             microbatches: Into how many it is cut.
-            differ: Whether the rules differ for it, as the weigher says; None: it is asked.
+            known: How the rules weigh it, if the host knows that; None: the weigher is asked.
 
         **Communicates**: see `BatchWeigher.is_unsettled`.
         """
@@ -85,12 +126,17 @@ class FirstLook:
             return False
         if not self._looks:
             return True
-        self.is_over = self._looks >= _LOOKS or not self._weigher.alternatives
+        is_settled = self._is_known and not self._weigher.alternatives
+        self.is_over = self._looks >= _LOOKS or is_settled
         if self.is_over or not self._finds_rule(microbatches):
+            if self.is_over and not is_settled:
+                self._name_unsettled()
             return False
-        return self._weigher.is_unsettled(
-            self._weigher.rules_differ(batch) if differ is None else differ
-        )
+        if not self._is_known:
+            return True
+        weigher = self._weigher
+        compared = weigher.compare_rules(batch, samples) if known is None else known.compared
+        return weigher.is_unsettled(compared)
 
     def rules(self, batch: Any, dims: BatchDims) -> list[LossRule]:
         """Return the rules that a loss of a batch may follow, the likely ones first."""
@@ -116,38 +162,201 @@ class FirstLook:
             run: Runs the step.
 
         Raises:
-            ConfigurationError: The loss of a batch is not made of the losses of its parts.
+            ConfigurationError: The loss of a batch is not made of the losses of its parts, or the
+                step runs on the batch and not on parts of it.
+            Exception: Of the user's step, which does not run on the batch either.
 
         **Communicates**: what the step does, and the results over stages and replicas.
         """
         self._looks += 1
         rules = self.rules(batch, dims)
-        found = None
         parts = [(batch, dims.size or 1)]
         divides = microbatches > 1 or self._mesh.sizes.data > 1
         if divides and dims.size is not None and dims.size > 1 and not dims.unsure:
             parts = choose_parts(batch, dims, microbatches, rules)
-        seen, is_random = run(parts)
+        seen, is_random = run_parts(run, parts, (batch, dims.size or 1))
         self._check_tensor_ranks(seen)
-        if not self._finds_rule(microbatches):
-            return
-        if len(parts) > 1:
-            found = _errors(rules, seen, parts[1:]), is_random
-        errors, is_random = self._agree(found)
-        # Of one sample, or of a loss that is not finite, nothing can be told.
-        is_known = bool(errors) and math.isfinite(min(errors.values()))
-        fitting = choose_rule(errors, self.tolerance()) if is_known else []
-        if fitting:
-            self._settle(rules, fitting)
-        elif is_known and is_random:
-            _LOG.info("the step draws random numbers in a way that left its loss unchecked.")
-        elif is_known:
-            raise ConfigurationError("LP309", self._refusal(rules[0], dims, microbatches))
-        if not is_random:
-            told = seen if is_known else Seen(losses=[], logs=[], metrics=({}, {}))
-            self.warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
+        self.watches = self._finds_rule(microbatches)
+        if self.watches:
+            count = 0 if dims.unsure else dims.size or 0
+            found = self._agree(self._finding(rules, seen, parts, is_random, count))
+            is_random = found.is_random
+            if found.samples == 1 and not is_random:
+                twice = [
+                    (take_samples(batch, dims, rows), len(rows)) for rows in ([0, 0], [0], [0])
+                ]
+                doubled = self._try(rules, twice, run)
+                found = found if doubled is None else replace(found, errors=doubled.errors)
+            if found.samples >= 4 and found.samples // microbatches >= 2 and not found.seen:
+                found = self._crossed(rules, found, parts[0][0], dims, run)
+            self._decide(rules, found, batch, dims, microbatches, run)
+            if not is_random:
+                told = seen if _is_told(found) else Seen(losses=[], logs=[], metrics=({}, {}))
+                self.warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
+        elif divides:
+            self._decisions.add("loss", self._weigher.rule.name, "as declared")
+        if divides and dims.size is not None:
+            entries = ", ".join(path or "the batch" for path in dims.dims)
+            self._decisions.add("batch dim", f"{dims.size} samples of {entries}")
+        self._decisions.log()
 
-    def _settle(self, rules: Sequence[LossRule], fitting: Sequence[str]) -> None:
+    def look_again(
+        self,
+        batch: Any,
+        dims: BatchDims,
+        microbatches: int,
+        run: RunParts,
+        cut: Callable[[Any], tuple[Sequence[Any], Sequence[int]]],
+    ) -> None:
+        """Look at a step whose loss has a new form, after its backward.
+
+        Args:
+            batch: That of this replica.
+            dims: Which entries have a batch dim.
+            microbatches: Into how many it is cut.
+            run: Runs the step.
+            cut: Gives the micro-batches, and their numbers of samples.
+
+        Raises:
+            ConfigurationError: The loss of a batch is not made of the losses of its parts any more,
+                or in another way, so that the gradients of this step are wrong.
+
+        **Communicates**: as `look` does.
+        """
+        weigher, parts = self._weigher, cut(batch)
+        before, weights = weigher.rule, weigher.weigh(*parts)
+        step = self._module.trainer.global_step
+        try:
+            self.look(batch, dims, microbatches, run)
+        except ConfigurationError as error:
+            error.add_note(
+                f"The loss took another form in step {step}: the steps before were looked at, and "
+                "were right. Nothing of this step was kept."
+            )
+            raise
+        now = weigher.weigh(*parts)
+        is_same = weights.is_sum == now.is_sum and torch.allclose(weights.shares, now.shares)
+        if not self._all_agree(is_same):
+            sizes = self._mesh.sizes
+            cure = ["num_microbatches=1"] * (microbatches > 1)
+            cure += ["data_parallel_size=1"] * (sizes.data > 1)
+            raise ConfigurationError(
+                "LP309",
+                f"{type(self._module).__name__}.training_step: in step {step} the loss takes "
+                f"another form: it was {before.name} so far, and is {weigher.rule.name} now, by "
+                "which the gradients of this step were not weighed. Give it one form from the "
+                f"first step on, or use {' and '.join(cure)}. Nothing of this step was kept.",
+            )
+
+    def _finding(
+        self,
+        rules: Sequence[LossRule],
+        seen: Seen,
+        parts: Sequence[tuple[Any, int]],
+        is_random: bool,
+        count: int = 0,
+    ) -> _Finding:
+        return _Finding(
+            errors=errors_of(rules, seen, parts[1:]) if len(parts) > 1 else {},
+            is_random=is_random,
+            seen=rules_seen(rules, seen.losses, seen.calls, parts),
+            labels=labels_seen(rules, seen.calls, parts),
+            samples=count,
+        )
+
+    def _decide(
+        self,
+        rules: Sequence[LossRule],
+        found: _Finding,
+        batch: Any,
+        dims: BatchDims,
+        microbatches: int,
+        run: RunParts,
+    ) -> None:
+        """Give the weigher the rule that was found, and those that fit as well so far.
+
+        Raises:
+            ConfigurationError: No rule fits.
+        """
+        tolerance, is_told = self.tolerance(), _is_told(found)
+        fitting = choose_rule(found.errors, tolerance) if is_told else []
+        self._is_known = is_told or found.seen is not None
+        if is_told and not fitting:
+            if found.is_random:
+                _LOG.info("the step draws random numbers in a way that left its loss unchecked.")
+                return
+            raise ConfigurationError("LP309", self._refusal(rules[0], dims, microbatches))
+        names = [rule.name for rule in rules]
+        source = "found by comparing a batch with parts of it"
+        plausible = [name for name in names if found.errors.get(name, 0.0) <= tolerance]
+        kept = [name for name in plausible if name in (found.seen or ())]
+        if kept:
+            fitting, source = kept, "seen in cross_entropy"
+        elif found.is_random:
+            return
+        fitting = fitting or names
+        if len(fitting) > 1:
+            near = [rule for rule in rules if rule.name in fitting]
+            made = self._contrast(near, found, batch, dims, microbatches, run)
+            self._is_known |= bool(made)
+            fitting = [name for name in fitting if name in made] or fitting
+        self._settle(rules, fitting, source)
+
+    def _crossed(
+        self, rules: Sequence[LossRule], found: _Finding, four: Any, dims: BatchDims, run: RunParts
+    ) -> _Finding:
+        """Return what was found on four samples and two halves of them, with the errors of other
+        halves: a choice among samples (`topk`) may give the same by chance.
+        """
+        # In the order of the halves: a step that draws for the samples gives each its numbers.
+        orders = ([0, 2, 1, 3], [0, 2], [1, 3])
+        parts = [(take_samples(four, dims, rows), len(rows)) for rows in orders]
+        seen, is_random = run(parts)
+        other = self._agree(self._finding(rules, seen, parts, is_random))
+        if not (_is_told(found) and _is_told(other)):
+            return found
+        errors = {n: max(e, other.errors.get(n, 0.0)) for n, e in found.errors.items()}
+        return replace(found, errors=errors, is_random=found.is_random or is_random)
+
+    def _contrast(
+        self,
+        rules: Sequence[LossRule],
+        found: _Finding,
+        batch: Any,
+        dims: BatchDims,
+        microbatches: int,
+        run: RunParts,
+    ) -> list[str]:
+        """Return the names of the rules that hold for samples some of whose labels are masked;
+        empty if that tells nothing.
+
+        **Communicates**: as `look` does.
+        """
+        parts: list[tuple[Any, int]] = []
+        if dims.size is not None and not dims.unsure:
+            half = 2 if dims.size == 1 or dims.size // microbatches >= 2 else 1
+            parts = make_contrast(batch, dims, half, rules, found.labels)
+        told = self._try(rules, parts, run) if self._all_agree(bool(parts)) else None
+        if told is None:
+            return []
+        if told.seen:
+            return [rule.name for rule in rules if rule.name in told.seen]
+        is_told = _is_told(told) and not told.is_random
+        return choose_rule(told.errors, self.tolerance()) if is_told else []
+
+    def _try(
+        self, rules: Sequence[LossRule], parts: Sequence[tuple[Any, int]], run: RunParts
+    ) -> _Finding | None:
+        """Return what samples that are not those of the batch tell; None if the step cannot take
+        them.
+        """
+        try:
+            seen, is_random = run(parts, made=True)
+        except ConfigurationError:  # the same on every rank
+            return None
+        return self._agree(self._finding(rules, seen, parts, is_random))
+
+    def _settle(self, rules: Sequence[LossRule], fitting: Sequence[str], source: str) -> None:
         """Give the weigher its rule, and those that fit as well so far."""
         by_name = {rule.name: rule for rule in rules}
         weigher = self._weigher
@@ -155,8 +364,12 @@ class FirstLook:
         trusted = weigher.rule is rules[0] and self._layout.labels is not None
         others = [] if trusted else [by_name[name] for name in fitting[1:]]
         weigher.alternatives = tuple(rule for rule in others if not rule.is_sum)
-        if weigher.rule is not rules[0]:
-            _LOG.info("the loss of a batch is %s.", weigher.rule.name)
+        if trusted:
+            source = "as declared"
+        if weigher.alternatives:
+            rest = f"{len(others)} other rules weigh" if len(others) > 1 else "another rule weighs"
+            source = f"{source}; {rest} the samples alike so far"
+        self._decisions.add("loss", weigher.rule.name, source)
 
     def judge_logs(
         self, seen: Seen, parts: Sequence[tuple[Any, int]], microbatches: int
@@ -180,7 +393,8 @@ class FirstLook:
                 for made in seen.logs
             ]
             weighted = torch.tensor(weights, dtype=torch.float64)
-            kinds = compare_parts(logs, weighted, self.tolerance())
+            counts = [count for _, count in parts[1:]]
+            kinds = compare_parts(logs, weighted, self.tolerance(), counts)
             kinds |= compare_metrics(*seen.metrics, self.tolerance())
         held = [kinds]
         if self._mesh.sizes.data > 1:
@@ -193,7 +407,13 @@ class FirstLook:
         known = [found for found in held if found is not None]
         by_name = {name: {found.get(name) for found in known} for found in known for name in found}
         self._weigher.sums |= {name for name, kind in by_name.items() if kind == {SUM_OF_PARTS}}
-        return frozenset(name for name, kind in by_name.items() if NOT_OF_PARTS in kind)
+        means = {name for name, kind in by_name.items() if kind <= {SAME_KIND, MEAN_OF_SAMPLES}}
+        self._weigher.by_samples |= {name for name in means if MEAN_OF_SAMPLES in by_name[name]}
+        if self._weigher.by_samples:
+            named = ", ".join(sorted(self._weigher.by_samples))
+            self._decisions.add("logs", f"{named} by samples, others as the loss")
+        mixed = {n for n, kind in by_name.items() if MEAN_OF_SAMPLES in kind and n not in means}
+        return frozenset(n for n, kind in by_name.items() if NOT_OF_PARTS in kind or n in mixed)
 
     def warn_of_logs(self, step: str, names: frozenset[str]) -> None:
         """Say which numbers are logged as the mean of what parts of a batch give, and which metrics
@@ -244,19 +464,39 @@ class FirstLook:
                 "'colwise_gather_output'). No weight was changed.",
             )
 
-    def _agree(self, found: tuple[dict[str, float], bool] | None) -> tuple[dict[str, float], bool]:
-        """Return the largest error of every rule, and whether a replica draws."""
-        box: list[Any] = [None] * self._mesh.sizes.data
+    def _agree(self, found: _Finding) -> _Finding:
+        """Return what all replicas found together: of errors the largest."""
+        box = [found] * self._mesh.sizes.data
         if len(box) > 1:
             dist.all_gather_object(box, found, group=self._mesh.data_group)
-        else:
-            box = [found]
-        held = [replica for replica in box if replica is not None]
-        if not held:
-            return {}, False
-        names = [name for name in held[0][0] if all(name in errors for errors, _ in held)]
-        worst = {name: max(errors[name] for errors, _ in held) for name in names}
-        return worst, any(draws for _, draws in held)
+        held = [replica for replica in box if replica.errors]
+        first = held[0].errors if held else {}
+        names = [name for name in first if all(name in replica.errors for replica in held)]
+        seen = [replica.seen for replica in box if replica.seen is not None]
+        return _Finding(
+            errors={name: max(replica.errors[name] for replica in held) for name in names},
+            is_random=any(replica.is_random for replica in box),
+            seen=frozenset.intersection(*seen) if len(seen) == len(box) else None,
+            labels=frozenset().union(*(replica.labels for replica in box)),
+            samples=min(replica.samples for replica in box),
+        )
+
+    def _all_agree(self, value: bool) -> bool:
+        """Return whether all replicas say yes."""
+        votes = torch.tensor(float(value))
+        if self._mesh.sizes.data > 1:
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._mesh.data_group)
+        return bool(votes)
+
+    def _name_unsettled(self) -> None:
+        """Say, once, that the rule of the loss is not known for sure."""
+        rules = [self._weigher.rule, *self._weigher.alternatives]
+        rank_zero_warn(
+            f"{type(self._module).__name__}.training_step: its first steps do not show whether the "
+            f"loss is {' or '.join(rule.name for rule in rules[:3])}; it is taken for the first. "
+            "Declare it in ParallelPlan(batch=BatchLayout(loss_weight=...)): 'samples', 'labels', "
+            "'sum', the name of an entry, or a function of the batch that returns its weight."
+        )
 
     def tolerance(self) -> float:
         """Return the relative difference that roundings may make."""
@@ -293,51 +533,29 @@ class FirstLook:
         )
 
 
-def choose_parts(
-    batch: Any, dims: BatchDims, microbatches: int, rules: Sequence[LossRule]
-) -> list[tuple[Any, int]]:
-    """Return some samples and two parts of them, for which the rules differ most; each with its
-    number of samples.
+def run_parts(
+    run: RunParts, parts: Sequence[tuple[Any, int]], whole: tuple[Any, int]
+) -> tuple[Seen, bool]:
+    """Run a step on parts of a batch.
+
+    Args:
+        run: Runs it.
+        parts: Some samples, and parts of them.
+        whole: The batch, on which the step runs if it does not run on its parts.
+
+    Raises:
+        Exception: Of the user's step, if it fails on the whole batch, too.
+        ConfigurationError: Of `run`, as where the step runs on the whole batch only.
     """
-    assert dims.size is not None
-    # A step may not bear a single sample, unless micro-batches have no more.
-    half = 2 if dims.size >= 4 and dims.size // microbatches >= 2 else 1
-    count = min(dims.size, _ROWS)
-    rows = [take_samples(batch, dims, [index]) for index in range(count)]
-    orders = [list(range(count))]
-    for rule in rules:
-        weights = [float(rule.weigh(row, 1)) for row in rows]
-        if len(set(weights)) > 1:
-            orders.append(sorted(range(count), key=weights.__getitem__))
-
-    def parts_of(order: Sequence[int]) -> list[tuple[Any, int]]:
-        low, high = sorted(order[:half]), sorted(order[-half:])
-        return [(take_samples(batch, dims, part), len(part)) for part in (low + high, low, high)]
-
-    def distinct(order: Sequence[int]) -> tuple[int, int]:
-        """How many rules differ for these parts, of the likely ones and of all."""
-        _, *halves = parts_of(order)
-        weights = [[float(rule.weigh(*part)) for part in halves] for rule in rules]
-        shares = [round(w[0] / max(sum(w), 1e-30), 6) for w in weights]
-        likely = [share for share, rule in zip(shares, rules, strict=True) if rule.is_likely]
-        return len({*likely}), len({*shares})
-
-    return parts_of(max(orders, key=distinct))
+    try:
+        return run(parts)
+    except ConfigurationError as error:
+        refusal = error
+    if refusal.code == "LP303" and len(parts) > 1:
+        run([whole])  # not while the refusal is handled, which would be told first
+    raise refusal
 
 
-def _errors(
-    rules: Sequence[LossRule], seen: Seen, parts: Sequence[tuple[Any, int]]
-) -> dict[str, float]:
-    """Return the error of every rule, the largest of all losses of a step; nothing if the parts
-    have other numbers of them, or none.
-    """
-    if len({len(losses) for losses in seen.losses}) > 1 or not seen.losses[0]:
-        return {}
-    weights = {rule.name: [float(rule.weigh(*part)) for part in parts] for rule in rules}
-    columns = list(zip(*seen.losses, strict=True))
-    return {
-        rule.name: max(
-            rule_error(rule, whole, losses, weights[rule.name]) for whole, *losses in columns
-        )
-        for rule in rules
-    }
+def _is_told(found: _Finding) -> bool:
+    """Whether errors tell anything: not of one sample, or of a loss that is not finite."""
+    return bool(found.errors) and math.isfinite(min(found.errors.values()))

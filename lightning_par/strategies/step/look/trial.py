@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.strategies.step.look.loss_rule import Seen
+from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
 from lightning_par.strategies.step.manual_step import ManualSteps
-from lightning_par.strategies.step.metrics import LookAtMetrics
 from lightning_par.strategies.step.pipelined_step import loss_of, StepContext
 from lightning_par.strategies.step.step_traces import (
     LogCall,
@@ -52,7 +51,7 @@ class Trial:
         context: StepContext,
         batches: Sequence[Any],
         rest: Sequence[Any],
-        group: dist.ProcessGroup | None,
+        sight: LookAtStep,
     ) -> Seen:
         """Return what a step does.
 
@@ -61,25 +60,27 @@ class Trial:
             context: Precision plugin's context of the step.
             batches: Some samples, and parts of them.
             rest: What else the step takes.
-            group: Ranks whose updates of metrics count together; None: this rank's alone.
+            sight: Sees what else the step does.
+
+        **Communicates**: what the step does.
         """
         losses, logs, leaves = [], [], tuple[str, ...]()
-        metrics, state = LookAtMetrics(self._module), StateOfParts(self._module)
-        attributes = StepAttributes(self._module)
+        state, attributes = StateOfParts(self._module), StepAttributes(self._module)
         attributes.begin()
         for index, batch in enumerate(batches):
             calls: list[LogCall] = []
             step = partial(self._run, getattr(self._module, name), (batch, *rest))
-            logging, followed = record_logs(self._module, calls), metrics.followed(index)
+            logging, followed = record_logs(self._module, calls), sight.followed(index)
             with state.next_part(), context(), logging, followed, self._user_step(index):
                 if name == "training_step":
                     losses.append(self._losses_of(step))
                 else:
                     self._sharding.call(step)
                 self._sharding.release()
-                leaves = leaves if index else tuple(attributes.changes())
+                leaves = leaves if index else attributes.names_changed()
             logs.append(numbers_of(calls))
-        return Seen(losses=losses, logs=logs, metrics=metrics.values(group), leaves=leaves)
+        metrics, seen = sight.metrics.values(), sight.losses.seen
+        return Seen(losses=losses, logs=logs, metrics=metrics, calls=seen, leaves=leaves)
 
     def _losses_of(self, step: Callable[[], Any]) -> tuple[float, ...]:
         """Run a step without a trace; return the losses of its backwards."""

@@ -1,6 +1,7 @@
 """Running the user's code without a trace: what it changed in a module is put back."""
 
 import copy
+import io
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterator
@@ -15,11 +16,11 @@ from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
 
-__all__ = ["StateOfParts", "untouched"]
+__all__ = ["LEFT_ALONE", "StateOfParts", "untouched"]
 
 _COPIED = 2**30
 """Bytes of parameters that are copied, as a step may write to them."""
-_LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
+LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
 """Packages whose objects no step is expected to change; those of Python are, too."""
 _OWN = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold its parameters, buffers, children and hooks."""
@@ -132,6 +133,8 @@ def _restore(value: Any, seen: set[int]) -> Callable[[], Any]:
         value: Of an attribute, or of what is in one.
         seen: Ids of the containers and objects that have such a function, or need none.
     """
+    if isinstance(value, io.IOBase):
+        return _restore_file(value, seen)
     is_weight = isinstance(value, nn.Parameter)
     is_kept = is_weight or (isinstance(value, Tensor) and (value.is_meta or value.requires_grad))
     held = value if _is_container(value) else _attributes(value)
@@ -156,12 +159,28 @@ def _restore(value: Any, seen: set[int]) -> Callable[[], Any]:
     return restore
 
 
+def _restore_file(file: Any, seen: set[int]) -> Callable[[], Any]:
+    """Return a function that takes back what is written to an open file from now on."""
+    if id(file) in seen or file.closed or not (file.writable() and file.seekable()):
+        return lambda: None
+    seen.add(id(file))
+    file.flush()
+    place = file.tell()
+
+    def restore() -> None:
+        if not file.closed:
+            file.seek(place)
+            file.truncate()
+
+    return restore
+
+
 def _attributes(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object, such as a meter or metric in a list, if a step may change
     it; None for values and for what belongs to the run.
     """
     package = type(value).__module__.partition(".")[0]
-    is_foreign = package in _LEFT_ALONE or package in sys.stdlib_module_names
+    is_foreign = package in LEFT_ALONE or package in sys.stdlib_module_names
     return (
         None
         if is_foreign and not isinstance(value, nn.Module)

@@ -23,7 +23,7 @@ from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.rehearsal.rehearse import distinct_ranks, rehearse, rehearse_apart
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.step.look import first_look
+from lightning_par.strategies.step.look import loss_rule
 from tests.support.models.pooling_encoder import labeled_tokens, PoolingEncoder
 from tests.support.models.rehearsed import build
 from tests.support.parity import quiet_trainer
@@ -123,7 +123,7 @@ def test_distinct_ranks_are_one_of_every_stage_and_the_last():
 
 def places():
     patched = (dist, "broadcast_object_list"), (TreeBroadcast, "broadcast"), (dist, "recv")
-    patched += (Channel, "receive_header"), (PipelineExecutor, "run"), (first_look, "rule_error")
+    patched += (Channel, "receive_header"), (PipelineExecutor, "run"), (loss_rule, "rule_error")
     patched += ((torch.UntypedStorage, "resize_"),)
     return [vars(owner).get(name) for owner, name in patched]
 

@@ -143,7 +143,7 @@ def test_a_step_alone_is_that_of_a_trainer() -> None:
     given = GivenStep(
         start=start, batches=[batch], arguments=[[0]], random_states=[collect_random_states(CPU)]
     )
-    got = run_alone(skeleton, given, user, CPU)
+    got = run_alone(skeleton, given, user, {}, CPU)
     assert got.error is None
     assert not got.draws
     wanted = quiet_trainer(max_steps=1)

@@ -57,9 +57,10 @@ def test_a_loss_of_two_kinds_follows_no_rule() -> None:
 
 
 def test_the_declared_rule_wins_unless_another_fits_much_better() -> None:
-    assert choose_rule({"a": 1e-6, "b": 1e-7}, 1e-3)[0] == "a"
-    assert choose_rule({"a": 9e-4, "b": 1e-7, "c": 5e-1}, 1e-3) == ["b", "a"]
-    assert choose_rule({"a": 2e-3, "b": 9e-4}, 1e-3) == ["b"]
+    assert choose_rule({"a": 1e-6, "b": 1e-7}, 1e-3) == ["a", "b"]
+    assert choose_rule({"a": 9e-4, "b": 1e-7, "c": 5e-1}, 1e-3) == ["b"]
+    assert choose_rule({"a": 2e-3, "b": 9e-4}, 1e-3) == ["a", "b"]
+    assert choose_rule({"a": 2e-3}, 1e-3) == []
 
 
 @pytest.mark.parametrize(

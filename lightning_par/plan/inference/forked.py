@@ -1,0 +1,142 @@
+"""Runs a function in a fork of this process, which leaves nothing behind.
+
+The first samples of a run and the trace of its step are code of the user: it counts, collects,
+writes, and takes the next file. A copy of the module alone would not keep that apart from the run;
+a fork has copies of everything.
+"""
+
+import builtins
+import fcntl
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import stat
+import sys
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ForkError", "run_forked"]
+
+_T = TypeVar("_T")
+_LIMIT = 900.0  # seconds
+
+
+class ForkError(RuntimeError):
+    """A fork of this process cannot do the work."""
+
+
+def run_forked(function: Callable[[], _T]) -> _T:
+    """Return what a function returns in a fork of this process.
+
+    There, nothing is printed, logged or written to a file, and no process group is left, whose
+    threads a fork does not have. It computes on the CPU, in one thread.
+
+    Args:
+        function: Its result is pickled.
+
+    Raises:
+        ForkError: The fork ended, took too long, or cannot compute gradients.
+        Exception: Whatever the function raises; a RuntimeError with its text if that cannot be
+            pickled.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    with warnings.catch_warnings():
+        # Of Python, in a process with threads. Data loaders fork such processes, too.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        try:
+            _work(function, sender)
+        finally:
+            os._exit(0)
+    sender.close()
+    try:
+        if not receiver.poll(_LIMIT):
+            raise ForkError(f"it took more than {_LIMIT:.0f} s")
+        succeeded, value = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        raise ForkError("the process that was forked for it ended early") from None
+    finally:
+        receiver.close()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if succeeded:
+        result: _T = value
+        return result
+    raise value
+
+
+def _work(function: Callable[[], Any], sender: Connection) -> None:
+    try:
+        _detach(sender.fileno())
+        message = pickle.dumps((True, function()))
+    except BaseException as error:
+        message = _pickled(error)
+    sender.send_bytes(message)
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        message = pickle.dumps((False, error))
+        pickle.loads(message)
+    except Exception:
+        return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+    return message
+
+
+def _detach(kept: int) -> None:
+    """Cut this process off from all that it shares with the one that it is a fork of.
+
+    Args:
+        kept: The file descriptor that stays.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/dev/fd"):  # noqa: PTH208 (names are numbers)
+        number = int(name)
+        if number not in (kept, null) and _is_shared(number):
+            os.dup2(null, number)
+    sys.stdout = sys.stderr = open(null, "w", closefd=False)  # noqa: SIM115
+    _discard_writes()
+    dist.group.WORLD = None
+    # The threads that OpenMP and autograd had are gone.
+    torch.set_num_threads(1)
+    try:
+        torch.ones((), requires_grad=True).mul(1).backward()
+    except RuntimeError:
+        raise ForkError("after a backward on a GPU, a fork cannot compute gradients") from None
+
+
+def _is_shared(number: int) -> bool:
+    """Whether what is written to a file descriptor is seen outside of this process."""
+    try:
+        mode = os.fstat(number).st_mode
+    except OSError:  # the folder itself was listed
+        return False
+    if stat.S_ISREG(mode):
+        return bool(fcntl.fcntl(number, fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR))
+    return number in (1, 2) or stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)
+
+
+def _discard_writes() -> None:
+    """Let files that are opened by name, to be written, be the null device."""
+    opened = io.open
+
+    def unwritten(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        writes = not isinstance(file, int) and {*"wax+"} & {*mode}
+        mode = mode.replace("x", "w") if writes else mode
+        return opened(os.devnull if writes else file, mode, *args, **kwargs)
+
+    builtins.open = io.open = unwritten

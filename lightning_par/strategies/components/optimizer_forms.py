@@ -1,0 +1,97 @@
+"""Optimizers of others after a run: of the whole module, as one process would have them.
+
+Some exchange or average weights when a run has ended, as those without a schedule do in `eval()`.
+So where every rank gets the whole module, they get its parameters, and whole states. Optimizers of
+torch do no such thing, and keep their parts.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from lightning_par.checkpoint.optimizer_groups import number_names
+from lightning_par.engine.tensor_tree import broadcast_object
+from lightning_par.errors import CheckpointError
+from lightning_par.strategies.components.state_map import state_like
+from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.setup.replaced_parameters import replace_parameters
+
+__all__ = ["WholeOptimizer", "gather_optimizers", "with_parts"]
+
+
+class WholeOptimizer:
+    """An optimizer, and what it has once the module is whole; made while the module is in parts.
+
+    Args:
+        model: The model on its mesh.
+        optimizer: Its parameters and states are parts.
+
+    Raises:
+        CheckpointError: Nobody knows of which part a state is.
+
+    **Communicates**: the states, to every rank.
+    """
+
+    def __init__(self, model: ParallelModel, optimizer: Optimizer) -> None:
+        states, group = model.states, dist.group.WORLD
+        assert group is not None
+        self._optimizer = optimizer
+        stages: list[Any] = [states.names_in_groups(model.module, optimizer)]
+        if model.mesh.sizes.pipeline > 1:
+            stages *= model.mesh.sizes.pipeline
+            dist.all_gather_object(stages, stages[0], group=model.mesh.group("pp"))
+        parts = zip(*stages, strict=True)
+        self._names = [list(dict.fromkeys(n for names in part for n in names)) for part in parts]
+        if len(stages) > 1:
+            self._names = [sorted(names, key=states.place) for names in self._names]
+        gathered = states.gather_optimizer(model.module, optimizer)
+        self._states = broadcast_object(gathered.get("state", {}), 0, group)
+
+    def show(self, model: ParallelModel) -> None:
+        """Give the optimizer the parameters of the module, which is whole now, and their states."""
+        named = dict(model.module.named_parameters())
+        numbers = number_names(self._names)
+        self._optimizer.state.clear()
+        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
+            group["params"][:] = [named[name] for name in names]
+            for name in names:
+                if numbers[name] in self._states:
+                    self._optimizer.state[named[name]] = self._states[numbers[name]]
+
+
+def gather_optimizers(
+    model: ParallelModel, optimizers: Iterable[Optimizer]
+) -> list[WholeOptimizer]:
+    """Gather the states of optimizers that are not torch's, before the module becomes whole.
+
+    **Communicates**: as `WholeOptimizer`.
+    """
+    found = []
+    for optimizer in optimizers:
+        if optimizer.param_groups and not type(optimizer).__module__.startswith("torch.optim."):
+            try:
+                found.append(WholeOptimizer(model, optimizer))
+            except CheckpointError:  # on all ranks: it cannot be saved either
+                continue
+    return found
+
+
+@contextmanager
+def with_parts(model: ParallelModel, optimizer: Optimizer) -> Iterator[None]:
+    """Inside, an optimizer of the whole module has this rank's parts, as the module has."""
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    states = dict(optimizer.state)
+    named = dict(model.module.named_parameters(remove_duplicate=False))
+    now = {c: named[n] for n, c in model.resolved.canonical.items() if n in named}
+    before = {i: name for i, (name, _) in model.states.given.items()}
+    replace_parameters([optimizer], before, now, state_like)
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"][:] = parameters
+        optimizer.state.clear()
+        optimizer.state.update(states)

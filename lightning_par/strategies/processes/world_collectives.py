@@ -1,0 +1,165 @@
+"""Collectives that the user's code asks for: they go over the replicas, or are refused.
+
+Ranks of one replica have the same samples. A sum or a gather over all ranks, which is what
+`torch.distributed` does without a group, would count each sample once for every rank of its
+replica; behind the blocks of a pipeline only the ranks of its last stage would get there.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, ExitStack
+from functools import partial
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_par.engine.activity import Activity
+from lightning_par.engine.collectives import all_gather, gather_partial
+from lightning_par.errors import ConfigurationError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.sizes import ParallelSizes
+from lightning_par.upstream.functions import diverted
+
+__all__ = ["check_world_collectives", "gather_over_replicas"]
+
+_COUNTING = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
+    *("all_to_all_single", "gather", "gather_object", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
+)
+_TOGETHER = ("barrier", "broadcast", "broadcast_object_list")
+"""Have the same result over all ranks, if all of them get there."""
+_SAME_OF_COPIES = ("AVG", "MAX", "MIN", "BAND", "BOR")
+"""Reductions that stay the same where each value comes as often as the others."""
+_PASSED_ON = (
+    *("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"),
+    *("torch.distributed.nn.functional", "torch.autograd.function", "torch.utils._contextlib"),
+)
+_OF_FRAMEWORKS = (
+    *("torch", "torchmetrics"),
+    *("lightning", "lightning_fabric", "lightning_par", "pytorch_lightning"),
+)
+
+
+def gather_over_replicas(
+    mesh: ParallelMesh, tensor: Tensor, group: Any, sync_grads: bool
+) -> Tensor:
+    """Return the tensors of all replicas, stacked in a new first dim; see `Strategy.all_gather`.
+
+    Args:
+        mesh: Mesh of this run.
+        tensor: That of this rank.
+        group: Other ranks to gather from. `LightningModule.all_gather` passes the group of all
+            ranks where its caller named none, which then means the replicas.
+        sync_grads: Whether the gradient is that of the sum over the replicas.
+
+    Raises:
+        ConfigurationError: Context-parallel ranks hold values of their own tokens.
+
+    **Communicates**: one all-gather; the backward one reduce-scatter. With context parallelism
+    also one all-reduce over its axis.
+    """
+    if group is None or group is dist.group.WORLD:
+        group = mesh.data_group
+        if mesh.sizes.context > 1:
+            _check_tokens(mesh, tensor)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
+        gather = gather_partial if sync_grads and tensor.requires_grad else all_gather
+        return gather(tensor[None], 0, group)
+
+
+def _check_tokens(mesh: ParallelMesh, tensor: Tensor) -> None:
+    group = mesh.group("cp")
+    every = all_gather(tensor.detach()[None], 0, group)
+    if not torch.allclose(every, every[:1], rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise ConfigurationError(
+            "LP321",
+            f"self.all_gather of {tuple(tensor.shape)} values gathers from the "
+            f"{mesh.sizes.data} replicas, but the {mesh.sizes.context} context-parallel ranks of "
+            "one hold other values, each of its own tokens. Log numbers with self.log(..., "
+            "reduce_fx='sum' or 'mean'), which joins them; or gather tokens from all ranks that "
+            "hold some: self.all_gather(x, group=self.trainer.strategy.mesh.token_group).",
+        )
+
+
+@contextmanager
+def check_world_collectives(sizes: ParallelSizes, activity: Activity) -> Iterator[None]:
+    """Inside, collectives of the user's code over all ranks are refused where they would count
+    samples several times, or would not be reached by all ranks.
+
+    Args:
+        sizes: Of the mesh.
+        activity: Tells whether a pipeline runs the user's step.
+    """
+    if sizes.data == sizes.world_size:
+        yield
+        return
+    with ExitStack() as stack:
+        for name in (*_COUNTING, *_TOGETHER):
+            function = getattr(dist, name)
+            inner = inspect.unwrap(function)
+            original = FunctionType(inner.__code__, inner.__globals__, name, inner.__defaults__)
+            original.__kwdefaults__ = inner.__kwdefaults__
+            check = partial(_check, sizes, activity, name)
+            stack.enter_context(diverted(function, _checked(original, check)))
+        yield
+
+
+def _checked(original: FunctionType, check: Callable[[Any], None]) -> Callable[..., Any]:
+    code = original.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    place = names.index("group")
+    op_place = names.index("op") if "op" in names else len(names)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        group = args[place] if len(args) > place else kwargs.get("group")
+        if group is None or group is dist.group.WORLD:
+            check(args[op_place] if len(args) > op_place else kwargs.get("op"))
+        return original(*args, **kwargs)
+
+    return run
+
+
+def _check(sizes: ParallelSizes, activity: Activity, name: str, op: Any) -> None:
+    """Refuse a collective over all ranks that the user's code calls."""
+    doing = activity.now()
+    in_stage = sizes.pipeline > 1 and bool(doing.action) and doing.micro_batch >= 0
+    is_same = name in _TOGETHER or (op is not None and _name_of(op) in _SAME_OF_COPIES)
+    if is_same and not in_stage:
+        return
+    frame = _caller(sys._getframe(1))
+    if frame is None:
+        return
+    where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    ranks = sizes.world_size // sizes.data
+    why = f"{ranks} of which hold the same samples, which would then be counted {ranks} times"
+    if in_stage:
+        why = "of which only those of the last pipeline stage get behind the blocks"
+    raise ConfigurationError(
+        "LP321",
+        f"{frame.f_code.co_name} ({where}) calls torch.distributed.{name} without a group: on "
+        f"{sizes} it goes over all {sizes.world_size} ranks, {why}. Use self.all_gather(tensor), "
+        "or self.trainer.strategy.reduce(tensor, reduce_op='sum'), which go over the "
+        f"{sizes.data} replicas, and divide by self.trainer.strategy.mesh.sizes.data; or pass "
+        "group=self.trainer.strategy.mesh.data_group. What is meant for all ranks needs a group "
+        "of its own: torch.distributed.new_group().",
+    )
+
+
+def _name_of(op: Any) -> str:
+    return str(op).rpartition(".")[2].upper()
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the user's code that called a collective; None if a framework did."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module != __name__ and module not in _PASSED_ON:
+            return None if module.partition(".")[0] in _OF_FRAMEWORKS else frame
+        frame = frame.f_back
+    return None

@@ -1,0 +1,120 @@
+"""Notices when the loss of a run takes another form than in the first step.
+
+Note [Form of a loss]: a term that begins after some steps, a mean that becomes a sum, or a choice
+of samples makes other operations at the end of the autograd graph. Reading their names takes some
+microseconds and no device. A rank that meets a new form poisons the norm which all ranks compute
+before the optimizer step, so that all of them look at the step once more; nobody communicates
+while the form stays.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["FormWatch", "form_of"]
+
+_NODES = 32
+"""Operations of the graph that are read, from the loss on."""
+_FORMS = 16
+"""Forms after which nobody looks any more: they follow the data, and each held so far."""
+
+
+def form_of(loss: Tensor, samples: int, *, reads_factors: bool = False) -> Hashable:
+    """Return the last operations that made a loss, as a value to compare.
+
+    Args:
+        loss: With a graph.
+        samples: Their number; a mean over them, or their tokens, has a multiple of entries.
+        reads_factors: Whether to tell factors that are 0 from others. What checkpointing recomputes
+            would be recomputed for that.
+    """
+    return tuple(_operations(loss, samples, reads_factors))
+
+
+def _operations(loss: Tensor, samples: int, reads_factors: bool) -> Iterator[Hashable]:
+    queue = deque([loss.grad_fn])
+    for _ in range(_NODES):
+        if not queue:
+            return
+        node: Any = queue.popleft()
+        if node is None:
+            yield None
+            continue
+        name = node.name()
+        yield name
+        if name == "MulBackward0" and reads_factors:
+            yield any(_is_zero(_saved(node, factor)) for factor in ("self", "other"))
+        elif name in ("AddBackward0", "SubBackward0"):
+            yield _saved(node, "alpha") == 0
+        elif name == "MeanBackward0":
+            yield _saved(node, "self_sym_numel") % samples == 0
+        elif name.startswith("NllLoss"):
+            yield _saved(node, "reduction"), _saved(node, "ignore_index")
+        queue.extend(parent for parent, _ in node.next_functions)
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Return what an operation keeps of its call; torch's notes on autograd tell of the prefix."""
+    return getattr(node, f"_saved_{name}", 0)
+
+
+def _is_zero(factor: Any) -> bool:
+    """Whether a factor is the number 0; a tensor on a device is not asked."""
+    is_number = isinstance(factor, Tensor) and factor.ndim == 0 and factor.device.type == "cpu"
+    return is_number and not factor
+
+
+class FormWatch:
+    """Watches the form of the loss, see Note [Form of a loss].
+
+    Args:
+        device: Device on which ranks agree.
+
+    Attributes:
+        again: Looks at the step of the present batch once more, on every rank.
+        reads_factors: Whether a term of the loss had the factor 0, and may get another one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.again: Callable[[], None] = lambda: None
+        self.reads_factors = False
+        self._device, self._known, self._is_new = device, set[Hashable](), False
+
+    def see(self, loss: Tensor, samples: int) -> None:
+        """Note the form of a loss of this rank."""
+        if len(self._known) > _FORMS or loss.grad_fn is None:
+            return
+        form = form_of(loss, samples, reads_factors=self.reads_factors)
+        if form in self._known:
+            return
+        if self._is_new:  # nobody has settled the last one
+            warnings.warn(
+                "the loss has another form than in the first step; with a scaled loss "
+                "(16-mixed) or on_nonfinite='ignore' it is not looked at again.",
+                stacklevel=2,
+            )
+        self._is_new = bool(self._known)
+        self._known.add(form)
+
+    def mark(self, loss: Tensor) -> Tensor:
+        """Return a loss, or NaN where all ranks have to be told."""
+        return torch.full_like(loss, torch.nan) if self._is_new else loss
+
+    def settle(self) -> bool:
+        """Look at the step once more if the loss of any rank has a new form; tell whether it has.
+
+        Every rank has to call this.
+
+        **Communicates**: one all-reduce of a number over all ranks; then what `again` does.
+        """
+        found = torch.tensor(float(self._is_new), device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        self._is_new = False
+        if found:
+            self.again()
+        return bool(found)

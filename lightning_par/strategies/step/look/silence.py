@@ -1,0 +1,96 @@
+"""Running the user's code without a word to the outside: loggers, the terminal, files."""
+
+import builtins
+import io
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, ExitStack, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_par.upstream.functions import replaced
+
+__all__ = ["silent"]
+
+_COMPILERS = ("filelock", "huggingface_hub", "triton")
+_ANOTHER_RANK = 1
+"""What `rank_zero_only` takes this process for, so that what only rank 0 does is not done."""
+
+
+@contextmanager
+def silent(loggers: Sequence[Any]) -> Iterator[None]:
+    """Inside, nothing that the user's code says or writes gets out.
+
+    Loggers answer as on a rank that is not the first, what is printed or logged by `logging` is
+    dropped, and files that are opened for writing are copies that go away.
+
+    Args:
+        loggers: Those of the user's Trainer.
+    """
+    with ExitStack() as stack:
+        for logger in loggers:
+            kind = type(logger)
+            stack.callback(setattr, logger, "__class__", kind)
+            logger.__class__ = _silent_class(kind)
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(max(logging.ERROR, logging.root.manager.disable))
+        stack.enter_context(replaced(rank_zero_only, "rank", _ANOTHER_RANK))
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(_files_aside())
+        yield
+
+
+def _silent_class(kind: type) -> type:
+    """Return a class like that of a logger, whose experiment and methods that log do nothing."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    names = [name for name in dir(kind) if name.startswith("log_") and name != "log_dir"]
+    methods: dict[str, Any] = {name: nothing for name in names if callable(getattr(kind, name))}
+    methods |= dict.fromkeys(("after_save_checkpoint", "finalize", "save"), nothing)
+    return type(kind.__name__, (kind,), {**methods, "experiment": DummyLogger().experiment})
+
+
+@contextmanager
+def _files_aside() -> Iterator[None]:
+    """Inside, what Python code opens for writing is a copy in a folder that is removed."""
+    plain, aside = builtins.open, dict[Path, Path]()
+    with ExitStack() as stack:
+
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if isinstance(file, int):
+                return plain(file, mode, *args, **kwargs)
+            path = Path(os.fsdecode(file)).absolute()
+            is_written = bool({*"wax+"}.intersection(mode)) and _is_of_the_step()
+            if is_written and path not in aside and (path.is_file() or not path.exists()):
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                aside[path] = Path(folder, path.name)
+                if path.is_file():
+                    shutil.copyfile(path, aside[path])
+            return plain(aside.get(path, file), mode, *args, **kwargs)
+
+        stack.enter_context(replaced(builtins, "open", opened))
+        stack.enter_context(replaced(io, "open", opened))
+        yield
+
+
+def _is_of_the_step() -> bool:
+    """Whether no compiler, whose files stay, opens a file."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        package = name.partition(".")[0]
+        if package in _COMPILERS or name.startswith(("torch._", "torch.utils.cpp")):
+            return False
+        if package == "lightning_par":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return True

@@ -1,0 +1,153 @@
+"""What a step says and writes to the outside is there as often as in one process."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_par import Hybrid3DStrategy
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import LAYOUTS
+
+
+class Experiment:
+    """Keeps what is added."""
+
+    def __init__(self) -> None:
+        self.added: list[Any] = []
+
+    def add_scalar(self, name: str, value: Any, step: int) -> None:
+        self.added.append((name, round(float(value), 6), step))
+
+    def add_text(self, name: str, text: str) -> None:
+        self.added.append((name, text))
+
+
+class KeepingLogger(Logger):
+    """A logger as the documentation of Lightning writes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.images = Experiment(), list[Any]()
+
+    name, version = "keeping", 0
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        return self.kept
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Leave what Lightning logs by itself."""
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Leave them."""
+
+    @rank_zero_only
+    def log_image(self, key: str, images: list[float]) -> None:
+        self.images.append((key, [round(image, 6) for image in images]))
+
+
+@rank_zero_only
+def note(path: Path, text: str) -> None:
+    """Append a line, on the first rank."""
+    with path.open("a") as file:
+        file.write(f"{text}\n")
+
+
+class Writing(PlainModule):
+    """Writes from its steps by all the ways that users write."""
+
+    folder: Path
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        self.logger.experiment.add_scalar("loss", loss.detach(), self.global_step)
+        if self.global_rank == 0:
+            with open(self.folder / "steps", "a") as file:  # noqa: PTH123
+                file.write(f"{self.global_step}\n")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.net(batch[0])
+        self.print(f"batch {batch_idx}")
+        note(self.folder / "notes", f"{batch_idx}")
+        self.logger.experiment.add_text("best", str(logits[0].argmax(-1).tolist()))
+        self.logger.log_image("logits", [float(logits[0].softmax(-1)[0, 0]), float(logits.sum())])
+
+
+class Noting(Callback):
+    """Writes a file after each batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        note(self.path, "batch")
+
+
+def _train(rank: int, world: int, layout: str | None, folder: str, *options: Any) -> Any:
+    seed_everything(0, verbose=False)
+    module, logger = Writing().double(), KeepingLogger()
+    module.folder = Path(folder)
+    module.folder.mkdir(exist_ok=True)
+    samples, held = token_pairs(), token_pairs()[:16]
+    replicas = 2 if "zero" in (layout or "") else 1
+    strategy: Any = "auto"
+    if layout is not None:
+        strategy = Hybrid3DStrategy(**{**LAYOUTS[layout], **dict(options)})
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        logger=logger,
+        callbacks=[Noting(module.folder / "batches")],
+        proves=True,
+    )
+    loaders = (
+        DataLoader(
+            x, 8 // replicas, sampler=DistributedSampler(x, replicas, rank % replicas, False)
+        )
+        for x in (samples, held)
+    )
+    try:
+        trainer.fit(module, *loaders)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return logger.kept.added, logger.images
+
+
+def _written(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(("layout", "options"), [("tp2", []), ("zero1", [])])
+def test_a_step_writes_as_often_as_in_one_process(
+    layout: str, options: list[Any], tmp_path: Path, capfd: Any
+) -> None:
+    wanted = _train(0, 1, None, os.fspath(tmp_path / "one"))
+    assert len(wanted[0]) == len(token_pairs()) // 8 + 2
+    found, *others = run_ranks(
+        _train, 2, layout, os.fspath(tmp_path / "mesh"), *options, timeout=180
+    )
+    if layout == "zero1":  # rank 0 writes what its replica has seen, as with DDP
+        assert [len(kept) for kept in found] == [len(kept) for kept in wanted]
+    else:
+        assert found == wanted
+    assert all(other == ([], []) for other in others)
+    assert _written(tmp_path / "mesh") == _written(tmp_path / "one")

@@ -1,0 +1,70 @@
+"""A function in a fork: its result or error comes back, and nothing else of what it does."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_par.errors import PlanError
+from lightning_par.plan.inference.forked import ForkError, run_forked
+
+
+def test_nothing_that_it_changes_or_writes_is_seen(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept, seed = {"number": [1]}, torch.initial_seed()
+    by_name = tmp_path / "by_name"
+    with (tmp_path / "already_open").open("w") as file:
+
+        def work() -> list[int]:
+            kept["number"].append(2)
+            torch.manual_seed(seed + 1)
+            sys.stdout.write("printed")
+            os.write(2, b"printed")
+            file.write("written")
+            file.flush()
+            by_name.write_text("written")
+            return kept["number"]
+
+        assert run_forked(work) == [1, 2]
+    assert kept == {"number": [1]}
+    assert torch.initial_seed() == seed
+    assert not by_name.exists()
+    assert not (tmp_path / "already_open").read_text()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_its_error_is_raised() -> None:
+    def refuse() -> None:
+        raise PlanError("LP201", "no plan")
+
+    with pytest.raises(PlanError, match="no plan"):
+        run_forked(refuse)
+
+    def fail() -> None:
+        raise type("OfThisTest", (Exception,), {})("cannot be pickled")
+
+    with pytest.raises(RuntimeError, match="OfThisTest: cannot be pickled"):
+        run_forked(fail)
+
+
+def test_a_fork_that_ends_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ForkError, match="ended early"):
+        run_forked(lambda: os._exit(3))
+    monkeypatch.setattr("lightning_par.plan.inference.forked._LIMIT", 0.1)
+    with pytest.raises(ForkError, match="took more than"):
+        run_forked(lambda: os.read(os.pipe()[0], 1))
+
+
+def test_gradients_are_computed_there() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def work() -> list[float]:
+        weight.square().sum().backward()
+        assert weight.grad is not None
+        return weight.grad.tolist()
+
+    assert run_forked(work) == [2, 2, 2]
+    assert weight.grad is None

@@ -1,0 +1,43 @@
+"""The form of a loss: what changes it, and what does not."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_par.strategies.step.look.loss_form import form_of
+
+
+def losses(seed: int, samples: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(samples, 7, 5, generator=generator, requires_grad=True)
+    labels = torch.randint(5, (samples, 5), generator=generator)
+    return F.cross_entropy(logits, labels, reduction="none").mean(1)
+
+
+def test_other_numbers_and_sizes_have_the_same_form() -> None:
+    forms = {form_of(losses(seed, n).mean() * 0.3, n) for seed, n in ((0, 4), (1, 4), (2, 3))}
+    assert len(forms) == 1
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda t: t.sum(),
+        lambda t: t.topk(2).values.mean(),
+        lambda t: t.mean() + t.var(),
+        lambda t: t[t > t.min()].mean(),
+        lambda t: t.mean() + 0.5 * t.max(),
+        lambda t: torch.add(t.mean(), t.max(), alpha=0.0),
+    ],
+)
+def test_another_way_to_join_samples_is_another_form(loss) -> None:
+    assert form_of(loss(losses(0)), 4) != form_of(losses(0).mean(), 4)
+
+
+def test_a_factor_of_zero_is_another_form_than_any_other_factor() -> None:
+    made = {
+        factor: form_of(losses(0).mean() + factor * losses(0).max(), 4, reads_factors=True)
+        for factor in (0.0, 0.5, 1.0)
+    }
+    assert made[0.0] != made[0.5] == made[1.0]
