@@ -101,7 +101,7 @@ def check_world_collectives(sizes: ParallelSizes, activity: Activity) -> Iterato
         return
     with ExitStack() as stack:
         for name in (*_COUNTING, *_TOGETHER):
-            function = getattr(dist, name)
+            function = getattr(dist.distributed_c10d, name)  # also while `dist` has another
             inner = inspect.unwrap(function)
             original = FunctionType(inner.__code__, inner.__globals__, name, inner.__defaults__)
             original.__kwdefaults__ = inner.__kwdefaults__
