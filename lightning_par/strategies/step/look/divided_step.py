@@ -88,7 +88,7 @@ class DividedLook:
         with WithoutDropout():
             found = self._try(batch, dims, run, trains=True)
         if "" in found:
-            raise ConfigurationError("LP306", self._refusal(found[""]))
+            raise ConfigurationError("LP322", self._refusal(found[""]))
         if found:
             rank_zero_warn(
                 f"training_step on sequences that are divided among {self._mesh.sizes.context} "
