@@ -56,11 +56,16 @@ def divide_attention(module: nn.Module, batch: BatchLayout, axis: SequenceShard)
             _scale_by_whole_length(rotary, axis)
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
 
-    def adjust(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        # Its own on whole sequences, where it may read a cache.
-        kind = own if axis.layout is None else _NAME
+    def use(kind: str) -> None:
         if attention_of(model) != kind:
             model.set_attn_implementation(kind)
+
+    # Before the step, which then leaves no change of the config behind.
+    axis.checks.append(lambda _: use(_NAME))
+
+    def adjust(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Its own on whole sequences, where it may read a cache.
+        use(own if axis.layout is None else _NAME)
         if axis.layout is None:
             return None
         # A cache keeps a window of one rank's tokens, and training reads none.

@@ -143,10 +143,10 @@ def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
 
 KINDS = (
     "loss of the model",
-    "loss with a batch size",
     "accuracy that shifts labels",
     "metric that shifts labels",
     "list of outputs",
+    "loss with a batch size",
     "generation",
     "own sampling",
 )

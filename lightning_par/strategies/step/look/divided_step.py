@@ -137,21 +137,20 @@ class DividedLook:
     def _try(self, batch: Any, dims: BatchDims, run: Look, *, trains: bool) -> dict[str, str]:
         """Return what differs, the same on every rank: name -> text; "" is the step itself."""
         few, count = self._few(batch, dims)
-        whole, draws = run(few, count, None)
+        try:
+            whole, draws = run(few, count, None)
+        except Exception as failure:
+            if trains and not isinstance(failure, LightningParError):
+                self._run_divided(few, count, run, trains=True)  # a refusal says more
+            raise
         self._metrics = set(whole.metrics[0])
         error, seen, weights = "", None, None
         try:
-            (shard,) = self._sequence.open([few])
-            weights = self._weigher.weigh([shard], [count])
-            seen, _ = run(shard, count, self._sequence.shard.group)
-            if trains:  # says more than that a loss differs
-                self._sequence.check()
+            seen, weights = self._run_divided(few, count, run, trains=trains)
         except Exception as failure:
             if trains:
                 raise
             error = str(failure).removesuffix(" [lightning-par explain LP303]")
-        finally:
-            self._sequence.close()
         names = [call.name for call in seen.logs[0]] if seen is not None and seen.logs else []
         leaves = () if seen is None or trains else seen.leaves
         every: list[Any] = [None] * dist.get_world_size()
@@ -176,6 +175,19 @@ class DividedLook:
             dist.all_gather_object(every, varies)
             found = {n: t for n, t in found.items() if not any(n in each for each in every)}
         return found
+
+    def _run_divided(
+        self, few: Any, count: int, run: Look, *, trains: bool
+    ) -> tuple[Seen, BatchWeights]:
+        try:
+            (shard,) = self._sequence.open([few])
+            weights = self._weigher.weigh([shard], [count])
+            seen, _ = run(shard, count, self._sequence.shard.group)
+            if trains:  # says more than that a loss differs
+                self._sequence.check()
+            return seen, weights
+        finally:
+            self._sequence.close()
 
     def _few(self, batch: Any, dims: BatchDims) -> tuple[Any, int]:
         """Return some samples of a batch, and their number; of long sequences the first tokens."""
