@@ -103,7 +103,7 @@ class Sharding:
         self._root, self._stage, self.copies = root, zero_stage, tuple(copies)
         modules = () if root is None else root.modules()
         self._units = [m for m in modules if isinstance(m, FSDPModule)]
-        self.is_plain, self.synchronizes, self._holds = root is None, True, False
+        self.is_plain, self.synchronizes = root is None, True
         plain = [] if root is None else [root]
         self.zero_weight = ZeroWeightBackward(self._units or plain, experts)
         self._in_steps, self._on_use = in_steps, None
@@ -237,17 +237,17 @@ class Sharding:
             for unit in self._units:
                 unit.unshard()
                 unit.set_reshard_after_forward(False, recurse=False)
-        self._holds = True
 
     def release(self) -> None:
         """Reshard gathered parameters."""
         if self._order is not None:
             self._order.forget()
         for unit in self._units:
+            # To FSDP2 a forward that failed goes on, and a root stays whole after one.
+            unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
-            if self._holds and unit is not self._root:
-                unit.set_reshard_after_forward(self._stage == 3, recurse=False)
-        self._holds = False
+            gathers_again = self._stage == 3 and unit is not self._root
+            unit.set_reshard_after_forward(gathers_again, recurse=False)
 
 
 _ON_DEVICE = OffloadPolicy()
