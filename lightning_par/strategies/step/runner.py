@@ -290,6 +290,7 @@ class StepRunner:
             if not looks.is_over and looks.is_due(args[0], samples, count, known):
                 found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
                 looks.look(args[0], found, count, partial(run, size=found.size or 1))
+                self._end_look()
                 if self.pipeline is not None and looks.watches:
                     self.pipeline.see_loss = self.form.see
             self.form.again = partial(looks.look_again, args[0], dims, count, run, self._cut)
@@ -510,9 +511,12 @@ class StepRunner:
             self._random = random
             self.form.reads_factors |= sight.losses.has_zero
             self._sharding.release()
-            for restart in self.after_look.values():
-                restart()
+            self._end_look()
         return seen, is_random
+
+    def _end_look(self) -> None:
+        for restart in self.after_look.values():
+            restart()
 
     def _whole(
         self,
