@@ -433,11 +433,12 @@ class MeshStrategy(ParallelStrategy):
             if self.offload is not None:
                 self.offload.before_backward()
             weighted = step.weigh(loss)
-            model.gradients.add_loss(model.steps.form.mark(weighted), step.has_valid_labels)
+            model.gradients.add_loss(weighted, step.has_valid_labels)
             with model.steps.backward(step):
                 yield weighted
             model.gradients.after_backward()
-        model.proof.after_backward(weighted)
+        if not model.proof.is_over:
+            model.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
 
     def _drop_step(self) -> None:

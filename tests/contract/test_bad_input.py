@@ -232,12 +232,6 @@ PLANS = {
         module=Penalized,
         says=r"pipeline_parallel_size=2: no plan could be inferred.*a parameter of model\.blocks",
     ),
-    "no blocks under pp": Case(
-        error=PlanError,
-        options={"pp": 2},
-        module=planned(blocks=None),
-        says=r"names no blocks; return ParallelPlan\(blocks=\"model\.blocks\"\)",
-    ),
     "more stages than blocks": Case(
         error=PlanError,
         options={"tp": 1, "pp": 5},

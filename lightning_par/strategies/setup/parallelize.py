@@ -112,7 +112,7 @@ def parallelize(  # house: the order, in one place
         manual=ManualSteps(module, gradients.norms),
         decisions=processes.decisions,
     )
-    gradients.settle = steps.form.settle
+    gradients.form = steps.form
     forms.become_parallel()
     return ParallelModel(
         module=module,

@@ -46,6 +46,7 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.gradient_norms import GradientNorms
+from lightning_par.strategies.step.look.loss_form import FormWatch
 from lightning_par.strategies.step.pipelined_step import put_gradients, take_gradients
 from lightning_par.upstream.lightning import CLIP_GRADIENTS, plain_after_closure
 
@@ -77,7 +78,8 @@ class _Passage:
 
     Attributes:
         parameters: Parameters of the optimizer.
-        loss: Sum of the losses of the step; None if it does not matter.
+        loss: Sum of the losses of the step, NaN where its form is new; None: it does not matter.
+        unmarked: That sum as it is.
         norm: Norm over all ranks, once an action has computed it.
         bound: Largest norm, or largest entry.
         by_value: Whether entries are clipped, not the norm.
@@ -85,6 +87,7 @@ class _Passage:
 
     parameters: Sequence[nn.Parameter] = ()
     loss: Tensor | None = None
+    unmarked: Tensor | None = None
     norm: Tensor | None = None
     bound: float = 0.0
     by_value: bool = False
@@ -125,8 +128,7 @@ class GradientPath:
         actions: All actions, in order.
         norms: Gives the norms that users ask for.
         mixes_kinds: Whether some parameters of this rank are DTensors, and others are not.
-        settle: Tells, on every rank, whether the norm was not finite because a rank asked all to
-            look at the step once more, which they have done.
+        form: Notices where the loss takes another form; None: nobody watches.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class GradientPath:
         norms: GradientNorms,
     ) -> None:
         self.norms = norms
-        self.settle: Callable[[], bool] = lambda: False
+        self.form: FormWatch | None = None
         self.shared, self.compression = shared, compression
         self.counted_elsewhere = counted_elsewhere
         self._module, self._sizes, self._sharding = module, mesh.sizes, sharding
@@ -273,6 +275,11 @@ class GradientPath:
                 loss = torch.where(has_valid_labels.to(loss.device), loss, 0)
             self._loss = loss if self._loss is None else self._loss + loss
 
+    def _marked(self, loss: Tensor | None) -> Tensor | None:
+        """Return a loss, or NaN where all ranks have to be told of its new form."""
+        is_new = loss is not None and self.form is not None and self.form.is_new
+        return torch.full_like(loss, torch.nan) if loss is not None and is_new else loss
+
     @contextmanager
     def of_one_backward(self) -> Iterator[None]:
         """Surrounds a backward and what follows it.
@@ -299,7 +306,7 @@ class GradientPath:
         if self._host is not None and self._host.keeps_gradients:
             return
         if self._sharding.synchronizes:
-            self._walk(Phase.BACKWARD, _Passage(loss=self._loss))
+            self._walk(Phase.BACKWARD, _Passage(loss=self._marked(self._loss)))
 
     def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Run the actions that judge a step, before its gradients are clipped.
@@ -312,8 +319,11 @@ class GradientPath:
 
         **Communicates**: one all-reduce of one number over all ranks, which clipping then spares.
         """
-        passage, self._loss = _Passage(parameters=parameters, loss=self._loss), None
+        loss, self._loss = self._loss, None
+        passage = _Passage(parameters=parameters, loss=self._marked(loss), unmarked=loss)
         self._walk(Phase.STEP, passage)
+        if self.form is not None and self.form.is_new:  # nobody has judged this step
+            self.form.warn()
         own = is_overridden("configure_gradient_clipping", self._module, pl.LightningModule)
         # A module that clips in its own way may change gradients first.
         self._norm = None if own else passage.norm
@@ -375,8 +385,8 @@ class GradientPath:
             self._sharding.absent.agree()
         if bool(norm.isfinite()):
             return
-        if self.settle():
-            passage.loss = None
+        if self.form is not None and self.form.settle():
+            passage.loss = passage.unmarked
             norm = passage.norm = self._total_norm(passage).cpu()
             if bool(norm.isfinite()):
                 return

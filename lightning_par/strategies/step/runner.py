@@ -282,6 +282,7 @@ class StepRunner:
         context = plugin.train_step_context
         if self._divided_look is not None and not self._is_checked:
             self._divided_look.check_training(args[0], *self._tried("training_step", context, args))
+            self._end_look()
         self._activity.step, self._random = trainer.global_step, self._training
         key = ("training_step", trainer.fit_loop.total_batch_idx)
         known = None if self._device.type == "cpu" else self._on_host.known(args[0])
@@ -299,6 +300,7 @@ class StepRunner:
             if not looks.is_over and looks.is_due(args[0], samples, count, known):
                 found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
                 looks.look(args[0], found, count, partial(look, size=found.size or 1))
+                self._end_look()
                 if self.pipeline is not None and looks.watches:
                     self.pipeline.see_loss = self.form.see
             self.form.again = partial(looks.look_again, args[0], dims, count, look, self._cut)
@@ -515,14 +517,9 @@ class StepRunner:
     ) -> tuple[Seen, bool]:
         """Run a step on some samples, and on parts of them, without leaving a trace.
 
-        Args:
-            name: Of the step.
-            context: As in `evaluation`.
-            rest: What else it takes, besides a batch.
-            parts: The samples and their parts, with their numbers.
-            size: Samples of the whole batch; 0 where the step may fail in the look alone.
-            made: Whether the samples are not those of the batch.
-            group: Ranks whose updates of metrics count together; None: this rank's alone.
+        The `size` is that of the whole batch, or 0 where the step may fail in the look alone.
+        Samples that are `made` are not those of the batch. Updates of metrics on all ranks of a
+        `group` count together.
 
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """
@@ -549,9 +546,12 @@ class StepRunner:
             self._random = random
             self.form.reads_factors |= sight.losses.has_zero
             self._sharding.release()
-            for restart in self.after_look.values():
-                restart()
+            self._end_look()
         return seen, is_random
+
+    def _end_look(self) -> None:
+        for restart in self.after_look.values():
+            restart()
 
     def _whole(
         self, name: str, context: StepContext, args: Sequence[Any], key: Any, dims: BatchDims

@@ -485,10 +485,12 @@ class StepAttributes:
             changes: Those of the last stage.
         """
         held = dict(self._held())
-        for name, change in changes.items():
+        for (place, attribute), change in changes.items():
+            name = place, attribute
+            if place not in self._parts:  # in a block of another stage
+                continue
             value = _take(change, self._before.get(name), held.get(name))
             if value is not held.get(name):
-                place, attribute = name
                 setattr(self._parts[place], attribute, value)
 
     def _held(self) -> Iterator[tuple[tuple[str, str], Any]]:
@@ -501,8 +503,9 @@ class StepAttributes:
 
 
 def _keeps_lists(part: nn.Module) -> bool:
-    """Whether a submodule is of a class of the user's and keeps lists, dicts or objects."""
-    if isinstance(part, Metric) or type(part).__module__.partition(".")[0] in LEFT_ALONE:
+    """Whether a submodule of the user's keeps lists, dicts or objects beside no parameters."""
+    is_ours = type(part).__module__.partition(".")[0] in LEFT_ALONE
+    if is_ours or isinstance(part, Metric) or next(part.parameters(), None) is not None:
         return False
     kept = ((name, v) for name, v in vars(part).items() if name not in _OWN)
     return any(not name.startswith("_") and _is_open(v) for name, v in kept)

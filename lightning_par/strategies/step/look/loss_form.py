@@ -78,12 +78,14 @@ class FormWatch:
     Attributes:
         again: Looks at the step of the present batch once more, on every rank.
         reads_factors: Whether a term of the loss had the factor 0, and may get another one.
+        is_new: Whether the loss of this rank has a form that was not looked at.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.again: Callable[[], None] = lambda: None
         self.reads_factors = False
-        self._device, self._known, self._is_new = device, set[Hashable](), False
+        self.is_new = False
+        self._device, self._known = device, set[Hashable]()
 
     def see(self, loss: Tensor, samples: int) -> None:
         """Note the form of a loss of this rank."""
@@ -92,18 +94,18 @@ class FormWatch:
         form = form_of(loss, samples, reads_factors=self.reads_factors)
         if form in self._known:
             return
-        if self._is_new:  # nobody has settled the last one
-            warnings.warn(
-                "the loss has another form than in the first step; with a scaled loss "
-                "(16-mixed) or on_nonfinite='ignore' it is not looked at again.",
-                stacklevel=2,
-            )
-        self._is_new = bool(self._known)
+        self.is_new = bool(self._known)
         self._known.add(form)
 
-    def mark(self, loss: Tensor) -> Tensor:
-        """Return a loss, or NaN where all ranks have to be told."""
-        return torch.full_like(loss, torch.nan) if self._is_new else loss
+    def warn(self) -> None:
+        """Say that the loss of this rank has a new form which nobody looks at."""
+        self.is_new = False
+        warnings.warn(
+            "the loss has another form than in the first step: with a scaled loss (16-mixed) or "
+            "on_nonfinite='ignore' it is not looked at again. Train with bf16-mixed or float32 "
+            "and on_nonfinite='raise' to have it looked at, or give it one form from the start.",
+            stacklevel=2,
+        )
 
     def settle(self) -> bool:
         """Look at the step once more if the loss of any rank has a new form; tell whether it has.
@@ -112,9 +114,9 @@ class FormWatch:
 
         **Communicates**: one all-reduce of a number over all ranks; then what `again` does.
         """
-        found = torch.tensor(float(self._is_new), device=self._device)
+        found = torch.tensor(float(self.is_new), device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        self._is_new = False
+        self.is_new = False
         if found:
             self.again()
         return bool(found)
