@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
-from lightning_par.engine.batch import BatchDims, signature, split_batch, split_rows
+from lightning_par.engine.batch import (
+    batch_entry,
+    BatchDims,
+    sequence_entries,
+    signature,
+    split_batch,
+    split_rows,
+    tokens_of,
+)
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.data.gradient_reduction import scale_together
 from lightning_par.engine.grad_scaler import MeshGradScaler
@@ -33,6 +41,7 @@ from lightning_par.errors import (
     raise_problems,
 )
 from lightning_par.mesh import ParallelMesh
+from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
     BatchWeights,
@@ -52,7 +61,7 @@ from lightning_par.strategies.step.step_traces import (
     StepAttributes,
 )
 
-__all__ = ["PipelinedSteps", "loss_of", "merge_results"]
+__all__ = ["PipelinedSteps", "check_tokens", "loss_of", "merge_results"]
 
 StepContext = Callable[[], AbstractContextManager[Any]]
 """Precision plugin's context of a step."""
@@ -528,3 +537,32 @@ def _mean(values: Sequence[Tensor], weights: Tensor) -> Tensor:
         return stacked.float().mean()
     mean, total = weighted_mean(stacked, weights.to(stacked.device))
     return torch.where(total > 0, mean.to(stacked.dtype), stacked.mean())
+
+
+def check_tokens(
+    batch: Any, layout: BatchLayout, degree: int, *, has_labels: bool, is_cut: bool
+) -> None:
+    """Refuse a batch whose sequences the tensor-parallel ranks cannot share.
+
+    Args:
+        batch: That of this replica.
+        layout: Where its sequence dims are.
+        degree: Number of tensor-parallel ranks that share the tokens.
+        has_labels: Whether it has labels; batches for predictions may lack them.
+        is_cut: Whether there is a pipeline, whose later stages do not learn T from their shards.
+
+    Raises:
+        ConfigurationError: T does not divide, under a pipeline.
+        PlanError: It has no such entry or dim as the plan says.
+    """
+    for entry, dim in sequence_entries(batch, layout).items():
+        if entry == layout.labels and not has_labels:
+            continue
+        tokens = tokens_of(entry, batch_entry(batch, entry), dim)
+        if is_cut and tokens % degree:
+            raise ConfigurationError(
+                "LP304",
+                f"tensor_parallel_size={degree} with sequence_parallel=True under a pipeline: "
+                f"{entry!r} has T={tokens} tokens in dim {dim}, not divisible by {degree}. Pad to "
+                f"{-(-tokens // degree) * degree}, or use sequence_parallel=False.",
+            )

@@ -44,19 +44,18 @@ from lightning_par.strategies.step.look.untouched import untouched
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.parameter_reads import ParameterReads
-from lightning_par.strategies.step.pipelined_step import loss_of, PipelinedSteps, StepContext
+from lightning_par.strategies.step.pipelined_step import (
+    check_tokens,
+    loss_of,
+    PipelinedSteps,
+    StepContext,
+)
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.skipped_step import SkippedSteps
 from lightning_par.strategies.step.step_errors import raise_explained
-from lightning_par.strategies.step.step_random import HookDraws, StepRandom
+from lightning_par.strategies.step.step_random import HookDraws, shared_tokens, StepRandom
 from lightning_par.strategies.step.step_traces import adjust_logs
-from lightning_par.strategies.step.uneven_batches import (
-    check_loader,
-    check_tokens,
-    join_ranks,
-    samples_differ,
-    shared_tokens,
-)
+from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
 from lightning_par.strategies.step.weights_on_host import WeightsOnHost
 
 __all__ = ["Step", "StepRunner"]

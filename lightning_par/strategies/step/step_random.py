@@ -14,8 +14,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
-from lightning_par.engine.batch import split_rows
+from lightning_par.engine.batch import batch_entry, has_entry, sequence_entries, split_rows
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.rng import (
     collect_random_states,
@@ -28,10 +29,11 @@ from lightning_par.engine.rng import (
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.batch_copies import BATCH_HOOKS, has_hook
 from lightning_par.strategies.step.random_draws import Rows, Tokens, WholeDraws
 
-__all__ = ["HookDraws", "StepRandom"]
+__all__ = ["HookDraws", "StepRandom", "shared_tokens"]
 
 
 class HookDraws:
@@ -322,3 +324,17 @@ class StepRandom:
 
 def _differ(one: dict[str, Any], other: dict[str, Any], *names: str) -> bool:
     return not states_alike({name: one[name] for name in names if name in one}, other)
+
+
+def shared_tokens(batch: Any, layout: BatchLayout) -> int | None:
+    """Return T of a batch, of which every tensor-parallel rank has its own tokens.
+
+    Args:
+        batch: That of this replica.
+        layout: Where its sequence dims are.
+    """
+    for path, dim in sequence_entries(batch, layout).items():
+        entry = batch_entry(batch, path) if has_entry(batch, path) else None
+        if dim == 1 and isinstance(entry, Tensor) and entry.ndim > 1:
+            return int(entry.shape[1])
+    return None

@@ -7,23 +7,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_par.engine.batch import batch_entry, has_entry, sequence_entries, tokens_of
 from lightning_par.errors import ConfigurationError
-from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.sizes import Size
 from lightning_par.upstream.lightning import uses_distributed_sampler
 
-__all__ = [
-    "EqualBatches",
-    "check_loader",
-    "check_tokens",
-    "join_ranks",
-    "samples_differ",
-    "shared_tokens",
-]
+__all__ = ["EqualBatches", "check_loader", "join_ranks", "samples_differ"]
 
 
 def check_loader(dataloader: object, num_microbatches: Size) -> None:
@@ -42,49 +32,6 @@ def check_loader(dataloader: object, num_microbatches: Size) -> None:
             "many. Use "
             f"num_microbatches={size} or less, or batch_size={num_microbatches} or more.",
         )
-
-
-def check_tokens(
-    batch: Any, layout: BatchLayout, degree: int, *, has_labels: bool, is_cut: bool
-) -> None:
-    """Refuse a batch whose sequences the tensor-parallel ranks cannot share.
-
-    Args:
-        batch: That of this replica.
-        layout: Where its sequence dims are.
-        degree: Number of tensor-parallel ranks that share the tokens.
-        has_labels: Whether it has labels; batches for predictions may lack them.
-        is_cut: Whether there is a pipeline, whose later stages do not learn T from their shards.
-
-    Raises:
-        ConfigurationError: T does not divide, under a pipeline.
-        PlanError: It has no such entry or dim as the plan says.
-    """
-    for entry, dim in sequence_entries(batch, layout).items():
-        if entry == layout.labels and not has_labels:
-            continue
-        tokens = tokens_of(entry, batch_entry(batch, entry), dim)
-        if is_cut and tokens % degree:
-            raise ConfigurationError(
-                "LP304",
-                f"tensor_parallel_size={degree} with sequence_parallel=True under a pipeline: "
-                f"{entry!r} has T={tokens} tokens in dim {dim}, not divisible by {degree}. Pad to "
-                f"{-(-tokens // degree) * degree}, or use sequence_parallel=False.",
-            )
-
-
-def shared_tokens(batch: Any, layout: BatchLayout) -> int | None:
-    """Return T of a batch, of which every tensor-parallel rank has its own tokens.
-
-    Args:
-        batch: That of this replica.
-        layout: Where its sequence dims are.
-    """
-    for path, dim in sequence_entries(batch, layout).items():
-        entry = batch_entry(batch, path) if has_entry(batch, path) else None
-        if dim == 1 and isinstance(entry, Tensor) and entry.ndim > 1:
-            return int(entry.shape[1])
-    return None
 
 
 def join_ranks(dataloader: object, trainer: pl.Trainer, device: torch.device) -> object:
