@@ -45,10 +45,11 @@ from lightning_par.strategies.step.batch_weights import (
     declared_rule,
     weigh,
 )
-from lightning_par.strategies.step.look.first_look import FirstLook, run_parts
+from lightning_par.strategies.step.look.first_look import FirstLook
 from lightning_par.strategies.step.look.loss_rule import choose_parts, Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.look.silence import silent
+from lightning_par.strategies.step.look.uncut_batch import run_parts
 from lightning_par.strategies.step.look.untouched import untouched
 from lightning_par.strategies.step.look.whole_step import look_at_whole_step
 from lightning_par.strategies.step.manual_step import ManualSteps

@@ -204,7 +204,7 @@ class StepRandom:
         self._draws.tokens = self._own_tokens(tokens)
         starts = [0, *(sum(sizes[1:i]) for i in range(1, len(sizes)))]
         self._rows = [Rows(at, n, sizes[0]) for at, n in zip(starts, sizes, strict=True)]
-        self._looked, self._batch_size = [], batch_size
+        self._looked, self._batch_size, self._draws.refusal = [], batch_size, None
         try:
             with fork_all_rng(self._device):
                 yield
@@ -248,9 +248,7 @@ class StepRandom:
                 raise
             text = (
                 f"{self._name} does not run on {size} of the {of} samples of a batch, as "
-                f"micro-batches and replicas need: {type(error).__name__}: {error} If it runs on "
-                f"all {of}, write it for any number of samples, or use num_microbatches=1 and "
-                "data_parallel_size=1."
+                f"micro-batches and replicas need: {type(error).__name__}: {error}"
             )
             refusal = ConfigurationError("LP303", text)
             refusal.__cause__ = error

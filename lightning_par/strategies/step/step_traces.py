@@ -468,6 +468,8 @@ class StepAttributes:
         """
         held = dict(self._held())
         for name, change in changes.items():
+            if name[0] not in self._parts:
+                continue  # it is of a block of the last stage
             value = _take(change, self._before.get(name), held.get(name))
             if value is not held.get(name):
                 place, attribute = name

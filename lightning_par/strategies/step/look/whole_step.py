@@ -51,11 +51,13 @@ def look_at_whole_step(
         calls: list[LogCall] = []
         step = partial(run, (batch, *rest))
         logging, followed = record_logs(module, calls), sight.followed(index)
-        with state.next_part(), context(), logging, followed, around(index):
-            if name == "training_step":
-                losses.append(_losses_of(step, module, sharding, manual))
-            else:
-                sharding.call(step)
+        with state.next_part():
+            with context(), logging, followed, around(index):
+                if name == "training_step":
+                    losses.append(_losses_of(step, module, sharding, manual))
+                else:
+                    sharding.call(step)
+            # Also after an error that `around` keeps: what is put back are the shards.
             sharding.release()
         logs.append(numbers_of(calls))
     metrics, seen = sight.metrics.values(), sight.losses.seen
