@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import pytest
@@ -206,6 +207,43 @@ def other_names_of_the_inputs_of_a_classifier() -> Any:
     pairs = enumerate(token_pairs())
     samples = [{"text": x, "kind": torch.tensor(i % 5)} for i, (x, _) in pairs]
     return OfTransformers(classifies=True), samples
+
+
+class HalfLabeled(PlainModule):
+    """Every second batch has no labels."""
+
+    def loss(self, batch: Any) -> Tensor:
+        scores = self.net(batch["x"])
+        if batch.get("y") is None:
+            return scores.square().mean()
+        return F.cross_entropy(scores.flatten(0, 1), batch["y"].flatten())
+
+
+def half_labeled(*, absent: bool) -> Any:
+    given = count()
+
+    def collate(samples: Any) -> Any:
+        x, y = stack(samples)
+        batch = {"x": x, "y": y if next(given) % 2 == 0 else None}
+        return {k: v for k, v in batch.items() if v is not None} if absent else batch
+
+    return collate
+
+
+@CASES.add(refused={"pp2 zero3": "the batch has no entry 'y'.*name none: .*BatchLayout\\(\\)\\)"})
+def labels_that_some_batches_lack() -> Any:
+    class Module(HalfLabeled):
+        batch = BatchLayout(labels="y")
+
+    return Module(), token_pairs(), half_labeled(absent=False)
+
+
+@CASES.add(equal="pp2 zero3")
+def labels_that_some_batches_lack_and_no_one_names() -> Any:
+    class Module(HalfLabeled):
+        batch = BatchLayout()
+
+    return Module(), token_pairs(), half_labeled(absent=True)
 
 
 @CASES.add(equal="pp2")
