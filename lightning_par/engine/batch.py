@@ -397,10 +397,8 @@ def tokens_of(path: str, entry: Any, dim: int) -> int:
         raise PlanError(
             "LP302",
             f"the plan says that T is dim {dim} of the batch entry {path!r}, but its shape is "
-            f"{shape}."
-            if entry is not None
-            else f"the plan says that T is dim {dim} of the batch entry {path!r}, which is None. "
-            "Leave out of BatchLayout(labels=..., sequence_dims=...) what some batches lack.",
+            f"{shape}{' (it is None)' * (entry is None)}. Leave out of BatchLayout(labels=..., "
+            "sequence_dims=...) what some batches lack.",
         )
     return int(shape[dim])
 
@@ -471,9 +469,8 @@ def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
     if not has_entry(batch, path):
         raise PlanError(
             "LP302",
-            f"the batch has no entry {path!r}, which its layout names as the labels. Where some "
-            "batches have no labels, name none: ParallelPlan(batch=BatchLayout()), with which what "
-            "a loss is the mean of is found in the steps themselves.",
+            f"the batch has no entry {path!r}, which its layout names as the labels. If some have "
+            "none, name none: ParallelPlan(batch=BatchLayout()); the rule of the loss is found.",
         )
     labels = batch_entry(batch, path)
     if layout.label_shift and not is_shifted:

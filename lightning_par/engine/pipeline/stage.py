@@ -57,6 +57,13 @@ stored.
 """
 
 
+_OUTSIDE = (
+    "the model is called outside of a step, and block {} is on another pipeline stage. Call it in "
+    "a step that all ranks run (validation_step with a loader of the prompts, predict_step), or "
+    "use pipeline_parallel_size=1."
+)
+
+
 class StageExit(BaseException):
     """Unwinds the user's step at the end of a stage; user code must let it pass, as any
     BaseException.
@@ -380,9 +387,7 @@ class EarlierBlock(StageStub):
         """Return what was received in the place of the block's output."""
         state = self._stage.current
         if state is None:
-            raise PipelineError(
-                "LP406", f"block {self._number} lives on an earlier pipeline stage."
-            )
+            raise PipelineError("LP406", _OUTSIDE.format(self._number))
         for name in self._stage.carried:
             value = state.received.get(f"{self._number}.{name}")
             if value is not None:
@@ -443,7 +448,10 @@ class LaterBlock(_Shape):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `StageExit`."""
+        """Raise `StageExit`; outside of a step, what to do."""
+        stage = self.__dict__["_stage"]
+        if stage.current is None:
+            raise PipelineError("LP406", _OUTSIDE.format(stage.end_block))
         raise StageExit
 
 
