@@ -318,7 +318,8 @@ class _AbsentTensor(Tensor):
             raise PipelineError(
                 "LP407",
                 f"{fqn} lives on another pipeline stage than the code that uses it; name its "
-                "module in ParallelPlan(replicated=...).",
+                "module in ParallelPlan(replicated=...). A block is on one stage only: use what it "
+                "holds in its own forward, or pipeline_parallel_size=1.",
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 

@@ -103,7 +103,7 @@ def _fitted(module: nn.Module, plan: ParallelPlan) -> ParallelPlan:
     labels = None if layout.labels is None else named.get(layout.labels)
     dims = {named[name]: dim for name, dim in layout.sequence_dims.items() if name in named}
     shift = 0 if labels is None else layout.label_shift
-    given = {"sequence_dims": dims, "labels": labels, "label_shift": shift}
+    given: dict[str, Any] = {"sequence_dims": dims, "labels": labels, "label_shift": shift}
     return replace(plan, batch=replace(layout, **given, shifted=None, optional=()))
 
 

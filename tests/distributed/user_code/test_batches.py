@@ -209,6 +209,39 @@ def other_names_of_the_inputs_of_a_classifier() -> Any:
     return OfTransformers(classifies=True), samples
 
 
+class TimeFirst(PlainModule):
+    """Its batches are [T, B], and T is B, which hides the batch dim."""
+
+    batch = BatchLayout()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        scores = self.net(x.T).permute(1, 0, 2)
+        assert len(scores) == 12
+        return F.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def time_first(samples: Any) -> Any:
+    x, y = stack(samples)
+    return x.T.contiguous(), y.T.contiguous()
+
+
+@CASES.add(
+    refused={"pp2": r"declare ParallelPlan\(batch=BatchLayout\(batch_dims={entry: dim}\)\)"},
+    batch_size=12,
+)
+def a_batch_dim_that_is_not_the_first() -> Any:
+    return TimeFirst(), token_pairs(48), time_first
+
+
+@CASES.add(equal="pp2", batch_size=12)
+def a_batch_dim_that_is_declared() -> Any:
+    class Module(TimeFirst):
+        batch = BatchLayout(batch_dims={"0": 1, "1": 1})
+
+    return Module(), token_pairs(48), time_first
+
+
 class HalfLabeled(PlainModule):
     """Every second batch has no labels."""
 

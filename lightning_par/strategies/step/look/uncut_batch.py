@@ -70,6 +70,8 @@ def cure_of_uncut(batch: Any, microbatches: int, replicas: int) -> str:
             "labels, the loss of a batch is the mean"
         )
     return (
-        "Write it for any number of samples; or, if a batch cannot be cut because its rows name "
-        f"their sample by a number (graphs, boxes), {' and '.join(cure)}."
+        "Write it for any number of samples; or, if the batch dim of an entry is not dim 0, "
+        "declare ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})); or, if a batch cannot "
+        "be cut because its rows name their sample by a number (graphs, boxes), "
+        f"{' and '.join(cure)}."
     )
