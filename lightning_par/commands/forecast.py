@@ -34,9 +34,10 @@ def main(arguments: list[str]) -> int:
     if options.picture:
         draw_candidate(run.planner, found, options.picture)
     if options.json:
-        json.dump({**as_values(found), "fits": fits}, sys.stdout, indent=1)
+        json.dump({**as_values(found), "fits": fits, "sources": run.sources}, sys.stdout, indent=1)
         print()
         return 0 if fits else 1
+    print(run.describe(found.layout.samples, options.nodes, options.devices), end="\n\n")
     print(format_table([found]))
     print()
     print(describe(found))

@@ -22,7 +22,7 @@ from lightning_par.errors import ConfigurationError, MeshError
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.report import as_values, describe, format_rejections, format_table
 from lightning_par.planner.run_settings import apply_layout
-from lightning_par.planner.search import Planner, SearchResult
+from lightning_par.planner.search import SearchResult
 
 __all__ = ["main", "make_parser"]
 
@@ -40,8 +40,8 @@ def main(arguments: list[str]) -> int:
         LightningParError: Nothing fits, or the configuration or the profile is invalid.
     """
     options, more = make_parser().parse_known_args(arguments)
-    _check_tries(options)
     run = read_run(options, more, as_configured=True)
+    _check_tries(options)
     given = read_settings(options.config)
     if given.get("data", {}) is None:
         raise ConfigurationError(
@@ -76,22 +76,20 @@ def main(arguments: list[str]) -> int:
     if options.picture:
         draw_candidate(run.planner, chosen, options.picture)
     if options.json:
-        json.dump(_values(result, trials), sys.stdout, indent=1)
+        json.dump({**_values(result, trials), "sources": run.sources}, sys.stdout, indent=1)
         print()
         return 0
-    print(_report(run.planner, space, result))
+    print(run.describe(space.samples, options.nodes, options.devices))
+    print(_report(result))
     if trials:
         print(_tried(result, trials))
     print(f"\nwritten: {options.out}" if options.out else f"\nthe run:\n{text}")
     return 0
 
 
-def _report(planner: Planner, space: LayoutSpace, result: SearchResult) -> str:
+def _report(result: SearchResult) -> str:
     return "\n".join(
         [
-            f"{planner.shape.parameters / 1e9:.3g} billion parameters, {space.samples} samples of "
-            f"{planner.shape.length} tokens a step, "
-            f"{space.devices // space.node} x {space.node} {planner.device.name}",
             f"{result.considered} layouts, of which {result.fitting} fit\n",
             format_table(result.best),
             "",
@@ -183,9 +181,6 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_machine_options(parser)
-    parser.add_argument(
-        "--samples", type=int, help="of a step, all replicas; default: as configured"
-    )
     parser.add_argument("--offload", action="store_true", help="keep the optimizer on the host")
     parser.add_argument("--keep", type=int, default=5, help="layouts to print (default: 5)")
     parser.add_argument(

@@ -397,7 +397,8 @@ def tokens_of(path: str, entry: Any, dim: int) -> int:
         raise PlanError(
             "LP302",
             f"the plan says that T is dim {dim} of the batch entry {path!r}, but its shape is "
-            f"{shape}.",
+            f"{shape}{' (it is None)' * (entry is None)}. Leave out of BatchLayout(labels=..., "
+            "sequence_dims=...) what some batches lack.",
         )
     return int(shape[dim])
 
@@ -464,7 +465,14 @@ def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
         size = find_batch_dims(batch, layout).size or 1
         return torch.tensor(float(size), dtype=torch.float64, device=device)
     is_shifted = layout.shifted is not None and has_entry(batch, layout.shifted)
-    labels = batch_entry(batch, layout.shifted or "" if is_shifted else layout.labels)
+    path = layout.shifted or "" if is_shifted else layout.labels
+    if not has_entry(batch, path):
+        raise PlanError(
+            "LP302",
+            f"the batch has no entry {path!r}, which its layout names as the labels. If some have "
+            "none, name none: ParallelPlan(batch=BatchLayout()); the rule of the loss is found.",
+        )
+    labels = batch_entry(batch, path)
     if layout.label_shift and not is_shifted:
         dim = layout.sequence_dims.get(layout.labels, 1)
         labels = labels.narrow(dim, layout.label_shift, labels.shape[dim] - layout.label_shift)

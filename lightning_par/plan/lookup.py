@@ -6,7 +6,12 @@ from lightning_par.errors import PlanError
 from lightning_par.huggingface.plans import find_huggingface_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 
-__all__ = ["find_plan"]
+__all__ = ["declares_plan", "find_plan"]
+
+
+def declares_plan(module: nn.Module) -> bool:
+    """Return whether `module` or one of its submodules has a `parallel_plan()`."""
+    return any(callable(getattr(child, "parallel_plan", None)) for child in module.modules())
 
 
 def find_plan(module: nn.Module) -> ParallelPlan | None:

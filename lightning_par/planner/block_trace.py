@@ -7,6 +7,8 @@ axis divides by following the shards from modules that make them to those that t
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import nn, Tensor
@@ -14,7 +16,12 @@ from torch import nn, Tensor
 from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.plan.inference.examples import runs_of
 from lightning_par.plan.inference.forked import ForkError, run_forked
-from lightning_par.plan.inference.tracing import input_paths, trace_forward
+from lightning_par.plan.inference.tracing import (
+    called_around,
+    input_paths,
+    tensors_in,
+    trace_forward,
+)
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
@@ -29,7 +36,7 @@ from lightning_par.planner.traced_shape import (
 )
 from lightning_par.sizes import ParallelSizes
 
-__all__ = ["shape_of", "trace_shape"]
+__all__ = ["length_of_step", "shape_of", "trace_shape"]
 
 _logger = logging.getLogger(__name__)
 
@@ -44,6 +51,7 @@ def shape_of(
     plan: Callable[[], ParallelPlan],
     example: Callable[[], Any],
     eager: bool = False,
+    seen: Callable[[], int | None] | None = None,
 ) -> TransformerShape:
     """Return the shape of a model: from its configuration, if that describes it, or from a trace.
 
@@ -52,10 +60,12 @@ def shape_of(
 
     Args:
         module: Parameters may be on meta.
-        length: T; None: the longest that a configuration allows, or that of the example.
+        length: T; None: that of the example, or the longest that a configuration allows where
+            there is no example.
         plan: Returns the plan; called where a trace is needed.
         example: Returns what `trace_shape` takes; likewise, in a fork of this process.
         eager: Trace forward and backward wherever that is possible.
+        seen: Returns T of the example, if it is known; None: `length_of_step` finds it.
 
     Raises:
         ConfigurationError: There is no such configuration, and the step cannot be traced.
@@ -72,13 +82,48 @@ def shape_of(
     unread = ""
     if all(parameter.requires_grad for parameter in module.parameters()):
         try:
-            return find_shape(module, length)
+            return find_shape(
+                module, length or (seen or partial(length_of_step, module, example))()
+            )
         except ConfigurationError as error:
             unread = f"{error.message}; and "
     try:
         return _traced(module, plan(), example, length)
     except ConfigurationError as error:
         raise ConfigurationError("LP907", unread + error.message) from None
+
+
+def length_of_step(module: nn.Module, example: Callable[[], Any]) -> int | None:
+    """Return T, the most tokens of a sample that an embedding gets in a step; None: no one can say.
+
+    Args:
+        module: Parameters may be on meta.
+        example: As for `shape_of`.
+    """
+    try:
+        return run_forked(lambda: _embedded(module, example()))
+    except Exception:  # of data of the user, or no fork can be made
+        return None
+
+
+def _embedded(module: nn.Module, example: Any) -> int | None:
+    found: list[int] = []
+
+    def before(_: str, child: nn.Module, args: Any, kwargs: Any) -> None:
+        if isinstance(child, nn.Embedding):
+            found.extend(t.shape[-1] for t in tensors_in((args, kwargs)) if t.ndim > 1)
+
+    def watched(run: Callable[[Any], Any], given: Any) -> Any:
+        with called_around(module, before, lambda *_: None):
+            return run(given)
+
+    for run, given in runs_of(module, example) if example is not None else ():
+        # What comes after the embeddings may need values that a trace does not have.
+        with suppress(Exception):
+            trace_forward(module, partial(watched, run), given)
+        if found:
+            break
+    return max(found, default=None)
 
 
 def _traced(

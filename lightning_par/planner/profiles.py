@@ -76,8 +76,8 @@ def load_profile(name: str, path: str | Path | None = None) -> DeviceProfile:
     if name not in devices:
         raise ConfigurationError(
             "LP908",
-            f"device {name!r} has no profile{nearest(name, devices, otherwise='')} "
-            f"There are: {', '.join(sorted(devices))}.",
+            f"device {name!r} has no profile{_alike(name, devices)} There are: "
+            f"{', '.join(sorted(devices))}; lightning-par calibrate measures another one.",
         )
     entry = devices[name]
     raise_problems(ConfigurationError, "LP908", list(_problems(name, entry, networks)))
@@ -91,6 +91,14 @@ def load_profile(name: str, path: str | Path | None = None) -> DeviceProfile:
         calibration=_calibration(name, entry.get("calibration")),
         **given,
     )
+
+
+def _alike(name: str, devices: Mapping[str, Any]) -> str:
+    """Return the end of a message that suggests devices, not merely names with the same letters."""
+    kinds = [one for one in sorted(devices) if one.startswith(f"{name.lower()}-")]
+    if kinds:
+        return f"; did you mean {' or '.join(map(repr, kinds))}?"
+    return nearest(name.lower(), devices, cutoff=0.8)
 
 
 def reached(device: DeviceProfile) -> Constants:

@@ -198,6 +198,97 @@ def test_a_model_without_a_configuration_trains_as_found_like_one_process(
         torch.testing.assert_close(result, wanted, rtol=0, atol=1e-10)
 
 
+OF_A_USER = """
+import torch
+from lightning.pytorch import LightningDataModule
+
+
+class Texts(LightningDataModule):
+    def __init__(self, batch_size: int = 6, words: int = 48, file: str = "") -> None:
+        super().__init__()
+        self.of_batch, self.words, self.file = batch_size, words, file
+
+    def train_dataloader(self):
+        if self.file:
+            open(self.file)
+        tokens = torch.arange(40 * self.words).view(40, -1) % 99
+        rows = [{"input_ids": row, "labels": row} for row in tokens]
+        return torch.utils.data.DataLoader(rows, batch_size=self.of_batch)
+"""
+
+
+@pytest.fixture
+def of_a_user(config: Path, monkeypatch: Any) -> Path:
+    """A configuration whose data module keeps its numbers to itself."""
+    config.with_name("of_a_user.py").write_text(OF_A_USER)
+    monkeypatch.syspath_prepend(str(config.parent))
+    monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
+    settings = yaml.safe_load(TINY)
+    settings["trainer"] |= {"devices": 4, "accumulate_grad_batches": 2, "callbacks": []}
+    kept = {"data_parallel_size": 4}
+    strategy = {"class_path": "lightning_par.Hybrid3DStrategy", "init_args": kept}
+    settings["trainer"]["strategy"] = strategy
+    settings["data"] = {"class_path": "of_a_user.Texts"}
+    config.write_text(yaml.safe_dump(settings))
+    return config
+
+
+def test_numbers_are_those_of_the_data_and_search_and_forecast_agree(
+    of_a_user: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    config = of_a_user
+    out = config.with_name("found.yaml")
+    words = ("--device", "a100-80", "--json")
+    status, said, _ = command(
+        monkeypatch, capsys, "search", "--config", config, *words, "--out", out
+    )
+    assert status == 0
+    searched = json.loads(said)
+    best = searched["best"][0]
+    assert best["tokens_per_second"] * best["seconds"] == pytest.approx(6 * 4 * 2 * 48)
+    assert [line.partition(";")[0] for line in searched["sources"]] == [
+        "tokens of a sample: 48, of a step with the first batch",
+        "samples of a replica's batch: 6, of the first batch",
+        "devices: 4, as configured",
+        "nodes: 1, where trainer.num_nodes is None",
+    ]
+    status, said, _ = command(monkeypatch, capsys, "forecast", "--config", out, *words)
+    assert status == 0
+    names = "sizes", "micro_batch", "microbatches", "zero_stage"
+    assert {name: json.loads(said)["layout"][name] for name in names} == {
+        name: best["layout"][name] for name in names
+    }
+    assert json.loads(said)["seconds"] == best["seconds"]
+
+
+def test_forecast_names_what_no_one_says_of_data_that_are_not_here(
+    of_a_user: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    config, words = of_a_user, ("--device", "a100-80", "--json")
+    gone = ("--data.init_args.file", config.with_name("gone"))
+    status, said, _ = command(monkeypatch, capsys, "forecast", "--config", config, *gone)
+    assert status == 0
+    assert (
+        "of the longest that the model allows, as no step with a batch was traced; --length" in said
+    )
+    assert "samples of a replica's batch: 6, of data.init_args.batch_size" in said
+    assert "device: h100, assumed; --device names another" in said
+    words = (*words, *gone, "--length", 48, "--data.init_args.batch_size=null")
+    config.with_name("of_a_user.py").write_text(OF_A_USER.replace("batch_size: int", "batch_size"))
+    monkeypatch.delitem(sys.modules, "of_a_user")
+    status, _, said = command(monkeypatch, capsys, "forecast", "--config", config, *words)
+    assert status == 1
+    assert "the samples of a batch are not known" in said
+    asked = (*words, "--samples", 48)  # the cure of that message
+    status, said, _ = command(monkeypatch, capsys, "forecast", "--config", config, *asked)
+    assert status == 0
+    assert json.loads(said)["layout"]["micro_batch"] == 6
+    asked = (*words, "--samples", 47)
+    status, _, said = command(monkeypatch, capsys, "forecast", "--config", config, *asked)
+    assert status == 1
+    assert "--samples 47: 4 replicas with 2 batches each take a multiple of 8 samples" in said
+
+
 def test_mistakes_are_named(config: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ("--config", config, "--device", "h1000")
     status, _, said = command(monkeypatch, capsys, "search", *words)

@@ -143,10 +143,18 @@ class Sharding:
             return self._root(step)
         if self._order is not None:
             step = self._order.in_order(step)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self._root(step)
-        return self._root(step)
+        try:
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():
+                    return self._root(step)
+            return self._root(step)
+        except Exception:
+            # FSDP2 would take the next forward for a part of this one, and reshard nothing. The
+            # look at a step goes on after an error.
+            reset: Any = getattr(self._root, "reset_iter_state", None)  # since torch 2.12
+            if reset is not None:
+                reset()
+            raise
 
     def catch_up(self) -> None:
         """Gather, in a forward, what other replicas may gather before they exchange anything else.

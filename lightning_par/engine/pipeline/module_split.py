@@ -110,7 +110,9 @@ def _block_stub(
     before = number < stage.first_block
     if before:
         return earlier_block(block, fqn, stage, number, captured)
-    return LaterBlock(block, fqn)
+    stub = LaterBlock(block, fqn)
+    stub.__dict__["_stage"] = stage
+    return stub
 
 
 def _poison_parameter(owner: nn.Module, name: str) -> None:

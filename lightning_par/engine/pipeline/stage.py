@@ -57,6 +57,13 @@ stored.
 """
 
 
+_OUTSIDE = (
+    "the model is called outside of a step, and block {} is on another pipeline stage. Call it in "
+    "a step that all ranks run (validation_step with a loader of the prompts, predict_step), or "
+    "use pipeline_parallel_size=1."
+)
+
+
 class StageExit(BaseException):
     """Unwinds the user's step at the end of a stage; user code must let it pass, as any
     BaseException.
@@ -314,7 +321,8 @@ class _AbsentTensor(Tensor):
             raise PipelineError(
                 "LP407",
                 f"{fqn} lives on another pipeline stage than the code that uses it; name its "
-                "module in ParallelPlan(replicated=...).",
+                "module in ParallelPlan(replicated=...). A block is on one stage only: use what it "
+                "holds in its own forward, or pipeline_parallel_size=1.",
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -383,9 +391,7 @@ class EarlierBlock(StageStub):
         """Return what was received in the place of the block's output."""
         state = self._stage.current
         if state is None:
-            raise PipelineError(
-                "LP406", f"block {self._number} lives on an earlier pipeline stage."
-            )
+            raise PipelineError("LP406", _OUTSIDE.format(self._number))
         for name in self._stage.carried:
             value = state.received.get(f"{self._number}.{name}")
             if value is not None:
@@ -446,7 +452,10 @@ class LaterBlock(_Shape):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `StageExit`."""
+        """Raise `StageExit`; outside of a step, what to do."""
+        stage = self.__dict__["_stage"]
+        if stage.current is None:
+            raise PipelineError("LP406", _OUTSIDE.format(stage.end_block))
         raise StageExit
 
 

@@ -119,6 +119,8 @@ def explain_shards(model: nn.Module, error: RuntimeError) -> PlanError | None:
     name, module = failing_module(model, error.__traceback__)
     where = f"{name} ({type(module).__name__})" if name else "the step"
     if not _is_sharded(model):
+        if not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            return None  # an error of the user's own code, which met no shard
         return PlanError(
             "LP208",
             f"{where} met weights that are shards of the replicas: {error} They are gathered "

@@ -6,6 +6,7 @@ function such as `F.linear` is one operation. A small model is run; of a larger 
 device, nothing is computed.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
@@ -163,7 +164,7 @@ def input_paths(batch: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Give the tensors of a batch with their paths, as `BatchLayout` names them.
 
     Args:
-        batch: A nest of mappings, lists and tuples.
+        batch: A nest of mappings, lists, tuples and objects.
         prefix: Path of the batch itself.
     """
     if isinstance(batch, Tensor):
@@ -174,6 +175,8 @@ def input_paths(batch: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         items = batch.items()
     elif isinstance(batch, list | tuple):
         items = enumerate(batch)
+    else:
+        items = (_attributes(batch) or {}).items()
     for key, value in items:
         yield from input_paths(value, f"{prefix}.{key}" if prefix else str(key))
 
@@ -219,7 +222,7 @@ def _trace(model: nn.Module, run: Callable[[Any], Any], example: Any, *, on_meta
         stack.enter_context(torch.enable_grad())
         recorder.take_over(model, stand_in)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        batch = tree_map(lambda v: stand_in(_cast(v, dtype)) if _is(v) else v, example)
+        batch = _with_tensors(example, lambda tensor: stand_in(_cast(tensor, dtype)))
         for path, tensor in input_paths(batch):
             recorder.name(tensor, kind="input", name=path)
         if on_meta:
@@ -231,8 +234,28 @@ def _trace(model: nn.Module, run: Callable[[Any], Any], example: Any, *, on_meta
     return recorder.trace
 
 
-def _is(value: Any) -> bool:
-    return isinstance(value, Tensor)
+def _with_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch with other tensors, also in the attributes of objects such as graphs."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        held = _attributes(value)
+        if held is None:
+            return value
+        made = copy.copy(value)
+        for name, inside in held.items():
+            object.__setattr__(made, name, _with_tensors(inside, function))
+        return made
+
+    return tree_map(changed, tree)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object of a batch that holds tensors; None of other values."""
+    held = getattr(value, "__dict__", {})
+    is_held = not isinstance(value, Tensor | nn.Module) and any(map(tensors_in, held.values()))
+    return dict(held) if is_held else None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

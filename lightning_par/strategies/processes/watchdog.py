@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_par.engine.activity import Activity
-from lightning_par.errors import LightningParError
+from lightning_par.errors import LightningParError, PipelineError
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.processes.host_status import (
     ask_hosts,
@@ -38,6 +38,7 @@ from lightning_par.strategies.processes.host_status import (
     OtherHost,
 )
 from lightning_par.strategies.processes.rank_status import RankState, RankStatus, RankStatusFile
+from lightning_par.strategies.processes.waiting_place import find_ranks_apart, WaitingPlace
 
 __all__ = ["RankWatch", "is_communication_error", "open_status_file"]
 
@@ -53,6 +54,8 @@ _LEAVE = 30.0
 """Seconds, at least, in which a rank that handles an exception may save and clean up; the timeout
 of collectives where that is longer.
 """
+_APART = 20
+"""Looks at the other ranks, of which one also sees where this rank waits."""
 _NAMED = 3
 _COMMUNICATION = re.compile(r"gloo/|NCCL|ProcessGroup")
 _logger = logging.getLogger(__name__)
@@ -139,7 +142,7 @@ class RankWatch:
         if server is not None:
             server.tell = lambda: self._causes(self._file.look())
         self._timeout = timedelta(minutes=30) if timeout is None else timeout
-        self._stopping = threading.Event()
+        self._stopping, self._speaking = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._thread.start()
 
@@ -162,7 +165,8 @@ class RankWatch:
         status = RankStatus.CUT_OFF if cut_off else RankStatus.FAILED
         # What ends a process without a word may have a cause.
         fault = error.__cause__ if isinstance(error, SystemExit) and error.__cause__ else error
-        self._file.say(status, f"{type(fault).__name__}: {fault}".partition("\n")[0])
+        with self._speaking:
+            self._file.say(status, f"{type(fault).__name__}: {fault}".partition("\n")[0])
         if not cut_off:
             if not isinstance(error, LightningParError) and self.sizes.world_size > 1:
                 error.add_note(f"on {self._name(self._mine())}, in {self._mine().activity}")
@@ -201,10 +205,16 @@ class RankWatch:
                 os.kill(state.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
-        looks = 0  # since the first failure was seen
+        looks, count, place = 0, 0, WaitingPlace()  # looks since the first failure was seen
         while not self._stopping.wait(_PERIOD):
             states, now = self._file.look(), time.monotonic()
             mine = next(s for s in states if s.rank == self._file.rank)
+            count += 1
+            if count % _APART == 0 and mine.status is RankStatus.RUNNING:
+                self._say_place(mine, place.look())
+                apart = {} if self._others_hosts else find_ranks_apart(states)
+                if apart:
+                    self._end_apart(apart)
             if mine.status is not RankStatus.RUNNING:
                 # It is on its way; what Lightning and callbacks do there may take a while.
                 if now - mine.when > max(_LEAVE, self._timeout.total_seconds()):
@@ -220,6 +230,28 @@ class RankWatch:
             looks += 1
             if looks * _PERIOD > _GRACE:
                 self._end(states)
+
+    def _say_place(self, mine: RankState, place: str) -> None:
+        with self._speaking:
+            if place != mine.fault and self._mine().status is RankStatus.RUNNING:
+                self._file.say(RankStatus.RUNNING, place)
+
+    def _end_apart(self, places: Mapping[int, str]) -> None:
+        """End this process; see Note [Ranks apart] in `waiting_place.py`."""
+        waits = [f"{self.sizes.describe(rank)} in {place}" for rank, place in places.items()]
+        if self._speaks:
+            told = PipelineError(
+                "LP713",
+                f"the ranks wait for each other in different places: {_few(waits)}. What runs on "
+                "some ranks only (under `if trainer.is_global_zero`, or after a decision that "
+                "each rank makes by itself) must not communicate. Call on every rank what does: a "
+                "forward of the model, save_checkpoint, all_gather, log(..., sync_dist=True); and "
+                "only print or write on one. Make a decision, such as should_stop, on every rank: "
+                "trainer.strategy.broadcast(value), or reduce_boolean_decision(value, all=False).",
+            )
+            _logger.critical("%s", told)
+        time.sleep(_KILL - _GRACE + _APART * _PERIOD)  # in which the others say and see the same
+        os._exit(1)
 
     def _end(self, states: Sequence[RankState]) -> None:
         """End this process, whose main thread waits for ranks that are gone."""

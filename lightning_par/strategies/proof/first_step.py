@@ -154,6 +154,7 @@ class FirstStepProof:
         if reason:
             self.close()
             self.outcome = f"{_NOT_PROVED}: {reason}"
+            self._refuse_if_asked()
             rank_zero_info(self.outcome)
             return False
         self._model, self._plugin = model, plugin
@@ -237,6 +238,7 @@ class FirstStepProof:
             self.close()
         if isinstance(verdict, CannotProveError):
             self.outcome = f"{_NOT_PROVED}: {verdict}."
+            self._refuse_if_asked()
             if dist.get_rank() == 0:
                 _logger.warning(self.outcome)
         elif verdict is not None:
@@ -244,6 +246,19 @@ class FirstStepProof:
         elif not self.outcome:
             self.outcome = "equal"
             rank_zero_info(f"The first step on {model.mesh.sizes} equals that of one process.")
+
+    def _refuse_if_asked(self) -> None:
+        """Raise if the step has to be proved, and was not.
+
+        Raises:
+            VerificationError: On every rank, with ``verify="first_step"``.
+        """
+        if self._options.verify == "first_step":
+            raise VerificationError(
+                "LP804",
+                f'verify="first_step": {self.outcome} verify="auto" trains on without the proof, '
+                "and says so.",
+            )
 
     def _compare(self, model: "ParallelModel") -> Any:
         """Return what differs, or why that is not known; None: nothing."""

@@ -5,6 +5,9 @@ The step that is traced is the one of the run: `training_step` of a fit, `valida
 happens in a fork.
 """
 
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -20,9 +23,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn, Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_par.engine.batch import has_entry
+from lightning_par.huggingface.lookup import find_model
+from lightning_par.plan.inference.examples import runs_of
 from lightning_par.plan.inference.forked import ForkError, run_forked
 from lightning_par.plan.inference.infer import describe_inferred, infer_here, refuse_all
-from lightning_par.plan.lookup import find_plan
+from lightning_par.plan.inference.tracing import input_paths, trace_forward
+from lightning_par.plan.lookup import declares_plan, find_plan
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.upstream.lightning import trainer_of
@@ -37,6 +44,7 @@ _STEPS = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
+_entries: "WeakKeyDictionary[nn.Module, dict[str, dict[str, str] | None]]" = WeakKeyDictionary()
 _known: "WeakKeyDictionary[nn.Module, dict[Any, ParallelPlan]]" = WeakKeyDictionary()
 
 
@@ -54,6 +62,8 @@ def plan_of_run(
         None if nothing is declared and nothing needed.
     """
     declared = given if given is not None else find_plan(module)
+    if given is None and declared is not None and not declares_plan(module):
+        declared = _fitted(module, declared)
     lacks_blocks, lacks_styles = lacks = _lacks(declared, sizes)
     if not any(lacks):
         return declared
@@ -72,6 +82,62 @@ def plan_of_run(
         if plan.sequence_region != "none":
             taken["sequence_region"] = found.sequence_region
     return replace(plan, **taken, refusals=refusals)
+
+
+def _fitted(module: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+    """Return the plan derived of a model of transformers, with the entries of the run's batches.
+
+    The model's own names of its inputs are used where the batches have them.
+    """
+    step = _step_of(module)
+    entries = _entries.setdefault(module, {})
+    if step not in entries:
+        try:
+            entries[step] = run_forked(partial(_entries_of, module, plan.batch, step))
+        except Exception:  # of a loader, dataset or hook of the user; the run will meet it again
+            entries[step] = None
+    named = entries[step]
+    if named is None:
+        return plan
+    layout = plan.batch
+    labels = None if layout.labels is None else named.get(layout.labels)
+    dims = {named[name]: dim for name, dim in layout.sequence_dims.items() if name in named}
+    shift = 0 if labels is None else layout.label_shift
+    given: dict[str, Any] = {"sequence_dims": dims, "labels": labels, "label_shift": shift}
+    return replace(plan, batch=replace(layout, **given, shifted=None, optional=()))
+
+
+def _entries_of(module: nn.Module, layout: BatchLayout, step: str) -> dict[str, str] | None:
+    """Return which entries of a batch a model of transformers gets, by the names of its arguments;
+    None if the batch has the names that the layout has.
+    """
+    batch = first_samples(module)
+    names = {*layout.sequence_dims, layout.labels} - {None, *layout.optional}
+    held = find_model(module)
+    if held is None or all(has_entry(batch, str(name)) for name in names):
+        return None
+    found: dict[str, str] = {}
+    signature = inspect.signature(held[1].forward)
+
+    def watched(run: Callable[[Any], Any], given: Any) -> Any:
+        paths = {id(tensor): path for path, tensor in input_paths(given)}
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            arguments = signature.bind_partial(*args, **kwargs).arguments
+            found.update({n: paths[id(v)] for n, v in arguments.items() if id(v) in paths})
+
+        handle = held[1].register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            return run(given)
+        finally:
+            handle.remove()
+
+    for run, given in runs_of(module, batch, step):
+        with suppress(Exception):  # what the step does with the output is not needed
+            trace_forward(module, partial(watched, run), given)
+        if found:
+            break
+    return found
 
 
 def lacks_parts(plan: ParallelPlan | None, sizes: ParallelSizes) -> bool:

@@ -14,6 +14,7 @@ from itertools import pairwise
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -80,6 +81,12 @@ def parallelize(  # house: the order, in one place
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
     forms = ModuleForms(module)
+    if record is not None and mesh.sizes.world_size > 1 and not module.trainer.ckpt_path:
+        rank_zero_info(
+            f"{type(module).__name__}.configure_model makes weights: they are drawn by name, the "
+            "same on every mesh, while a plain Trainer draws them in order, and gets others. "
+            "For its weights make the model in __init__, or load a checkpoint."
+        )
     skeleton = take_skeleton(module, options.verify, mesh.sizes.world_size, mesh.rank)
     if resolved.plan.sequence_region == "none":
         options = replace(options, sequence_parallel=False)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.engine.batch import batch_entry, count_valid
+from lightning_par.engine.batch import batch_entry, count_valid, has_entry
 from lightning_par.errors import PlanError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
@@ -196,6 +196,12 @@ def _called(weight: Callable[[Any], Any], batch: Any, samples: int) -> Tensor:
 
 def sum_of_entry(path: str, batch: Any, samples: int) -> Tensor:
     """Weigh a part of a batch by the sum of its entry at `path`."""
+    if not has_entry(batch, path):
+        raise PlanError(
+            "LP302",
+            f"the batch has no entry {path!r}, whose values weigh its samples in the loss. Give "
+            "every batch one (ones, where all samples weigh alike).",
+        )
     return torch.as_tensor(batch_entry(batch, path)).sum(dtype=torch.float64)
 
 
@@ -206,7 +212,11 @@ def entries_unlike(path: str, value: int, shift: int, batch: Any) -> Tensor:
 
 
 def count_entries(path: str, value: int, shift: int, batch: Any, samples: int) -> Tensor:
-    """Weigh a part of a batch by the number of its `entries_unlike`."""
+    """Weigh a part of a batch by the number of its `entries_unlike`, or by its samples where it has
+    no such entry: then its loss has another form, which is looked at.
+    """
+    if path and not has_entry(batch, path):
+        return _samples(batch, samples)
     return entries_unlike(path, value, shift, batch).sum(dtype=torch.float64)
 
 
@@ -269,7 +279,8 @@ class BatchWeigher:
         rules = (self.rule, *self.alternatives)
         if len(rules) == 1:
             return ()
-        differ = not all(rule.is_uniform(batch) for rule in rules)
+        present = [rule for rule in rules if not rule.path or has_entry(batch, rule.path)]
+        differ = not all(rule.is_uniform(batch) for rule in present)
         weights = (float(rule.weigh(batch, samples)) / max(samples, 1) for rule in rules)
         return float(differ), *weights
 

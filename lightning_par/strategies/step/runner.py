@@ -35,11 +35,12 @@ from lightning_par.strategies.step.batch_statistics import (
 )
 from lightning_par.strategies.step.batch_weights import BatchWeigher, declared_rule, weigh
 from lightning_par.strategies.step.look.divided_step import DividedLook, Look
-from lightning_par.strategies.step.look.first_look import FirstLook, run_parts
+from lightning_par.strategies.step.look.first_look import FirstLook
 from lightning_par.strategies.step.look.loss_rule import choose_parts, Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.look.silence import silent
 from lightning_par.strategies.step.look.trial import Trial
+from lightning_par.strategies.step.look.uncut_batch import run_parts
 from lightning_par.strategies.step.look.untouched import untouched
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics

@@ -207,7 +207,7 @@ class StepRandom:
         self._draws.tokens = self._own_tokens(tokens)
         starts = [0, *(sum(sizes[1:i]) for i in range(1, len(sizes)))]
         self._rows = [Rows(at, n, sizes[0]) for at, n in zip(starts, sizes, strict=True)]
-        self._looked, self._batch_size = [], batch_size
+        self._looked, self._batch_size, self._draws.refusal = [], batch_size, None
         try:
             with fork_all_rng(self._device):
                 yield
@@ -256,13 +256,7 @@ class StepRandom:
                 raise
             text = (
                 f"{self._name} does not run on {size} of the {of} samples of a batch, as "
-                f"micro-batches and replicas need: {type(error).__name__}: {error} Entries "
-                "are cut along dim 0: if the samples of one are in another dim, declare "
-                "BatchLayout(batch_dims={entry: dim}); if rows are no samples or name them by "
-                "number (nodes of graphs, boxes), declare all such entries, and what goes with "
-                "them, in BatchLayout(whole=(entry, ...)), and with replicas loss_weight=. If the "
-                f"step runs on all {of} only, write it for any number of samples, or use "
-                "num_microbatches=1 and data_parallel_size=1."
+                f"micro-batches and replicas need: {type(error).__name__}: {error}"
             )
             if not of:
                 text = f"{type(error).__name__}: {error}"

@@ -2,12 +2,20 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn, Tensor
 from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_par import BatchLayout, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
@@ -69,6 +77,206 @@ def object_with_to() -> Any:
             return batch.x, batch.y
 
     return Module(), token_pairs(), lambda samples: Holder(*stack(samples))
+
+
+class Graphs:
+    """Graphs as one: nodes, the graph of each node, edges, and a label for each graph."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        sizes = torch.tensor([3 + number % 4 for number in numbers])
+        self.of_node = torch.arange(len(numbers)).repeat_interleave(sizes)
+        first = (sizes.cumsum(0) - sizes)[self.of_node]
+        nodes = torch.arange(len(first))
+        self.edges = torch.stack([first, nodes])
+        place = torch.tensor(numbers)[self.of_node] * 5 + nodes - first
+        self.x = torch.outer(place + 1.0, torch.arange(1.0, 17)).sin().double()
+        self.y = torch.tensor(numbers) % 3
+
+    def to(self, device: Any, **_: Any) -> "Graphs":
+        for name, value in vars(self).items():
+            setattr(self, name, value.to(device))
+        return self
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        met = torch.zeros_like(x).index_add(0, edges[1], self.other(x[edges[0]]))
+        return x + F.gelu(self.own(x) + met)
+
+
+class GraphModule(LightningModule):
+    """Nothing is declared: a part of a batch has too many nodes for its labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Convolution() for _ in range(4))
+        self.head = nn.Linear(16, 3)
+
+    def pool(self, batch: Graphs) -> Tensor:
+        x = batch.x
+        for layer in self.layers:
+            x = layer(x, batch.edges)
+        return self.head(
+            x.new_zeros(int(batch.of_node.max()) + 1, 16).index_add(0, batch.of_node, x)
+        )
+
+    def training_step(self, batch: Graphs, _: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True, batch_size=len(batch.y))
+        return loss
+
+    def loss(self, batch: Graphs) -> Tensor:
+        return F.cross_entropy(self.pool(batch), batch.y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@CASES.add(
+    equal="tp2 pp2_one_microbatch zero1 zero3",
+    refused={
+        "pp2": r"It runs on all 8\. .* by a number \(graphs, boxes\), use num_microbatches=1\."
+    },
+)
+def graphs_whose_nodes_name_their_graph() -> Any:
+    return GraphModule(), list(range(32)), Graphs
+
+
+class SquaredGraphs(GraphModule):
+    def loss(self, batch: Graphs) -> Tensor:
+        return (self.pool(batch).softmax(1) - F.one_hot(batch.y, 3)).square().sum(1).mean()
+
+
+_DECLARED = (
+    r"declare ParallelPlan\(batch=BatchLayout\(whole=\(.*'edges'.*\), "
+    r"loss_weight=lambda batch: \.\.\.\)\), where"
+)
+
+
+@CASES.add(refused={"zero1 zero3": _DECLARED})
+def graphs_whose_loss_shows_no_rule() -> Any:
+    return SquaredGraphs(), list(range(32)), Graphs
+
+
+@CASES.add(equal="zero1")
+def graphs_that_are_declared() -> Any:
+    class Module(SquaredGraphs):
+        def parallel_plan(self) -> ParallelPlan:
+            entries = "of_node", "x", "y", "edges"
+            weighed = BatchLayout(whole=entries, loss_weight=lambda batch: len(batch.y))
+            return ParallelPlan(batch=weighed)
+
+    return Module(), list(range(28)), Graphs
+
+
+class OfTransformers(LightningModule):
+    """Nothing is declared, and no entry of its batches has the name that the model gives it."""
+
+    def __init__(self, *, classifies: bool) -> None:
+        super().__init__()
+        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_labels": 5}
+        sizes |= {"num_hidden_layers": 4, "num_attention_heads": 2}
+        drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        self.model: Any = (
+            BertForSequenceClassification(BertConfig(**sizes, **drops))
+            if classifies
+            else LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2))
+        )
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        tokens, labels = batch.values() if isinstance(batch, dict) else batch
+        loss: Tensor = self.model(tokens, labels=labels).loss
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@CASES.add(equal="tp2 pp2 zero3", large="tp2pp2 zero1", tolerance=1e-6)
+def tokens_and_labels_of_a_causal_model() -> Any:
+    return OfTransformers(classifies=False), [(x, x) for x, _ in token_pairs()]
+
+
+@CASES.add(equal="tp2 pp2", large="tp2pp2 zero3", tolerance=1e-6)
+def other_names_of_the_inputs_of_a_classifier() -> Any:
+    pairs = enumerate(token_pairs())
+    samples = [{"text": x, "kind": torch.tensor(i % 5)} for i, (x, _) in pairs]
+    return OfTransformers(classifies=True), samples
+
+
+class TimeFirst(PlainModule):
+    """Its batches are [T, B], and T is B, which hides the batch dim."""
+
+    batch = BatchLayout()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        scores = self.net(x.T).permute(1, 0, 2)
+        assert len(scores) == 12
+        return F.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def time_first(samples: Any) -> Any:
+    x, y = stack(samples)
+    return x.T.contiguous(), y.T.contiguous()
+
+
+@CASES.add(
+    refused={"pp2": r"declare ParallelPlan\(batch=BatchLayout\(batch_dims={entry: dim}\)\)"},
+    batch_size=12,
+)
+def a_batch_dim_that_is_not_the_first() -> Any:
+    return TimeFirst(), token_pairs(48), time_first
+
+
+@CASES.add(equal="pp2", batch_size=12)
+def a_batch_dim_that_is_declared() -> Any:
+    class Module(TimeFirst):
+        batch = BatchLayout(batch_dims={"0": 1, "1": 1})
+
+    return Module(), token_pairs(48), time_first
+
+
+class HalfLabeled(PlainModule):
+    """Every second batch has no labels."""
+
+    def loss(self, batch: Any) -> Tensor:
+        scores = self.net(batch["x"])
+        if batch.get("y") is None:
+            return scores.square().mean()
+        return F.cross_entropy(scores.flatten(0, 1), batch["y"].flatten())
+
+
+def half_labeled(*, absent: bool) -> Any:
+    given = count()
+
+    def collate(samples: Any) -> Any:
+        x, y = stack(samples)
+        batch = {"x": x, "y": y if next(given) % 2 == 0 else None}
+        return {k: v for k, v in batch.items() if v is not None} if absent else batch
+
+    return collate
+
+
+@CASES.add(refused={"pp2 zero3": "the batch has no entry 'y'.*name none: .*BatchLayout\\(\\)\\)"})
+def labels_that_some_batches_lack() -> Any:
+    class Module(HalfLabeled):
+        batch = BatchLayout(labels="y")
+
+    return Module(), token_pairs(), half_labeled(absent=False)
+
+
+@CASES.add(equal="pp2 zero3")
+def labels_that_some_batches_lack_and_no_one_names() -> Any:
+    class Module(HalfLabeled):
+        batch = BatchLayout()
+
+    return Module(), token_pairs(), half_labeled(absent=True)
 
 
 @CASES.add(equal="pp2")

@@ -367,9 +367,18 @@ def test_no_false_alarm(name: str) -> None:
 @pytest.mark.parametrize("name", UNMOVED)
 def test_a_step_that_shows_nothing_is_not_called_equal(name: str) -> None:
     *_, pattern = UNMOVED[name]
-    results = run_ranks(_train_rank, 2, "UNMOVED", name, timeout=180)
+    results = run_ranks(_train_rank, 2, "UNMOVED", name, "auto", timeout=180)
     assert [result["refused"] for result in results] == [None, None]
     assert re.search(pattern, results[0]["outcome"])
+
+
+def test_a_step_that_has_to_be_proved_is_refused_where_it_cannot_be() -> None:
+    results = run_ranks(_train_rank, 2, "UNMOVED", "an optimizer that rests", timeout=180)
+    for result in results:
+        assert re.search('verify="first_step": .* no weight moved in it', result["refused"])
+        assert 'verify="auto"' in result["refused"]  # with which the test before trains
+        assert result["steps"] == 1
+        assert result["left"] == []
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3"])

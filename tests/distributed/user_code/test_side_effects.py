@@ -141,8 +141,18 @@ def state_that_samples_move_on() -> Any:
     return Module(), token_pairs()
 
 
+@CASES.add(equal="tp2", refused={"pp2": "called outside of a step, and block . is on another"})
+def a_forward_in_a_hook() -> Any:
+    class Module(PlainModule):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            with torch.no_grad():
+                self.net(batch[0])
+
+    return Module(), token_pairs()
+
+
 @CASES.add(
-    equal="tp2 pp2_one_microbatch", refused={"pp2 zero3": "does not run on . of the . samples"}
+    equal="tp2 pp2_one_microbatch zero3", refused={"pp2": "does not run on . of the . samples"}
 )
 def a_count_of_samples_in_the_batch() -> Any:
     class Module(PlainModule):

@@ -33,7 +33,7 @@ class Fault:
     """What goes wrong.
 
     Attributes:
-        kind: "kill", "stop", "raise" or "loop".
+        kind: "kill", "stop", "raise", "loop" or "save", a checkpoint on one rank.
         rank: Where.
         step: In which optimizer step.
         delay: Seconds after the start of that step, for "kill" and "stop".
@@ -79,7 +79,10 @@ class _Faulty(ToyModule):
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
             threading.Timer(fault.delay, _hit, [lambda: os.kill(os.getpid(), number)]).start()
         else:
-            _hit(_wait_for_ever if fault.kind == "loop" else _fail)
+            _hit({"loop": _wait_for_ever, "save": self.save}.get(fault.kind, _fail))
+
+    def save(self) -> None:
+        self.trainer.save_checkpoint("alone.ckpt")
 
 
 def _hit(act: Callable[[], None]) -> None:

@@ -33,7 +33,7 @@ def test_every_command_has_a_parser_named_after_it(name: str):
 
 def test_whole_parser_takes_what_the_commands_take():
     given = whole_parser().parse_args(["search", "--config", "run.yaml", "--nodes", "3"])
-    assert (given.config, given.nodes, given.device) == ("run.yaml", 3, "h100")
+    assert (given.config, given.nodes, given.device) == ("run.yaml", 3, None)
     given = whole_parser().parse_args(["fit", "--trainer.strategy", "hybrid3d"])
     assert vars(given)["trainer.strategy"] == "hybrid3d"
     with pytest.raises(SystemExit):

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,6 +34,7 @@ from lightning_par.strategies.step.look.loss_rule import (
     Seen,
 )
 from lightning_par.strategies.step.look.seen_losses import labels_seen, rules_seen
+from lightning_par.strategies.step.look.uncut_batch import cure_of_uncut, run_parts, RunParts
 from lightning_par.strategies.step.metrics import compare_metrics, OF_METRIC
 from lightning_par.strategies.step.step_traces import (
     compare_parts,
@@ -43,17 +45,11 @@ from lightning_par.strategies.step.step_traces import (
 )
 from lightning_par.strategies.step.weights_on_host import KnownWeights
 
-__all__ = ["FirstLook", "run_parts"]
+__all__ = ["FirstLook"]
 
 _LOG = logging.getLogger(__name__)
 _LOOKS = 4
 """Batches for which rules that agreed so far may differ, before the question is given up."""
-
-RunParts = Callable[..., tuple[Seen, bool]]
-"""Runs the step without gradients on some samples (and their number) and on their parts, and tells
-whether it drew random numbers that cannot be cut; the same on every rank of the replica. With
-``made=True`` the samples are not those of the batch, see `contrast.py`.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +170,11 @@ class FirstLook:
         divides = microbatches > 1 or self._mesh.sizes.data > 1
         if divides and dims.size is not None and dims.size > 1 and not dims.unsure:
             parts = choose_parts(batch, dims, microbatches, rules)
-        seen, is_random = run_parts(run, parts, (batch, dims.size or 1))
+        whole = (batch, dims.size or 1)
+        takes_whole = partial(self._shows_rule, rules, whole) if microbatches == 1 else None
+        cure = cure_of_uncut(batch, microbatches, self._mesh.sizes.data)
+        seen, is_random = run_parts(run, parts, whole, takes_whole, cure)
+        parts = parts if len(seen.losses) == len(parts) else [whole]
         self._check_tensor_ranks(seen)
         self.watches = self._finds_rule(microbatches)
         if self.watches:
@@ -247,6 +247,19 @@ class FirstLook:
                 "which the gradients of this step were not weighed. Give it one form from the "
                 f"first step on, or use {' and '.join(cure)}. Nothing of this step was kept.",
             )
+
+    def _shows_rule(self, rules: Sequence[LossRule], whole: tuple[Any, int], seen: Seen) -> bool:
+        """Tell whether the loss of a batch that cannot be cut is a cross-entropy, whose labels
+        weigh the batches of replicas; the same on every rank.
+        """
+        is_loss = any(
+            math.isclose(call.value, loss[0], rel_tol=self._tolerance())
+            for calls, loss in zip(seen.calls, seen.losses, strict=True)
+            for call in calls
+            if loss
+        )
+        shown = rules_seen(rules, seen.losses, seen.calls, [whole])
+        return self._all_agree(is_loss and bool(shown))
 
     def _finding(
         self,
@@ -531,29 +544,6 @@ class FirstLook:
             "draws from a generator of its own, draw in the dataset or collate_fn instead. "
             f"Otherwise use {' and '.join(cure)}. No weight was changed."
         )
-
-
-def run_parts(
-    run: RunParts, parts: Sequence[tuple[Any, int]], whole: tuple[Any, int]
-) -> tuple[Seen, bool]:
-    """Run a step on parts of a batch.
-
-    Args:
-        run: Runs it.
-        parts: Some samples, and parts of them.
-        whole: The batch, on which the step runs if it does not run on its parts.
-
-    Raises:
-        Exception: Of the user's step, if it fails on the whole batch, too.
-        ConfigurationError: Of `run`, as where the step runs on the whole batch only.
-    """
-    try:
-        return run(parts)
-    except ConfigurationError as error:
-        refusal = error
-    if refusal.code == "LP303" and len(parts) > 1:
-        run([whole])  # not while the refusal is handled, which would be told first
-    raise refusal
 
 
 def _is_told(found: _Finding) -> bool:

@@ -71,11 +71,13 @@ class Trial:
             calls: list[LogCall] = []
             step = partial(self._run, getattr(self._module, name), (batch, *rest))
             logging, followed = record_logs(self._module, calls), sight.followed(index)
-            with state.next_part(), context(), logging, followed, self._user_step(index):
-                if name == "training_step":
-                    losses.append(self._losses_of(step))
-                else:
-                    self._sharding.call(step)
+            with state.next_part():
+                with context(), logging, followed, self._user_step(index):
+                    if name == "training_step":
+                        losses.append(self._losses_of(step))
+                    else:
+                        self._sharding.call(step)
+                # Also after an error that `user_step` keeps: what is put back are the shards.
                 self._sharding.release()
                 leaves = leaves if index else attributes.names_changed()
             logs.append(numbers_of(calls))

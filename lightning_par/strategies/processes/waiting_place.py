@@ -1,0 +1,79 @@
+"""Where the main thread of a rank waits for other ranks, seen from a thread beside it.
+
+Note [Ranks apart]: what one rank does alone (a checkpoint saved, a text sampled, a stop decided
+under ``if trainer.is_global_zero``) communicates, and waits for ranks that are elsewhere and wait
+for it. If all ranks have waited for seconds, in different places, none of them will go on.
+"""
+
+import itertools
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from lightning_par.strategies.processes.rank_status import RankState, RankStatus
+from lightning_par.strategies.step.absent_parameter import is_of_a_framework
+
+__all__ = ["WaitingPlace", "find_ranks_apart"]
+
+_INNERMOST = 8
+"""Frames in which what communicates is looked for."""
+_COMMUNICATES = ("/torch/distributed/", "/lightning_par/engine/collectives.py")
+_LOOPS = "/lightning/pytorch/loops/"
+
+
+class WaitingPlace:
+    """Tells where the main thread waits, by two looks some seconds apart."""
+
+    def __init__(self) -> None:
+        self._before: tuple[str, str] | None = None
+
+    def look(self) -> str:
+        """Return where the main thread has waited since the last look; empty if it has not."""
+        place = _place(sys._current_frames().get(threading.main_thread().ident or 0))
+        now = (place, _switches()) if place else None
+        waits = now is not None and now[1] != "" and now == self._before
+        self._before = now
+        return place if waits else ""
+
+
+def _switches() -> str:
+    """Return how often the main thread has been woken or interrupted; empty where no one counts."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    return "".join(line for line in status.splitlines() if line.startswith("voluntary"))
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return the line of the user's hook, or else of Lightning's loop, that waits in a collective,
+    and where in it; empty if none does.
+    """
+    waits, places = False, list[str]()
+    for depth in itertools.count():
+        if frame is None:
+            break
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        waits |= depth < _INNERMOST and any(part in file for part in _COMMUNICATES)
+        place = f"{name} ({Path(file).name}:{frame.f_lineno})"
+        if _LOOPS in file:
+            places = places or [f"the Trainer's {place}"]
+            break
+        if not is_of_a_framework(file):
+            places.append(place)
+        frame = frame.f_back
+    return ", from ".join(dict.fromkeys([*places[:1], *places[-1:]])) if waits else ""
+
+
+def find_ranks_apart(states: Sequence[RankState]) -> dict[int, str]:
+    """Return where each rank waits, if all of them do and not in one place; else nothing.
+
+    Args:
+        states: Of all ranks of the run; the fault of a running one is where it waits.
+    """
+    if any(s.status is not RankStatus.RUNNING or s.is_stopped or not s.fault for s in states):
+        return {}
+    places = {state.rank: state.fault for state in states}
+    return places if len({*places.values()}) > 1 else {}
