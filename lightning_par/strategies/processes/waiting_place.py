@@ -15,10 +15,12 @@ from types import FrameType
 from lightning_par.strategies.processes.rank_status import RankState, RankStatus
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 
-__all__ = ["WaitingPlace", "find_ranks_apart"]
+__all__ = ["RanksApart", "WaitingPlace"]
 
 _INNERMOST = 8
 """Frames in which what communicates is looked for."""
+_LOOKS = 4
+"""In how many looks ranks have to be apart."""
 _COMMUNICATES = ("/torch/distributed/", "/lightning_par/engine/collectives.py")
 _LOOPS = "/lightning/pytorch/loops/"
 
@@ -67,13 +69,35 @@ def _place(frame: FrameType | None) -> str:
     return ", from ".join(dict.fromkeys([*places[:1], *places[-1:]])) if waits else ""
 
 
-def find_ranks_apart(states: Sequence[RankState]) -> dict[int, str]:
-    """Return where each rank waits, if all of them do and not in one place; else nothing.
+class RanksApart:
+    """Tells whether all ranks wait for each other in different places, and will not go on.
 
-    Args:
-        states: Of all ranks of the run; the fault of a running one is where it waits.
+    One look is not enough: a rank that has just gone on says so at its next look only, which a
+    loaded machine may delay. So every rank has to say its place anew between any two of several
+    looks.
     """
-    if any(s.status is not RankStatus.RUNNING or s.is_stopped or not s.fault for s in states):
-        return {}
-    places = {state.rank: state.fault for state in states}
-    return places if len({*places.values()}) > 1 else {}
+
+    def __init__(self) -> None:
+        self._places: dict[int, str] = {}
+        self._said: dict[int, float] = {}
+        self._seen = 0
+
+    def look(self, states: Sequence[RankState]) -> dict[int, str]:
+        """Return where each rank waits, once that is sure; else nothing.
+
+        Args:
+            states: Of all ranks of the run; the fault of a running one is where it waits.
+        """
+        places = {state.rank: state.fault for state in states}
+        said = {state.rank: state.when for state in states}
+        waits = all(s.status is RankStatus.RUNNING and not s.is_stopped and s.fault for s in states)
+        if not waits or len({*places.values()}) < 2:
+            places, self._seen = {}, 0
+        elif places != self._places:
+            self._seen = 1
+        elif all(said[rank] > self._said[rank] for rank in said):
+            self._seen += 1
+        else:  # a rank has said nothing since
+            return {}
+        self._places, self._said = places, said
+        return places if self._seen >= _LOOKS else {}

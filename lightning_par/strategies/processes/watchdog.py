@@ -38,7 +38,7 @@ from lightning_par.strategies.processes.host_status import (
     OtherHost,
 )
 from lightning_par.strategies.processes.rank_status import RankState, RankStatus, RankStatusFile
-from lightning_par.strategies.processes.waiting_place import find_ranks_apart, WaitingPlace
+from lightning_par.strategies.processes.waiting_place import RanksApart, WaitingPlace
 
 __all__ = ["RankWatch", "is_communication_error", "open_status_file"]
 
@@ -206,15 +206,15 @@ class RankWatch:
 
     def _watch(self) -> None:
         looks, count, place = 0, 0, WaitingPlace()  # looks since the first failure was seen
+        apart = RanksApart()
         while not self._stopping.wait(_PERIOD):
             states, now = self._file.look(), time.monotonic()
             mine = next(s for s in states if s.rank == self._file.rank)
             count += 1
             if count % _APART == 0 and mine.status is RankStatus.RUNNING:
-                self._say_place(mine, place.look())
-                apart = {} if self._others_hosts else find_ranks_apart(states)
-                if apart:
-                    self._end_apart(apart)
+                self._say_place(place.look())
+                if not self._others_hosts and (places := apart.look(states)):
+                    self._end_apart(places)
             if mine.status is not RankStatus.RUNNING:
                 # It is on its way; what Lightning and callbacks do there may take a while.
                 if now - mine.when > max(_LEAVE, self._timeout.total_seconds()):
@@ -231,9 +231,9 @@ class RankWatch:
             if looks * _PERIOD > _GRACE:
                 self._end(states)
 
-    def _say_place(self, mine: RankState, place: str) -> None:
+    def _say_place(self, place: str) -> None:
         with self._speaking:
-            if place != mine.fault and self._mine().status is RankStatus.RUNNING:
+            if self._mine().status is RankStatus.RUNNING:
                 self._file.say(RankStatus.RUNNING, place)
 
     def _end_apart(self, places: Mapping[int, str]) -> None:
@@ -250,7 +250,9 @@ class RankWatch:
                 "trainer.strategy.broadcast(value), or reduce_boolean_decision(value, all=False).",
             )
             _logger.critical("%s", told)
-        time.sleep(_KILL - _GRACE + _APART * _PERIOD)  # in which the others say and see the same
+        for _ in range(3):  # in which the others see the same
+            self._say_place(places[self._file.rank])
+            time.sleep(_APART * _PERIOD)
         os._exit(1)
 
     def _end(self, states: Sequence[RankState]) -> None:
