@@ -134,6 +134,7 @@ class StepRunner:
 
     Attributes:
         manual: As given.
+        reads: As given.
         pipeline: Runs steps through the pipeline; None without one.
         seed: Seed of all steps; checkpoints keep it.
         evaluations: Number of evaluation steps so far, which seeds the next; checkpoints keep it.
@@ -161,7 +162,7 @@ class StepRunner:
         decisions: Decisions,
     ) -> None:
         sizes, self._copies = mesh.sizes, copies_to(module, device)
-        self.module, self.sequence, self._reads = module, sequence, reads
+        self.module, self.sequence, self.reads = module, sequence, reads
         self.seed, self.evaluations, self.manual, self._pads = seed, 0, manual, sizes.context > 1
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
         self._in_step, self._is_checked = False, False
@@ -297,7 +298,7 @@ class StepRunner:
                 scaler = getattr(plugin, "scaler", None)
                 tokens = self._tokens_of(args[0])
                 random = self._random.step(dims.size or 1, count, tokens)
-                with random, self._reads.agreed():
+                with random, self.reads.agreed():
                     output, has_valid_labels = self.pipeline.training(
                         context, args, dims, key, scaler, zero
                     )
@@ -425,7 +426,7 @@ class StepRunner:
     def backward(self, step: Step) -> Iterator[None]:
         """Surrounds the backward of a step, and closes it."""
         self._activity.begin("backward")
-        self._reads.settle()
+        self.reads.settle()
         try:
             # Under a pipeline the backward has run.
             with (
@@ -445,7 +446,7 @@ class StepRunner:
     def watch(self, optimizer: Optimizer) -> None:
         """Let a step that runs its own optimizers see what they have changed."""
         if self.manual.is_used:
-            optimizer.register_step_pre_hook(lambda *_: self._reads.settle())
+            optimizer.register_step_pre_hook(lambda *_: self.reads.settle())
             optimizer.register_step_post_hook(lambda *_: self._sharding.after_update())
 
     def _open(self, name: str, args: Sequence[Any], opened: ExitStack) -> Sequence[Any]:
@@ -535,13 +536,13 @@ class StepRunner:
         return output
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
-        with self._reads.in_step(), self.manual.in_step():
+        with self.reads.in_step(), self.manual.in_step():
             return step(*args)
 
     @contextmanager
     def _microbatch_step(self, key: Any, microbatch: int) -> Iterator[None]:
         step = self._user_step(key, microbatch)
-        with step, self._reads.in_step():
+        with step, self.reads.in_step():
             yield
 
     @contextmanager
