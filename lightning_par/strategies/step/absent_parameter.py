@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_par.errors import PlanError
 from lightning_par.upstream.pytree import tree_leaves, tree_map
-from lightning_par.upstream.tensor import make_subclass, plain_functions
+from lightning_par.upstream.tensor import asks_for_changes, make_subclass, plain_functions
 
 __all__ = [
     "About",
@@ -42,6 +42,7 @@ _TELLS = frozenset(
         *(getattr(Tensor, name) for name in ("dim", "element_size", "numel", "size", "is_complex")),
         Tensor.is_floating_point,
         Tensor.__hash__,
+        *(Tensor.data_ptr, Tensor.is_inference, asks_for_changes),
         torch.is_floating_point,
         torch.numel,
     }

@@ -223,17 +223,13 @@ def pruning_by_the_callback() -> Any:
 def masks_on_weights() -> Any:
     """The cure of the refusal above."""
 
-    class Masks(pl.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.masks = {n: p.detach().abs() > 0.02 for n, p in module.named_parameters()}
-
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            for name, p in module.named_parameters():
-                p.data.mul_(self.masks[name])
-
     class Module(PlainModule):
-        def configure_callbacks(self) -> Any:
-            return [Masks()]
+        def on_train_start(self) -> None:
+            self.masks = {n: p.detach().abs() > 0.02 for n, p in self.named_parameters()}
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            for name, p in self.named_parameters():
+                p.data.mul_(self.masks[name])
 
     return Module(), token_pairs()
 
