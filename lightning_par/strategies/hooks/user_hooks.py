@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelSummary
 
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -98,7 +99,7 @@ class UserHooks:
         with ExitStack() as stack:
             if trainer is self._trainer and name in _BETWEEN_STEPS:
                 for callback in trainer.callbacks:
-                    if _is_own(callback, name):
+                    if _is_own(callback, name) or isinstance(callback, ModelSummary):
                         hook = _Hook(callback, name, self._between_steps)
                         stack.enter_context(replaced(callback, name, hook))
             return inner(trainer, name, *args, **kwargs)

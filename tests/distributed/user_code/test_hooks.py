@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import ModelPruning, ModelSummary
 from torch import nn, Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -245,6 +245,22 @@ def forwards_between_steps() -> Any:
             return module.net(tokens).pow(2).mean() + tokens.sum() / 100
 
     return with_hook("on_train_batch_end", number)
+
+
+@CASES.add(equal="pp2 zero3", large="tp2")
+def a_summary_of_example_inputs() -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = torch.zeros(2, 4, dtype=torch.long)
+
+        def forward(self, tokens: Tensor) -> Any:
+            return self.net(tokens)
+
+        def configure_callbacks(self) -> Any:
+            return [ModelSummary()]
+
+    return Module(), token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
