@@ -20,8 +20,8 @@ with names_of("torch"):
     _make_subclass = Tensor._make_subclass
     plain_functions = torch._C.DisableTorchFunctionSubclass
     # Read where they are used; looked up here so that nothing is read from a torch without them.
-    asks_for_changes: Any = Tensor._version.__get__  # type: ignore[attr-defined]
     _CHECKED = (Tensor._version, Tensor._backward_hooks, torch.UntypedStorage._cdata)
+    asks_for_changes: Any = _CHECKED[0].__get__  # type: ignore[attr-defined]
 
 __all__ = [
     "asks_for_changes",
