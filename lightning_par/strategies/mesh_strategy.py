@@ -39,6 +39,7 @@ from lightning_par.strategies.components.host_offload import (
 )
 from lightning_par.strategies.components.islands import IslandRounds
 from lightning_par.strategies.components.weight_averages import defer_averages, make_averages
+from lightning_par.strategies.hooks.user_hooks import UserHooks
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.processes.world_collectives import gather_over_replicas
@@ -177,12 +178,13 @@ class MeshStrategy(ParallelStrategy):
         self._record: ConstructionRecord | None = None
         self._parallel_model: ParallelModel | None = None
         self._step: Step | None = None
+        self._hooks = UserHooks()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, and what holds them, behind."""
         left = ("_record", "_parallel_model", "_launcher", "_step", "offload", "islands")
         plugin = self._precision.given or self.precision_plugin
-        own = {"_precision_plugin": plugin, "_precision": AdoptedPrecision()}
+        own = {"_precision_plugin": plugin, "_precision": AdoptedPrecision(), "_hooks": UserHooks()}
         return {**super().__getstate__(), **dict.fromkeys(left), **own}
 
     @property
@@ -292,6 +294,7 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        self._hooks.before_barrier()
         self.processes.barrier()
 
     @override
@@ -349,6 +352,7 @@ class MeshStrategy(ParallelStrategy):
             with optimizers_of_a_stage(self.sizes.pipeline):
                 self.setup_optimizers(trainer)
             prepare_optimizers(self.optimizers, self.parallel_model, self.root_device)
+        self._hooks.attach(self.parallel_model, trainer, self.root_device)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             move_states(self.optimizers, self.root_device)
@@ -406,19 +410,18 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.val_step_context
-        return self._evaluate("validation_step", context, args, kwargs)
+        return self._evaluate("validation_step", args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+        return self._evaluate("test_step", args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.predict_step_context
-        return self._evaluate("predict_step", context, args, kwargs)
+        return self._evaluate("predict_step", args, kwargs)
 
-    def _evaluate(self, name: str, context: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _evaluate(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        context = getattr(self.precision_plugin, f"{name.replace('validation', 'val')}_context")
         return self.parallel_model.steps.evaluation(name, context, [*args, *kwargs.values()])
 
     @contextmanager
@@ -453,6 +456,7 @@ class MeshStrategy(ParallelStrategy):
     ) -> Any:
         if self.offload is not None:
             closure = self.offload.complete(closure)
+        self._hooks.before_update()
         output = super().optimizer_step(optimizer, closure, model, **options)
         self.activity.end_step()
         return output
@@ -467,7 +471,7 @@ class MeshStrategy(ParallelStrategy):
 
     def gradient_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Return FQN -> norm of each gradient over all ranks; every rank has to call this."""
-        return self.parallel_model.gradients.norms.of_parameters(norm_type)
+        return self.parallel_model.gradient_norms(norm_type)
 
     def full_parameter(self, name: str) -> Tensor:
         """Return a copy of a whole parameter, by its FQN; every rank has to call this."""
@@ -500,6 +504,7 @@ class MeshStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         model, plugin = self.parallel_model, self.checkpoint_io
+        self._hooks.complete(checkpoint)
         with model.in_parallel_form():
             self._saving.save(model, checkpoint, filepath, storage_options, plugin)
 
@@ -508,11 +513,7 @@ class MeshStrategy(ParallelStrategy):
         self._saving.remove(filepath, self.checkpoint_io)
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background.
-
-        Raises:
-            CheckpointError: It failed; while an exception is being handled, that is only logged.
-        """
+        """Wait for a save in the background; raise if it failed, or log it in an exception."""
         self._saving.finish()
 
     @override
@@ -587,6 +588,7 @@ class MeshStrategy(ParallelStrategy):
         self.finish_saving()
         self._drop_step()
         self._close_offload()
+        self._hooks.close()
         if self.islands is not None and self.lightning_module is not None:
             self.islands.detach(self.lightning_module.trainer)
         if self._parallel_model is not None:

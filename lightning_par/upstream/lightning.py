@@ -9,6 +9,8 @@
 `TunerExit`                   raised to leave `Trainer.fit` early on purpose; no failure
 `compute_dtype`               dtype that a precision plugin computes in, as Lightning's own
                               `ThroughputMonitor` finds it
+`hook_calls`                  by which module and name Lightning's loops call a hook of the module,
+                              and one of the callbacks; a strategy is told of neither
 `init_process_group`          make the default process group from a cluster environment, with its
                               messages and its clean-up
 `plain_after_closure`         what every precision plugin does between closure and step, for one
@@ -29,10 +31,15 @@ with names_of("lightning"):
     from lightning.fabric.utilities.distributed import _init_dist_connection
     from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+    from lightning.pytorch.trainer import call as _call
     from lightning.pytorch.utilities.exceptions import _TunerExitException
 
     CLIP_GRADIENTS = Precision._clip_gradients.__name__
     plain_after_closure = Precision._after_closure
+    hook_calls = {
+        "module": (_call, _call._call_lightning_module_hook.__name__),
+        "callbacks": (_call, _call._call_callback_hooks.__name__),
+    }
     # Called by, or overridden in, classes of ours: a Lightning that renames one would not call it.
     _HOOKS = (
         _SubprocessScriptLauncher._call_children_scripts,
@@ -47,6 +54,7 @@ __all__ = [
     "callbacks_of",
     "compute_dtype",
     "forget_trainer",
+    "hook_calls",
     "init_process_group",
     "is_accumulating",
     "is_logging_step",

@@ -22,8 +22,10 @@ with names_of("torch"):
     plain_functions = torch._C.DisableTorchFunctionSubclass
     # Read where they are used; looked up here so that nothing is read from a torch without them.
     _CHECKED = (Tensor._version, Tensor._backward_hooks)
+    asks_for_changes: Any = _CHECKED[0].__get__  # type: ignore[attr-defined]
 
 __all__ = [
+    "asks_for_changes",
     "count_of_changes",
     "gradient_hooks",
     "make_subclass",

@@ -175,7 +175,8 @@ class FirstStepProof:
         def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
             after(*args, **kwargs)
             if not self._accumulates:
-                self._prove()
+                with model.steps.reads.paused():
+                    self._prove()
 
         model.module.__dict__["on_train_batch_end"] = on_train_batch_end
         return True

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -108,6 +108,13 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, sizes: Parall
             "rehearse tells what memory a step takes with it."
             for callback in getattr(trainer, "callbacks", ())
             if isinstance(callback, BatchSizeFinder)
+        ]
+        problems += [
+            f"{type(callback).__name__} makes new parameters of weights that are divided over "
+            f"{sizes}. Multiply them by masks in on_train_batch_end of a callback instead: "
+            "for name, p in module.named_parameters(): p.data.mul_(masks[name])."
+            for callback in getattr(trainer, "callbacks", ())
+            if isinstance(callback, ModelPruning)
         ]
     raise_problems(ConfigurationError, "LP913", problems)
 

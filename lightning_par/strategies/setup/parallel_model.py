@@ -88,8 +88,9 @@ class ParallelModel:
         **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
         stages.
         """
-        self.sharding.release()
-        return self.states.gather_weights(self.module)
+        with self.steps.reads.paused():
+            self.sharding.release()
+            return self.states.gather_weights(self.module)
 
     def gather_tensors(self) -> dict[str, Tensor]:
         """Return all parameters and buffers likewise, whatever the module's state dict leaves out.
@@ -107,7 +108,8 @@ class ParallelModel:
     def in_parallel_form(self) -> Iterator[None]:
         """Inside, the module has its parallel form, with the weights that it has now."""
         if not self.forms.is_whole:
-            yield
+            with self.steps.reads.paused():
+                yield
             return
         tensors = named_tensors(self.module)
         self.forms.show_parallel()
@@ -116,6 +118,11 @@ class ParallelModel:
             yield
         finally:
             self.forms.show_whole({})
+
+    def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
+        """Return FQN -> norm of each gradient; see `MeshStrategy.gradient_norms`."""
+        with self.steps.reads.paused():
+            return self.gradients.norms.of_parameters(norm_type)
 
     def full_parameter(self, name: str) -> Tensor:
         """Return a whole parameter on every rank; see `MeshStrategy.full_parameter`."""
@@ -127,6 +134,10 @@ class ParallelModel:
             )
         if self.forms.is_whole:
             return self.module.get_parameter(name).detach().clone()
+        with self.steps.reads.paused():
+            return self._full_parameter(name, known)
+
+    def _full_parameter(self, name: str, known: Mapping[str, str]) -> Tensor:
         self.sharding.release()
         named = dict(self.module.named_parameters(remove_duplicate=False))
         here = next((named[n] for n, c in known.items() if c == known[name] and n in named), None)

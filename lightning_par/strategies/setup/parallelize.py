@@ -42,6 +42,7 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import balance_blocks, ResolvedPlan
 from lightning_par.strategies.components.module_forms import ModuleForms
 from lightning_par.strategies.components.state_map import StateMap
+from lightning_par.strategies.hooks.outer_forward import wrap_outer_forwards
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.proof.first_step import FirstStepProof, take_skeleton
@@ -119,6 +120,8 @@ def parallelize(  # house: the order, in one place
         manual=ManualSteps(module, gradients.norms),
         decisions=processes.decisions,
     )
+    if mesh.sizes.world_size > 1:
+        wrap_outer_forwards(module, resolved, steps, sharding)
     gradients.form = steps.form
     forms.become_parallel()
     return ParallelModel(

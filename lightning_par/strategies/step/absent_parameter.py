@@ -2,9 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from lightning_par.errors import PlanError
 from lightning_par.upstream.pytree import tree_leaves, tree_map
-from lightning_par.upstream.tensor import make_subclass, plain_functions
+from lightning_par.upstream.tensor import asks_for_changes, make_subclass, plain_functions
 
 __all__ = [
     "About",
     "AbsentParameter",
     "AbsentPart",
+    "HookView",
     "Refusals",
     "absent_parameter",
     "is_of_a_framework",
@@ -40,11 +42,18 @@ _TELLS = frozenset(
         *(getattr(Tensor, name) for name in ("dim", "element_size", "numel", "size", "is_complex")),
         Tensor.is_floating_point,
         Tensor.__hash__,
+        *(Tensor.data_ptr, Tensor.is_inference, asks_for_changes),
         torch.is_floating_point,
         torch.numel,
     }
 )
 """What may be asked of a parameter that is not here."""
+_KEEPS = frozenset(
+    {
+        *(Tensor.detach, Tensor.clone, Tensor.copy_),
+        getattr(Tensor, "data").__get__,  # noqa: B009
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,23 @@ class About:
         name: Its FQN.
         shape: Its whole shape.
         dtype: Its dtype when the model was made.
+        requires_grad: Whether it was to be trained then.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool = False
+
+
+class HookView(Protocol):
+    """What a hook outside of the steps sees of parameters that other stages hold."""
+
+    def absent(self, about: About) -> Tensor:
+        """Return what stands for a parameter."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Surrounds what is no code of the hook."""
 
 
 @dataclass(kw_only=True)
@@ -93,6 +114,8 @@ class AbsentParameter(Tensor):
         if func in _TELLS:
             with plain_functions():
                 return func(*args, **kwargs)
+        if func in _KEEPS and all(isinstance(value, cls) for value in args):
+            return args[0]  # for what notes and restores attributes, without a value
         absent = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         text = _refusal(absent.fqn)
         if not absent.refusals.waits:

@@ -13,7 +13,7 @@ as hooks between backward and optimizer see them; a parameter read as an attribu
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,13 @@ from lightning_par.strategies.step.absent_parameter import (
     About,
     absent_parameter,
     AbsentPart,
+    HookView,
     module_refusal,
     Refusals,
 )
 from lightning_par.upstream.tensor import count_of_changes
 
-__all__ = ["ParameterReads", "describe_parameters"]
+__all__ = ["ParameterReads", "called_by_steps", "describe_parameters"]
 
 _COMPARED = 4
 """Times that values with gradients are compared with what was handed out."""
@@ -94,7 +95,7 @@ def describe_parameters(module: nn.Module) -> dict[str, About]:
         module: Whole; parameters may be on meta.
     """
     named = module.named_parameters(remove_duplicate=False)
-    return {name: About(name, tuple(p.shape), p.dtype) for name, p in named}
+    return {name: About(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named}
 
 
 class ParameterReads:
@@ -112,7 +113,8 @@ class ParameterReads:
         sharding: Knows the shards of gathered parameters.
 
     Attributes:
-        active: Whether the user's step is at work outside of every forward of its modules.
+        active: Whether the user's step is at work outside of every forward of its modules, or one
+            of the user's hooks is.
     """
 
     def __init__(
@@ -136,15 +138,16 @@ class ParameterReads:
         self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
         self._handed: dict[int, _Handed] = {}
         self._steps, self._compares = 0, True
+        self._view: HookView | None = None
         if mesh.sizes.world_size == 1:
             return
         skipped = tuple(f"{name}." for name in blocks) if is_compiled else ()
         for fqn, child in module.named_modules():
-            if not f"{fqn}.".startswith(skipped or "\0"):
+            if isinstance(child, StageStub) or not f"{fqn}.".startswith(skipped or "\0"):
                 self._watch(fqn, child)
         for fqn, stub in _stubs_of_stages(module, stages):
             self._watch(fqn, stub)
-        for child in _entered(module, blocks):
+        for child in called_by_steps(module, blocks):
             wrap_forward(child, self._outside, "parameter_reads")
 
     @contextmanager
@@ -157,6 +160,36 @@ class ParameterReads:
             self._in_step = self.active = False
             if self._handed:
                 self.settle()
+
+    @contextmanager
+    def in_hook(self, view: HookView) -> Iterator[None]:
+        """Surrounds a hook outside of the steps: modules list what other stages hold, too.
+
+        Args:
+            view: Gives what stands for that.
+        """
+        before = self._view, self.active
+        self._view, self.active = view, True
+        try:
+            yield
+        finally:
+            self._view, self.active = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Surrounds what this package does inside of a hook: the module is that of this rank."""
+        before = self._view, self.active
+        self._view, self.active = None, False
+        try:
+            with nullcontext() if before[0] is None else before[0].paused():
+                yield
+        finally:
+            self._view, self.active = before
+
+    @property
+    def in_hooks(self) -> bool:
+        """Whether a hook outside of the steps is at work."""
+        return self._view is not None
 
     def settle(self) -> None:
         """Keep what the step wrote to whole tensors, and hand out new ones from now on."""
@@ -201,6 +234,8 @@ class ParameterReads:
             shard: What it was at the beginning, if FSDP may have gathered it since.
         """
         is_whole = not isinstance(parameter, DTensor)
+        if self.in_hooks:
+            return parameter
         if is_whole and not (
             # And not this rank's part of it, which stands there inside of its module's forward.
             shard is not None and self._is_gathered(shard) and _is_all_of(parameter, shard)
@@ -229,12 +264,16 @@ class ParameterReads:
 
     def listed(self, parameter: Any, shard: Tensor | None = None) -> Any:
         """Return what a list of parameters gives; see Note [Lists in manual optimization]."""
+        if self.in_hooks:
+            return parameter
         if self._module.automatic_optimization or parameter is None:
             return self.read(parameter, shard)
         return self._sharding.shard_of(parameter)
 
     def absent(self, about: About) -> Tensor:
         """Return what stands for a parameter of another stage."""
+        if self._view is not None:
+            return self._view.absent(about)
         return absent_parameter(about, self._device, self._refusals)
 
     def _in_block(self, fqn: str) -> str:
@@ -334,7 +373,7 @@ class ParameterReads:
                 return inner(*args, **kwargs)
             finally:
                 self._depth -= 1
-                self.active = self._in_step and not self._depth
+                self.active = (self._in_step or self.in_hooks) and not self._depth
 
         return forward
 
@@ -357,12 +396,12 @@ class _Watched(dict[str, Any]):
         self._shards = {name: p for name, p in held.items() if isinstance(p, DTensor)}
 
     def __reduce__(self) -> Any:
-        return dict, (dict(self),)
+        return dict, (dict(self.items() if self._reads.in_hooks else self),)
 
     def __getitem__(self, name: str) -> Any:
         if not self._reads.active:
             return super().__getitem__(name)
-        if self._block:
+        if self._block and not self._reads.in_hooks:
             self._reads.refuse_part(self._block, name)
         found = self._below(name)
         if found is not None:
@@ -436,7 +475,7 @@ def _stubs_of_stages(module: nn.Module, stages: Sequence[Stage]) -> Iterator[tup
                 yield f"{names[id(owner)]}.{name}".removeprefix("."), child
 
 
-def _entered(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
+def called_by_steps(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
     """Return the modules whose forward a step may call: children of what the blocks lie in, and
     what lists among these hold.
     """

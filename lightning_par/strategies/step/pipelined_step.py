@@ -227,6 +227,22 @@ class PipelinedSteps:
         replay_logs(self.module, logs, weights, sum(sizes))
         return output
 
+    def forward(self, forward: Callable[[], Any], given: Any) -> Any:
+        """Run a forward of the model, or of a part with all blocks; every stage gets the result.
+
+        Args:
+            forward: Calls it.
+            given: Its arguments.
+
+        **Communicates**: as an evaluation step.
+        """
+        schedule, shapes = forward_only(self._rank_of_stage, 1), [signature(given, "forward")]
+        with torch.no_grad():
+            run = self.executor.run(schedule, lambda _: forward(), shapes, None)
+        found = to_cpu(run.results[0]) if run.results else None
+        to_device = lambda t: t.to(self.module.device)  # noqa: E731
+        return map_tensors(self.from_last_stage(found), to_device)
+
     def look(
         self,
         context: StepContext,

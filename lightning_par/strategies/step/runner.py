@@ -132,6 +132,7 @@ class StepRunner:
 
     Attributes:
         manual: As given.
+        reads: As given.
         pipeline: Runs steps through the pipeline; None without one.
         seed: Seed of all steps; checkpoints keep it.
         evaluations: Number of evaluation steps so far, which seeds the next; checkpoints keep it.
@@ -159,7 +160,7 @@ class StepRunner:
         decisions: Decisions,
     ) -> None:
         sizes, self._copies = mesh.sizes, copies_to(module, device)
-        self.module, self.sequence, self._reads = module, sequence, reads
+        self.module, self.sequence, self.reads = module, sequence, reads
         self.seed, self.evaluations, self.manual = seed, 0, manual
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
         self._in_step = self._is_checked = False
@@ -307,7 +308,7 @@ class StepRunner:
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
                 random = self._random.step(samples, count, self._tokens_of(args[0]))
-                with random, self._reads.agreed():
+                with random, self.reads.agreed():
                     output, valid = self.pipeline.training(context, args, dims, key, scaler, zero)
                     self._random.share(self.pipeline.from_last_stage)
                 return output, Step(has_valid_labels=valid)
@@ -458,7 +459,7 @@ class StepRunner:
     def backward(self, step: Step) -> Iterator[None]:
         """Surrounds the backward of a step, and closes it."""
         self._activity.begin("backward")
-        self._reads.settle()
+        self.reads.settle()
         try:
             # Under a pipeline the backward has run.
             with (
@@ -478,7 +479,7 @@ class StepRunner:
     def watch(self, optimizer: Optimizer) -> None:
         """Let a step that runs its own optimizers see what they have changed."""
         if self.manual.is_used:
-            optimizer.register_step_pre_hook(lambda *_: self._reads.settle())
+            optimizer.register_step_pre_hook(lambda *_: self.reads.settle())
             optimizer.register_step_post_hook(lambda *_: self._sharding.after_update())
 
     def _open(self, args: Sequence[Any], opened: ExitStack) -> Sequence[Any]:
@@ -567,13 +568,13 @@ class StepRunner:
         return output
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
-        with self._reads.in_step(), self.manual.in_step():
+        with self.reads.in_step(), self.manual.in_step():
             return step(*args)
 
     @contextmanager
     def _microbatch_step(self, key: Any, microbatch: int) -> Iterator[None]:
         step = self._user_step(key, microbatch)
-        with step, self._reads.in_step():
+        with step, self.reads.in_step():
             yield
 
     @contextmanager

@@ -1,0 +1,1 @@
+"""Hooks of users outside of the steps, in which a divided module looks whole."""

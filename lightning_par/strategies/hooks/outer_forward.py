@@ -1,0 +1,65 @@
+"""Forwards that a hook calls, outside of every step: samples, summaries, embeddings to log."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.engine.wrapping import Forward, wrap_forward
+from lightning_par.errors import PipelineError
+from lightning_par.plan.parallel_plan import match_pattern
+from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.strategies.step.absent_parameter import user_line
+from lightning_par.strategies.step.parameter_reads import called_by_steps
+from lightning_par.strategies.step.runner import StepRunner
+
+__all__ = ["wrap_outer_forwards"]
+
+
+def wrap_outer_forwards(
+    module: nn.Module, resolved: ResolvedPlan, steps: StepRunner, sharding: Sharding
+) -> None:
+    """Let forwards that hooks call run as those of steps do: with gathered parameters, and through
+    the stages of a pipeline, whose result every stage gets.
+
+    Args:
+        module: The user's LightningModule on its mesh; modules in its blocks are left alone.
+        resolved: Its resolved plan; what each stage holds is left alone.
+        steps: Runs the steps.
+        sharding: Gathers parameters.
+    """
+    names = {id(child): name for name, child in module.named_modules()}
+    blocks, replicated = resolved.block_names, resolved.plan.replicated
+
+    def run(lacks: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        call = partial(forward, *args, **kwargs)
+        try:
+            if steps.pipeline is None:
+                return sharding.call(call)
+            if lacks:
+                raise PipelineError(
+                    "LP407",
+                    f"a hook calls {lacks}{user_line()}, which one pipeline stage holds. Call the "
+                    "LightningModule, or the module that holds all blocks, which passes the "
+                    "stages; or name it in ParallelPlan(replicated=...).",
+                )
+            return steps.pipeline.forward(call, (args, kwargs))
+        finally:
+            sharding.release()
+
+    def in_hooks(lacks: str, inner: Forward) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not steps.reads.in_hooks:
+                return inner(*args, **kwargs)
+            with steps.reads.paused():
+                return run(lacks, inner, args, kwargs)
+
+        return forward
+
+    for child in (module, *called_by_steps(module, blocks)):
+        name = names[id(child)]
+        if not any(match_pattern(pattern, name) for pattern in replicated):
+            lacks = bool(name) and not all(block.startswith(f"{name}.") for block in blocks)
+            wrap_forward(child, partial(in_hooks, name if lacks else ""), "hooks")

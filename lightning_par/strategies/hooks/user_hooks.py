@@ -1,0 +1,153 @@
+"""The hooks of a user's module and callbacks, and what surrounds them on a mesh."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelSummary
+
+from lightning_par.strategies.hooks.whole_view import WholeView
+from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.step.absent_parameter import is_of_a_framework
+from lightning_par.upstream.functions import replaced
+from lightning_par.upstream.lightning import hook_calls
+
+__all__ = ["UserHooks"]
+
+_OF_LIGHTNING = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "current_model_state"}
+_LOOPS = "train", "validation", "test"
+_TIMES = "start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end"
+_BETWEEN_STEPS = frozenset(
+    {
+        *(f"on_{loop}_{time}" for loop in _LOOPS for time in _TIMES),
+        # Replicas may predict unequal numbers of batches.
+        *(f"on_predict_{time}" for time in _TIMES if "batch" not in time),
+        *("on_fit_start", "on_before_zero_grad", "on_sanity_check_start", "on_sanity_check_end"),
+    }
+)
+
+
+class UserHooks:
+    """Surrounds the hooks that a user's module and callbacks have, once it is attached to a run."""
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._view: WholeView | None = None
+        self._seen: set[str] = set()
+        self._update, self._opened = ExitStack(), ExitStack()
+
+    def attach(self, model: ParallelModel, trainer: pl.Trainer, device: torch.device) -> None:
+        """Surround the hooks of a run on several ranks.
+
+        Args:
+            model: The model on its mesh.
+            trainer: The user's Trainer.
+            device: Device of this rank.
+
+        **Communicates**: names, over the ``pp`` axis.
+        """
+        if model.mesh.sizes.world_size == 1:
+            return
+        self.close()
+        self._model, self._trainer, self._reads = model, trainer, model.steps.reads
+        self._view = WholeView(model.module, model.mesh, device)
+        for name, around in (("module", self._of_module), ("callbacks", self._of_callbacks)):
+            caller = hook_calls[name]
+            inner = getattr(*caller)
+            self._opened.enter_context(replaced(*caller, partial(around, inner)))
+
+    def complete(self, checkpoint: dict[str, Any]) -> None:
+        """Put whole tensors into what callbacks and hooks have added to a checkpoint.
+
+        Args:
+            checkpoint: Changed in place.
+
+        **Communicates**: their values.
+        """
+        if self._view is not None:
+            for name in [name for name in checkpoint if name not in _OF_LIGHTNING]:
+                checkpoint[name] = self._view.values(checkpoint[name])
+
+    def before_barrier(self) -> None:
+        """Refuse a barrier that one rank does not reach, as the others have to give it values."""
+        if self._view is not None:
+            self._view.wait()
+
+    def close(self) -> None:
+        """Surround nothing any more."""
+        self._opened.close()
+        self._seen.clear()
+
+    def _of_module(self, inner: Any, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a hook of the module as Lightning does."""
+        call = partial(inner, trainer, name, *args, **kwargs)
+        module = self._model.module
+        if trainer is not self._trainer or kwargs.get("pl_module", module) is not module:
+            return call()
+        if name == "optimizer_step" and _is_own(module, name):
+            return self._in_update(partial(inner, trainer, name), *args)
+        if name not in _BETWEEN_STEPS or not _is_own(module, name):
+            return call()
+        return self._between_steps(name, module, call)
+
+    def _of_callbacks(self, inner: Any, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a hook of all callbacks as Lightning does."""
+        with ExitStack() as stack:
+            if trainer is self._trainer and name in _BETWEEN_STEPS:
+                for callback in trainer.callbacks:
+                    if _is_own(callback, name) or isinstance(callback, ModelSummary):
+                        hook = _Hook(callback, name, self._between_steps)
+                        stack.enter_context(replaced(callback, name, hook))
+            return inner(trainer, name, *args, **kwargs)
+
+    def _between_steps(self, name: str, owner: Any, call: Callable[[], Any]) -> Any:
+        assert self._view is not None
+        if self._view.is_on:  # one hook calls another
+            return call()
+        label = f"{type(owner).__name__}.{name}"
+        is_first = label not in self._seen
+        self._seen.add(label)
+        if name.endswith("epoch_end"):
+            self._model.sharding.release()  # evaluation steps may have gathered parameters
+        with self._reads.in_hook(self._view), self._view.around(label, is_first=is_first):
+            return call()
+
+    def _in_update(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Run an `optimizer_step` of the user's: what follows the closure sees gradients."""
+        epoch, batch_idx, optimizer, closure = args
+
+        def run() -> Any:
+            self._update.close()
+            output = closure()
+            norms = self._model.gradients.norms
+            self._update.enter_context(norms.in_hooks("optimizer_step", [optimizer]))
+            return output
+
+        with self._update:
+            return call(epoch, batch_idx, optimizer, run)
+
+    def before_update(self) -> None:
+        """End what surrounds the user's `optimizer_step`: the optimizer is about to step."""
+        self._update.close()
+
+
+class _Hook:
+    """A hook of a callback with what surrounds it."""
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        self._owner, self._name, self._around = owner, name, around
+        self._inner = getattr(owner, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self._name, self._owner, partial(self._inner, *args, **kwargs))
+
+
+def _is_own(owner: Any, name: str) -> bool:
+    """Return whether a hook is code of a user's."""
+    found = inspect.unwrap(getattr(owner, name))
+    code = getattr(getattr(found, "__func__", found), "__code__", None)
+    return code is not None and not is_of_a_framework(code.co_filename)

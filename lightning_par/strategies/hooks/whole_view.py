@@ -1,0 +1,442 @@
+"""What code of a user's outside of the steps sees of a divided module.
+
+Note [Whole view]: a hook between two steps takes norms of weights, averages them into a shadow,
+adds noise, saves them. All ranks run it alike, as one process would, so inside of it
+
+- a module lists the parameters of all pipeline stages. One of another stage has a shape and no
+  value, and so has what is computed from it. Such values belong to that stage: only its ranks
+  compute them, without messages;
+- where values of several stages meet, or a value becomes a number, an array or a file, it is sent
+  to all ranks. So a result with one entry, such as a norm, is a plain tensor everywhere;
+- a plain tensor and a DTensor may meet, as for a shadow made before the module was divided.
+
+Ranks that ask for different things are refused: whenever stages exchange values, and in the first
+run of each hook.
+"""
+
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_par.dtensor import whole
+from lightning_par.errors import ConfigurationError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.hooks.mixed_tensors import first, is_masked, run, SET_DATA, written
+from lightning_par.strategies.step.absent_parameter import (
+    About,
+    absent_parameter,
+    AbsentParameter,
+    Refusals,
+    user_line,
+)
+from lightning_par.upstream.dispatch import FakeTensorMode
+from lightning_par.upstream.pytree import tree_leaves, tree_map
+from lightning_par.upstream.tensor import plain_functions
+
+__all__ = ["WholeView"]
+
+_STAGE = "_lightning_par_stage"
+"""Attribute of a tensor, for which torch asks before it is saved, and of its memory, so that views
+and parameters made of it have it, too: the run, and the pipeline rank to which it belongs.
+"""
+_TENSOR: Any = Tensor
+_GRAD, _SET_GRAD, _DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__get__
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_TELLS = _names(
+    "dim size numel nelement element_size stride storage_offset is_contiguous is_floating_point "
+    "is_complex data_ptr get_device __len__ __hash__ requires_grad_ retain_grad untyped_storage "
+    "ndimension type register_hook register_post_accumulate_grad_hook"
+)
+_TO_PYTHON = _names(
+    "item tolist numpy __array__ __float__ __int__ __bool__ __index__ __complex__ __format__ "
+    "__repr__ __reduce_ex__ __contains__ is_nonzero equal allclose nonzero argwhere masked_select "
+    "unique unique_consecutive isin histc histogram bincount"
+)
+"""Functions whose result is no tensor, or has a shape that depends on values."""
+_ALIASES = _names("detach view view_as squeeze select __getitem__ alias expand")
+_DRAWS = _names("rand_like randn_like randint_like bernoulli")
+_DRAWS_IN_PLACE = _names(
+    "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
+)
+_CURE = (
+    "trainer.strategy.full_parameter(name) gives a whole weight, and trainer.strategy."
+    "gather_state_dict() all of them on rank 0; every rank has to call them, outside of "
+    "`if trainer.is_global_zero`. Go over module.named_parameters(), which lists the same on all."
+)
+
+
+class WholeView(TorchFunctionMode):
+    """Lets hooks of a user's see the whole of a divided module; see Note [Whole view].
+
+    Args:
+        module: The user's LightningModule on this rank.
+        mesh: Mesh of this run.
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, mesh: ParallelMesh, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._module, self._device = module, device
+        self._group = mesh.group("pp") if mesh.sizes.pipeline > 1 else None
+        self._place = mesh.place["pp"] if self._group is not None else 0
+        self._owners = {} if self._group is None else self._find_owners(self._group)
+        self._handles: dict[str, AbsentParameter] = {}
+        self._held: dict[int, tuple[str, int]] = {}
+        self._grads: dict[str, Tensor | None] | None = None
+        self._hook, self._is_first, self._is_paused = "", False, True
+        self._run = uuid.uuid4().hex
+        self._fakes: Any = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def _find_owners(self, group: dist.ProcessGroup) -> dict[str, int]:
+        """Return the first pipeline rank of each tensor that some stages lack."""
+        own = [*_named(self._module)]
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, own, group=group)
+        owners: dict[str, int] = {}
+        for rank, names in reversed([*enumerate(found)]):
+            owners |= dict.fromkeys(names, rank)
+        everywhere = set(own).intersection(*found)
+        return {name: rank for name, rank in owners.items() if name not in everywhere}
+
+    @contextmanager
+    def around(self, hook: str, *, is_first: bool) -> Iterator[None]:
+        """Surrounds a hook.
+
+        Args:
+            hook: Its name, for messages.
+            is_first: Whether it runs for the first time.
+
+        Raises:
+            ConfigurationError: On every rank, where ranks ask for different things.
+
+        **Communicates**: what the hook needs; in its first run a number at each exchange, over all
+        ranks.
+        """
+        self._hook, self._is_first, self._is_paused = hook, is_first, False
+        if self._owners:
+            named = _named(self._module).items()
+            self._held = {id(t): (n, self._owners[n]) for n, t in named if n in self._owners}
+        try:
+            with self:
+                yield
+            self._agree("the end of the hook", None)
+        finally:
+            self._is_paused, self._grads = True, None
+            self._held.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, tensors are those of this rank."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def wait(self) -> None:
+        """Refuse ranks that wait in a hook for one that asks them for values."""
+        if self.is_on:
+            self._agree("a barrier", None)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a hook is at work, and does not call this package."""
+        return not self._is_paused
+
+    def absent(self, about: About) -> Tensor:
+        """Return what stands for a tensor of another stage: always the same."""
+        made = self._handles.get(about.name)
+        if made is None:
+            made = self._handles[about.name] = self._make(about, self._owners[about.name])
+            with plain_functions():
+                made.requires_grad_(about.requires_grad)
+        return made
+
+    def values(self, tree: Any) -> Any:
+        """Return a nest with whole, plain tensors in the place of those of parts.
+
+        **Communicates**: their values.
+        """
+        return tree_map(self._value_of, tree)
+
+    def _make(self, about: About, stage: int) -> AbsentParameter:
+        made = absent_parameter(about, self._device, Refusals(waits=False))
+        vars(made)[_STAGE] = self._run, stage
+        return made
+
+    def _stage_of(self, tensor: Any) -> int | None:
+        """Return the pipeline rank to which a tensor belongs; None: all have it."""
+        if self._group is None:
+            return None
+        held = self._held.get(id(tensor))
+        if held is not None:
+            return held[1]
+        run, stage = vars(_marked(tensor)).get(_STAGE, ("", None))
+        return stage if run == self._run else None
+
+    def _is_part(self, value: Any) -> bool:
+        return isinstance(value, DTensor) or (
+            isinstance(value, Tensor) and self._stage_of(value) is not None
+        )
+
+    def _value_of(self, tensor: Any) -> Any:
+        """Return the whole of a tensor, on every rank."""
+        if not self._is_part(tensor):
+            return tensor
+        stage, value = self._stage_of(tensor), None
+        self._agree(f"{tuple(tensor.shape)} of {stage}", self._group)
+        if stage is None or stage == self._place:
+            value = whole(tensor.detach()).detach()
+        if stage is None:
+            return value
+        assert self._group is not None
+        if value is None:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        else:
+            value = value.contiguous().clone()
+        dist.broadcast(value, dist.get_global_rank(self._group, stage), group=self._group)
+        return value
+
+    def _agree(self, what: str, group: dist.ProcessGroup | None) -> None:
+        """Refuse ranks that ask for different things.
+
+        Args:
+            what: What this rank asks for.
+            group: Ranks that exchange it in every run of the hook; None: in the first alone.
+        """
+        if self._is_first:
+            group = dist.group.WORLD
+        if group is None:
+            return
+        number = zlib.crc32(what.encode())
+        found = torch.tensor([number, -number])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        if int(found[0]) == -int(found[1]):
+            return
+        told: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, f"{what}{user_line()}", group=group)
+        ranks = dist.get_process_group_ranks(group)
+        said = "; ".join(f"rank {r}: {t}" for r, t in zip(ranks, told, strict=True))
+        raise ConfigurationError(
+            "LP415",
+            f"{self._hook}: ranks ask for values of different weights ({said}), of which each "
+            f"holds a part. {_CURE}",
+        )
+
+    def _gradient(self, parameter: Tensor) -> Any:
+        """Return the gradient of a parameter that one stage has."""
+        if self._grads is None:
+            self._grads = self._find_gradients()
+        if not isinstance(parameter, AbsentParameter):
+            found = _GRAD(parameter)
+            return self._tagged(found, self._stage_of(parameter))
+        return self._grads.get(parameter.fqn)
+
+    def _find_gradients(self) -> dict[str, Tensor | None]:
+        """Return what stands for the gradients that other stages have.
+
+        **Communicates**: a number for each parameter, over the ``pp`` axis.
+        """
+        assert self._group is not None
+        self._agree("gradients", self._group)
+        names, named = [*self._owners], _named(self._module)
+        held = [n in named and _GRAD(named[n]) is not None for n in names]
+        flags = torch.tensor(held, dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        found: dict[str, Tensor | None] = {}
+        for name, handle in self._handles.items():
+            found[name] = None
+            if flags[names.index(name)]:
+                stage = self._owners[name]
+                about = About(f"{name}.grad", tuple(handle.shape), handle.dtype)
+                found[name] = self._make(about, stage)
+        return found
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function on every rank that has its values; see Note [Whole view]."""
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        parts = [t for t in tree_leaves((args, kwargs)) if self._is_part(t)]
+        name = getattr(func, "__name__", "")
+        if not parts:
+            return func(*args, **kwargs)
+        if name in _TELLS or (name == "__get__" and func not in (_DATA, _GRAD)):
+            return _told(func, name, args, kwargs)
+        if func == _GRAD:
+            return func(*args) if self._stage_of(args[0]) is None else self._gradient(args[0])
+        if name == "__set__" and func != SET_DATA:
+            return self._set(func, args)
+        if name.startswith("_foreach_"):
+            return self._each(func, args, kwargs)
+        if name == "__iter__":
+            return iter(self._again(torch.unbind, args[0]))
+        if name == "__deepcopy__":
+            return self._copied(*args)
+        return self._call(func, name, args, kwargs, parts)
+
+    def _copied(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
+        stage = self._stage_of(tensor)
+        if not isinstance(tensor, AbsentParameter):
+            return self._tagged(_TENSOR.__deepcopy__(tensor, memo), stage)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._imagine(Tensor.clone, (tensor,), {}, stage or 0, [tensor])
+        return memo[id(tensor)]
+
+    def _again(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(func, (), args, kwargs)
+
+    def _set(self, func: Any, args: Any) -> Any:
+        """Set a property, as ``.grad``; that of a parameter of another stage is only noted."""
+        target = args[0]
+        if isinstance(target, AbsentParameter):
+            if func == _SET_GRAD and self._grads is not None:
+                self._grads[target.fqn] = args[1]
+            elif func != _SET_GRAD:
+                _told(func, "", args, {})
+            return None
+        return func(*args)
+
+    def _each(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation on lists entry by entry: entries belong to different stages."""
+        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)]
+        count = len(lists[0])
+        out = []
+        for i in range(count):
+            given = {name: _entry(a, i, count) for name, a in kwargs.items()}
+            found = self._again_each(func, [_entry(a, i, count) for a in args], given)
+            out += list(found or ())
+        return tuple(out) if out else None
+
+    def _again_each(self, func: Any, args: Any, kwargs: Any) -> Any:
+        parts = [t for t in tree_leaves((args, kwargs)) if self._is_part(t)]
+        return self._call(func, func.__name__, args, kwargs, parts)
+
+    def _call(
+        self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any], parts: list[Tensor]
+    ) -> Any:
+        target = written(func, name, args, kwargs)
+        stages = {stage for t in parts if (stage := self._stage_of(t)) is not None}
+        if name in _DRAWS or name in _DRAWS_IN_PLACE:
+            return self._draw(func, name, args, kwargs)
+        if name in _TO_PYTHON or is_masked(name, args):
+            args, kwargs = self.values((args, kwargs))
+            return func(*args, **kwargs)
+        if target is not None and not self._is_part(target):
+            args, kwargs = self._others(target, args, kwargs)
+            return func(*args, **kwargs)
+        if len(stages) > 1:
+            args, kwargs = self._others(target, args, kwargs)
+            if target is None:
+                return func(*args, **kwargs)
+            own = self._stage_of(target)
+            stages = set() if own is None else {own}
+        if not stages:
+            return self._finish(run(func, target, args, kwargs), name, target, parts, None)
+        (stage,) = stages
+        if stage == self._place or not any(isinstance(t, AbsentParameter) for t in parts):
+            out = run(func, target, args, kwargs)
+        elif target is not None:
+            return args[0] if target is first(args) else target
+        else:
+            out = self._imagine(func, args, kwargs, stage, parts)
+        return self._finish(out, name, target, parts, stage)
+
+    def _others(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return arguments with values in the place of parts, but for what is written to."""
+        return tree_map(lambda t: t if t is target else self._value_of(t), (args, kwargs))
+
+    def _draw(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Draw random numbers for the whole of a tensor, on every rank."""
+        like = args[0]
+        plain = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        drawn = func(plain, *args[1:], **kwargs)
+        if name in _DRAWS:
+            return drawn
+        self._again(Tensor.copy_, like, drawn)
+        return like
+
+    def _imagine(self, func: Any, args: Any, kwargs: Any, stage: int, parts: list[Tensor]) -> Any:
+        """Return what stands for the result of a function that another stage runs."""
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.empty(value.shape, dtype=value.dtype, device=self._device)
+
+        fqn = next(t.fqn for t in parts if isinstance(t, AbsentParameter))
+        with self._fakes, torch.no_grad():
+            args, kwargs = tree_map(fake, (args, kwargs))
+            out = func(*args, **kwargs)
+
+        def stand(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return self._make(About(fqn, tuple(value.shape), value.dtype), stage)
+
+        return tree_map(stand, out)
+
+    def _tagged(self, value: Any, stage: int | None) -> Any:
+        if isinstance(value, Tensor) and stage is not None and id(value) not in self._held:
+            vars(_marked(value))[_STAGE] = vars(value)[_STAGE] = self._run, stage
+        return value
+
+    def _finish(
+        self, out: Any, name: str, target: Any, parts: Iterable[Tensor], stage: int | None
+    ) -> Any:
+        """Note to which stage a result belongs; give one with a single entry to all."""
+        if target is not None:
+            return out
+        out = tree_map(lambda value: self._tagged(value, stage), out)
+        reduces = name not in _ALIASES and name != "__get__" and any(t.ndim for t in parts)
+        if not reduces:
+            return out
+        return tree_map(lambda v: self._value_of(v) if _is_number(v) else v, out)
+
+
+def _marked(tensor: Tensor) -> Any:
+    """Return what can be marked: the memory of a tensor that has its own."""
+    is_plain = not isinstance(tensor, DTensor | AbsentParameter) and tensor.layout is torch.strided
+    return tensor.untyped_storage() if is_plain else tensor
+
+
+def _entry(value: Any, index: int, count: int) -> Any:
+    """Return the entry of a list of so many, as a list; anything else as it is."""
+    is_list = isinstance(value, list | tuple) and len(value) == count
+    return [value[index]] if is_list else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of this rank."""
+    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return found | dict(module.named_buffers(remove_duplicate=False))
+
+
+def _told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Run a function that asks for no value."""
+    if name.startswith("register_") and isinstance(args[0], AbsentParameter):
+        return torch.utils.hooks.RemovableHandle({})
+    with plain_functions():
+        return func(*args, **kwargs)
