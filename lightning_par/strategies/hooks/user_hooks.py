@@ -1,13 +1,14 @@
 """The hooks of a user's module and callbacks, and what surrounds them on a mesh."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary
 
 from lightning_par.strategies.hooks.whole_view import WholeView
@@ -37,7 +38,7 @@ class UserHooks:
     def __init__(self) -> None:
         self._trainer: Any = None
         self._view: WholeView | None = None
-        self._seen: set[str] = set()
+        self._on_all, self._seen = set[str](), set[str]()
         self._update, self._opened = ExitStack(), ExitStack()
 
     def attach(self, model: ParallelModel, trainer: pl.Trainer, device: torch.device) -> None:
@@ -48,17 +49,27 @@ class UserHooks:
             trainer: The user's Trainer.
             device: Device of this rank.
 
-        **Communicates**: names, over the ``pp`` axis.
+        **Communicates**: names, over the ``pp`` axis, and of hooks, over all ranks.
         """
         if model.mesh.sizes.world_size == 1:
             return
         self.close()
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
         self._view = WholeView(model.module, model.mesh, device)
+        # A callback that one rank has alone must not wait for the others.
+        own = [*self._own_hooks()]
+        found = [own] * model.mesh.sizes.world_size
+        dist.all_gather_object(found, own)
+        self._on_all = set(found[0]).intersection(*found)
         for name, around in (("module", self._of_module), ("callbacks", self._of_callbacks)):
             caller = hook_calls[name]
             inner = getattr(*caller)
             self._opened.enter_context(replaced(*caller, partial(around, inner)))
+
+    def _own_hooks(self) -> Iterator[str]:
+        for owner in (self._model.module, *self._trainer.callbacks):
+            hooks = (name for name in _BETWEEN_STEPS if hasattr(owner, name))
+            yield from (_label(owner, name) for name in hooks if _is_user(owner, name))
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """Put whole tensors into what callbacks and hooks have added to a checkpoint.
@@ -99,7 +110,7 @@ class UserHooks:
         with ExitStack() as stack:
             if trainer is self._trainer and name in _BETWEEN_STEPS:
                 for callback in trainer.callbacks:
-                    if _is_own(callback, name) or isinstance(callback, ModelSummary):
+                    if _is_user(callback, name):
                         hook = _Hook(callback, name, self._between_steps)
                         stack.enter_context(replaced(callback, name, hook))
             return inner(trainer, name, *args, **kwargs)
@@ -108,8 +119,8 @@ class UserHooks:
         assert self._view is not None
         if self._view.is_on:  # one hook calls another
             return call()
-        label = f"{type(owner).__name__}.{name}"
-        is_first = label not in self._seen
+        label = _label(owner, name)
+        is_first = label in self._on_all and label not in self._seen
         self._seen.add(label)
         if name.endswith("epoch_end"):
             self._model.sharding.release()  # evaluation steps may have gathered parameters
@@ -133,6 +144,15 @@ class UserHooks:
     def before_update(self) -> None:
         """End what surrounds the user's `optimizer_step`: the optimizer is about to step."""
         self._update.close()
+
+
+def _label(owner: Any, name: str) -> str:
+    return f"{type(owner).__name__}.{name}"
+
+
+def _is_user(owner: Any, name: str) -> bool:
+    """Return whether a hook is code of a user's, or calls the user's model."""
+    return _is_own(owner, name) or isinstance(owner, ModelSummary)
 
 
 class _Hook:

@@ -106,7 +106,7 @@ class WholeView(TorchFunctionMode):
     def _find_owners(self, group: dist.ProcessGroup) -> dict[str, int]:
         """Return the first pipeline rank of each tensor that some stages lack."""
         own = [*_named(self._module)]
-        found: list[Any] = [None] * group.size()
+        found = [own] * group.size()
         dist.all_gather_object(found, own, group=group)
         owners: dict[str, int] = {}
         for rank, names in reversed([*enumerate(found)]):
