@@ -113,6 +113,7 @@ def _train(
     module, logger = kind().double(), KeepingLogger()
     module.folder = Path(folder)
     module.folder.mkdir(exist_ok=True)
+    (module.folder / "steps").write_text("of a run before\n")
     samples, held = token_pairs(), token_pairs()[:16]
     replicas = 2 if "zero" in (layout or "") else 1
     strategy: Any = "auto"
@@ -208,8 +209,8 @@ def test_a_step_on_micro_batches_writes_for_each_which_is_said(tmp_path: Path) -
     assert [each for each in kept[0] if each[0] == "best"] == added[-len(images) :]
     one, mesh = _written(tmp_path / "one"), _written(tmp_path / "mesh")
     assert mesh["notes"] == one["notes"]
-    steps = one["steps"].split()
-    assert mesh["steps"].split() == [step for step in steps for _ in range(2)]
+    first, *steps = one["steps"].splitlines()
+    assert mesh["steps"].splitlines() == [first, *(step for step in steps for _ in range(2))]
     means = [(a[1] + b[1]) / 2 for a, b in zip(kept[0][:-2:2], kept[0][1:-2:2], strict=True)]
     assert means == pytest.approx([each[1] for each in added[:-2]], abs=1e-5)
     assert len(said) == 1

@@ -74,9 +74,11 @@ def _files_aside() -> Iterator[dict[Path, Path]]:
             is_written = bool({*"wax+"}.intersection(mode)) and _is_of_the_step()
             if is_written and path not in aside and (path.is_file() or not path.exists()):
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
-                aside[path] = Path(folder, path.name)
+                copy = Path(folder, path.name)
                 if path.is_file():
-                    shutil.copyfile(path, aside[path])
+                    with plain(path, "rb") as source, plain(copy, "wb") as target:
+                        shutil.copyfileobj(source, target)
+                aside[path] = copy
             return plain(aside.get(path, file), mode, *args, **kwargs)
 
         stack.enter_context(replaced(builtins, "open", opened))
