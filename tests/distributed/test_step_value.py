@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import lightning_par
 from lightning_par import Hybrid3DStrategy, ZeROOffloadStrategy
@@ -163,15 +164,21 @@ def test_strategies_inherit_from_nothing_of_ours_but_mesh_strategy() -> None:
         assert ours == {kind, MeshStrategy}
 
 
-class EnteredFiles(Callback):
-    """Writes down which files of the package, models aside, the fifth step of a run enters: until
-    then shapes are known, and the questions of the first steps answered."""
+class EnteredFiles:
+    """Samples which write down what files of the package, models aside, a later step of a run
+    enters: until then shapes are known, and the questions of the first steps answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: Any, batch_size: int) -> None:
         self.files: set[str] = set()
+        self._samples, self._batch_size = samples, batch_size
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        sys.setprofile(self._note if trainer.global_step == 4 else None)
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if index % self._batch_size == 0:
+            sys.setprofile(self._note if index == 5 * self._batch_size else None)
+        return self._samples[index]
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
         path = Path(frame.f_code.co_filename)
@@ -180,26 +187,29 @@ class EnteredFiles(Callback):
 
 
 def files_of_a_step(rank: int, world: int) -> set[str]:
-    entered = EnteredFiles()
+    entered = EnteredFiles(byte_loader(40).dataset, 4)
     options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     made = quiet_trainer(
         strategy=Hybrid3DStrategy(**options),
         devices=world,
-        max_steps=6,
+        max_steps=8,
         gradient_clip_val=1.0,
-        callbacks=[entered],
     )
-    made.fit(GPTModule(overrides={"num_layers": 2, "dropout": 0.0}), byte_loader())
+    made.fit(GPTModule(overrides={"num_layers": 2, "dropout": 0.0}), DataLoader(entered, 4))
     return entered.files
 
 
 def test_a_steady_hybrid_step_enters_few_files() -> None:
     found = run_ranks(files_of_a_step, 4)
     assert all({"strategies/mesh_strategy.py", "engine/pipeline/executor.py"} <= f for f in found)
-    # 21 of the step itself, with the one that keeps T, which shards along T do not tell. Three
-    # watch it: collectives over all ranks (two), the form of the loss.
+    # 21 of the step itself, with the one that keeps T, which shards along T do not tell. Six watch:
+    # collectives over all ranks (two), what it writes, forwards and other code of hooks (two), the
+    # form of the loss.
     watches = {
         "strategies/processes/world_collectives.py",
+        "strategies/components/step_writes.py",
+        "strategies/hooks/outer_forward.py",
+        "strategies/hooks/user_hooks.py",
         "strategies/step/look/loss_form.py",
         "upstream/functions.py",
     }

@@ -39,6 +39,7 @@ class UserHooks:
         self._trainer: Any = None
         self._view: WholeView | None = None
         self._on_all, self._seen = set[str](), set[str]()
+        self._is_users: dict[tuple[int, str], bool] = {}  # asked at each call of a hook
         self._update, self._opened = ExitStack(), ExitStack()
 
     def attach(self, model: ParallelModel, trainer: pl.Trainer, device: torch.device) -> None:
@@ -69,7 +70,14 @@ class UserHooks:
     def _own_hooks(self) -> Iterator[str]:
         for owner in (self._model.module, *self._trainer.callbacks):
             hooks = (name for name in _BETWEEN_STEPS if hasattr(owner, name))
-            yield from (_label(owner, name) for name in hooks if _is_user(owner, name))
+            yield from (_label(owner, name) for name in hooks if self._is_user(owner, name))
+
+    def _is_user(self, owner: Any, name: str) -> bool:
+        """Return whether a hook is code of a user's, or calls the user's model."""
+        key = id(owner), name
+        if key not in self._is_users:
+            self._is_users[key] = _is_own(owner, name) or isinstance(owner, ModelSummary)
+        return self._is_users[key]
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """Put whole tensors into what callbacks and hooks have added to a checkpoint.
@@ -92,6 +100,7 @@ class UserHooks:
         """Surround nothing any more."""
         self._opened.close()
         self._seen.clear()
+        self._is_users.clear()
 
     def _of_module(self, inner: Any, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of the module as Lightning does."""
@@ -99,9 +108,9 @@ class UserHooks:
         module = self._model.module
         if trainer is not self._trainer or kwargs.get("pl_module", module) is not module:
             return call()
-        if name == "optimizer_step" and _is_own(module, name):
+        if name == "optimizer_step" and self._is_user(module, name):
             return self._in_update(partial(inner, trainer, name), *args)
-        if name not in _BETWEEN_STEPS or not _is_own(module, name):
+        if name not in _BETWEEN_STEPS or not self._is_user(module, name):
             return call()
         return self._between_steps(name, module, call)
 
@@ -110,7 +119,7 @@ class UserHooks:
         with ExitStack() as stack:
             if trainer is self._trainer and name in _BETWEEN_STEPS:
                 for callback in trainer.callbacks:
-                    if _is_user(callback, name):
+                    if self._is_user(callback, name):
                         hook = _Hook(callback, name, self._between_steps)
                         stack.enter_context(replaced(callback, name, hook))
             return inner(trainer, name, *args, **kwargs)
@@ -148,11 +157,6 @@ class UserHooks:
 
 def _label(owner: Any, name: str) -> str:
     return f"{type(owner).__name__}.{name}"
-
-
-def _is_user(owner: Any, name: str) -> bool:
-    """Return whether a hook is code of a user's, or calls the user's model."""
-    return _is_own(owner, name) or isinstance(owner, ModelSummary)
 
 
 class _Hook:
