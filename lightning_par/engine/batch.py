@@ -341,11 +341,10 @@ def batch_entry(batch: Any, path: str) -> Any:
         found = {name: entry for name, (_, entry) in _named(value, held).items()}
         if step not in found:
             where = repr(".".join(passed)) if passed else "the batch"
-            has = f"is a {type(value).__name__}"
+            kind = type(value).__name__
+            has = f"is a {kind}"
             if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-                has = (
-                    f"has {len(value)} entries ({type(value).__name__}), called '0', '1' and so on"
-                )
+                has = f"has {len(value)} entries ({kind}), called '0', '1' and so on"
             elif held is not None:
                 has = f"has {sorted(str(key) for key, _ in held)}"
             raise PlanError("LP302", f"the plan names the batch entry {path!r}, but {where} {has}.")

@@ -13,7 +13,7 @@ from lightning_par import Hybrid3DStrategy
 from lightning_par.callbacks import MixedPrecision
 from lightning_par.engine.data.gradient_reduction import local_gradients
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
-from tests.support.parity import quiet_trainer, Recorder
+from tests.support.parity import own_parameters, quiet_trainer, Recorder
 from tests.support.ranks.api import ranks, run_ranks
 
 SMALL = 2**-18
@@ -53,7 +53,7 @@ class Overflow(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.scales.append(trainer.precision_plugin.scaler.get_scale())
-        parameters = [p.detach() for p in pl_module.parameters()]
+        parameters = [p.detach() for p in own_parameters(pl_module).values()]
         self.weights.append(
             [(p.to_local() if isinstance(p, DTensor) else p).clone() for p in parameters]
         )

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.tensor import DTensor
 
 import lightning_par
-from tests.support.parity import Result, train
+from tests.support.parity import own_parameters, Result, train
 from tests.support.ranks.api import run_ranks
 
 KINDS = {
@@ -28,7 +28,7 @@ class HostDiary(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        parameters = [p.detach() for p in pl_module.parameters()]
+        parameters = [p.detach() for p in own_parameters(pl_module).values()]
         self.weights.append(
             [(p.to_local() if isinstance(p, DTensor) else p).clone().cpu() for p in parameters]
         )
@@ -45,7 +45,7 @@ class HostDiary(Callback):
             "host_bytes": host.host_bytes(),
             "parameters": sum(
                 (p.to_local() if isinstance(p, DTensor) else p).numel()
-                for p in pl_module.parameters()
+                for p in own_parameters(pl_module).values()
             ),
         }
 

@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler
 from lightning_par.dtensor import full_tensors
 from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.strategies.step.absent_parameter import AbsentParameter
 from tests.support.cuda_simulation import is_wanted
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.ranks.api import run_ranks
@@ -67,7 +68,7 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Note what this rank holds; after the run it holds the whole module."""
-        self.shapes = _local_shapes(dict(pl_module.named_parameters()))
+        self.shapes = _local_shapes(own_parameters(pl_module))
         self.states = _local_shapes(_momenta(pl_module, trainer.optimizers[0]))
 
 
@@ -143,6 +144,12 @@ def _momenta(user: Any, optimizer: Any) -> dict[str, Tensor]:
         names[id(p)]: state.get("exp_avg", state.get("momentum_buffer"))
         for p, state in optimizer.state.items()
     }
+
+
+def own_parameters(module: Any) -> dict[str, Tensor]:
+    """Return the parameters that this rank holds; a hook sees those of all stages."""
+    named = module.named_parameters()
+    return {name: p for name, p in named if not isinstance(p, AbsentParameter)}
 
 
 def _local_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

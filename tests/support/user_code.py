@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_par import Hybrid3DStrategy
 from lightning_par.dtensor import local_part
 from lightning_par.errors import LightningParError
-from tests.support.parity import quiet_trainer
+from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
 
 __all__ = ["LAYOUTS", "Case", "Cases"]
@@ -174,7 +174,7 @@ class _Losses(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Note how many entries of parameters this rank holds."""
-        self.held = sum(local_part(p).numel() for p in pl_module.parameters())
+        self.held = sum(local_part(p).numel() for p in own_parameters(pl_module).values())
 
 
 def _train_rank(rank: int, world: int, file: str, name: str, layout: str) -> dict[str, Any]:

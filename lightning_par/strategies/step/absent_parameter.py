@@ -117,9 +117,15 @@ class AbsentParameter(Tensor):
         if func in _KEEPS and all(isinstance(value, cls) for value in args):
             return args[0]  # for what notes and restores attributes, without a value
         absent = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        text = _refusal(absent.fqn)
         if not absent.refusals.waits:
-            raise PlanError("LP408", text)
+            raise PlanError(
+                "LP408",
+                f"{absent.fqn}, or what a hook computed of it, is used{user_line()}, outside of "
+                "the hook, and is on another pipeline stage. In the hook, on every rank, make of "
+                "it what all have: a number, .tolist(), .numpy(), or "
+                "trainer.strategy.full_parameter(name).",
+            )
+        text = _refusal(absent.fqn)
         absent.refusals.text = absent.refusals.text or text
         with plain_functions():
             plain = tree_map(_plain, (args, kwargs))
