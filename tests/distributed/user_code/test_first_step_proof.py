@@ -210,6 +210,7 @@ _READS = "lightning_par.strategies.setup.parallelize.describe_parameters"
 _NORMS = "lightning_par.strategies.step.gradient_norms.GradientNorms.in_hooks"
 _EFFECTS = "lightning_par.engine.pipeline.module_split.watch_side_effects"
 _MIXING = "lightning_par.engine.context.attention.check_mixing"
+_DIVIDED = "lightning_par.strategies.step.look.divided_step.DividedLook.check_training"
 
 UNGUARDED: dict[str, tuple[Any, str, list[str]]] = {
     "parameters read in the step": (ReadsParameters, "pp2", [_READS]),
@@ -224,7 +225,7 @@ UNGUARDED: dict[str, tuple[Any, str, list[str]]] = {
     "line search": (_says_entry(Lbfgs), "pp2", []),
     "matrix optimizer, tp": (_says_entry(Muon), "tp2", []),
     "matrix optimizer, zero": (_says_entry(Muon), "zero3", []),
-    "a mixer over tokens": (Mixes, "cp2", [_MIXING]),
+    "a mixer over tokens": (Mixes, "cp2", [_MIXING, _DIVIDED]),
 }
 """What guards refuse or make equal -> module, layout, and the guards that are switched off."""
 
