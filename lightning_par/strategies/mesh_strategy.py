@@ -214,7 +214,7 @@ class MeshStrategy(ParallelStrategy):
     @property
     @override
     def global_rank(self) -> int:
-        return self.processes.rank
+        return self.processes.rank_of_step
 
     def change_options(
         self,

@@ -123,6 +123,7 @@ class Stage:
         slots: Module, name of a child, and the child that this stage sees there. Empty where a rank
             holds one stage: then the model never shows anything else.
         current: The micro-batch in hand, None outside of a step.
+        after_blocks: Called when the last block of the model has run; None: nothing is.
         problems: What stubs saw that explains a loss of NaN.
         in_backward: True while gradients are computed; then blocks only run to recompute.
     """
@@ -139,6 +140,7 @@ class Stage:
         self.carried, self.kept = tuple(carried), kept
         self.slots: list[tuple[nn.Module, str, nn.Module]] = []
         self.current: MicroBatchState | None = None
+        self.after_blocks: Callable[[], None] | None = None
         self.in_backward = False
         self.problems: set[str] = set()
 
@@ -248,9 +250,11 @@ class Stage:
                 "to the ActivationCheckpointing callback.",
             )
         state.called.add(block)
-        if self.is_last:
-            return
         is_last_block = block == self.end_block - 1
+        if self.is_last:
+            if is_last_block and self.after_blocks is not None:
+                self.after_blocks()
+            return
         if is_last_block:
             check_last_block(block, module)  # anew: hooks may come after the cut
         whole = is_last_block or block in self.kept

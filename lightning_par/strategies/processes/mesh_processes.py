@@ -92,6 +92,7 @@ class MeshProcesses:
         self._options = options
         self._devices: list[torch.device] = []
         self._num_nodes, self._rank = 1, 0
+        self.shown_rank: int | None = None
         self._environment: ClusterEnvironment | None = None
         self._sizes: ParallelSizes | None = None
         self._mesh: ParallelMesh | None = None
@@ -165,6 +166,11 @@ class MeshProcesses:
         to the nodes in turn; then it is not the scheduler's number.
         """
         return self._rank
+
+    @property
+    def rank_of_step(self) -> int:
+        """Global rank that the user's code is told; another one where it writes for rank 0."""
+        return self._rank if self.shown_rank is None else self.shown_rank
 
     @property
     def world_size(self) -> int:

@@ -42,6 +42,7 @@ from lightning_par.errors import (
 )
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.components.step_writes import StepWrites
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
     BatchWeights,
@@ -122,6 +123,7 @@ class PipelinedSteps:
         self._attributes = StepAttributes(module)
         self._metrics = MetricsOfBatch(module)
         self._metrics.follow()
+        self._writes = StepWrites(module, executor.stages, self._source, self._group)
         self._attributes_sent = TreeBroadcast(self._group, self._source)
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 
@@ -216,8 +218,10 @@ class PipelinedSteps:
         self._begin_step()
         run = self._forward_only(name, context, parts, args[1:], key, calls)
         found = None
-        left = self._attributes.changes() if run.results else None
-        self._take_attributes(self._attributes_sent.broadcast(left))
+        left = (self._attributes.changes(), self._writes.take()) if run.results else None
+        left, written = self._attributes_sent.broadcast(left)
+        self._take_attributes(left)
+        self._writes.write(name, written, len(parts))
         if run.results:
             merged = merge_results([run.results[i] for i in sorted(run.results)], weights.shares)
             names = weights.sums, weights.by_samples
@@ -261,8 +265,13 @@ class PipelinedSteps:
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
             made, leaves = [numbers_of(each) for each in calls], self._attributes.names_changed()
             values, seen = sight.metrics.values(), sight.losses.seen
-            found = Seen(losses=losses, logs=made, metrics=values, calls=seen, leaves=leaves)
-        return self.from_last_stage(found) or Seen(losses=[], logs=[], metrics=({}, {}))
+            writes = self._writes.take()[0] or sight.has_written()
+            found = Seen(
+                losses=losses, logs=made, metrics=values, calls=seen, leaves=leaves, writes=writes
+            )
+        told = self.from_last_stage(found) or Seen(losses=[], logs=[], metrics=({}, {}))
+        self._writes.is_known |= told.writes and name == "training_step"
+        return told
 
     def _forward_only(
         self,
@@ -321,7 +330,8 @@ class PipelinedSteps:
         def run(index: int) -> Any:
             logs = record_logs(self.module, calls[index], value_of, on_step=trains)
             follow = nullcontext() if followed is None else followed(index)
-            with context(), logs, follow, self._user_step(key, index):
+            written, user_step = self._writes.in_step(), self._user_step(key, index)
+            with context(), logs, follow, user_step, written:
                 return step(parts[index], *rest)
 
         return run
@@ -374,14 +384,17 @@ class PipelinedSteps:
                 extras = map_tensors(merge_results(others, shares), Tensor.detach)
             names = weights.sums, weights.by_samples
             logs = combine_logs(calls, shares, *names, weights.sizes)
-            found = value, extras, logs, self._attributes.changes()
+            left = self._attributes.changes(), self._writes.take()
+            found = value, extras, logs, left
         run.results.clear()
-        value, extras, logs, left = self._results.broadcast(found)
+        value, extras, logs, (left, written) = self._results.broadcast(found)
         self._take_attributes(left)
+        self._writes.write("training_step", written, len(calls))
         return value, extras, logs
 
     def _begin_step(self) -> None:
         self._attributes.begin()
+        self._writes.take()  # what a look has left that came to no end
         self._metrics.is_new = True
 
     def _take_attributes(self, changes: dict[str, Any]) -> None:

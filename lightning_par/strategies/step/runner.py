@@ -436,8 +436,8 @@ class StepRunner:
             self._random = known.random
             look(whole)
             return
-        if self.pipeline is not None and seen.leaves:
-            known.count = 1  # what hooks of an epoch read is then an entry of a whole batch
+        if self.pipeline is not None and (seen.leaves or seen.writes):
+            known.count = 1  # what hooks of an epoch read, or it writes, is then of a whole batch
         if is_random:
             return
         others = self._first_look.judge_logs(seen, parts, known.count)
@@ -532,7 +532,7 @@ class StepRunner:
         try:
             with (
                 untouched(self.module),
-                silent(self.module.trainer.loggers),
+                silent(self.module.trainer.loggers) as sight.has_written,
                 torch.compiler.set_stance("force_eager"),
                 self._random.look([n for _, n in parts], size, self._tokens_of(batches[0])),
             ):

@@ -1,6 +1,7 @@
 """What a step says and writes to the outside is there as often as in one process."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_par import Hybrid3DStrategy
+from lightning_par.errors import ConfigurationError
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
@@ -99,11 +101,19 @@ class Noting(Callback):
         note(self.path, "batch")
 
 
-def _train(rank: int, world: int, layout: str | None, folder: str, *options: Any) -> Any:
+def _train(
+    rank: int,
+    world: int,
+    layout: str | None,
+    folder: str,
+    *options: Any,
+    kind: type[Writing] = Writing,
+) -> Any:
     seed_everything(0, verbose=False)
-    module, logger = Writing().double(), KeepingLogger()
+    module, logger = kind().double(), KeepingLogger()
     module.folder = Path(folder)
     module.folder.mkdir(exist_ok=True)
+    (module.folder / "steps").write_text("of a run before\n")
     samples, held = token_pairs(), token_pairs()[:16]
     replicas = 2 if "zero" in (layout or "") else 1
     strategy: Any = "auto"
@@ -136,7 +146,9 @@ def _written(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize(("layout", "options"), [("tp2", []), ("zero1", [])])
+@pytest.mark.parametrize(
+    ("layout", "options"), [("tp2", []), ("zero1", []), ("pp2", [("num_microbatches", 1)])]
+)
 def test_a_step_writes_as_often_as_in_one_process(
     layout: str, options: list[Any], tmp_path: Path, capfd: Any
 ) -> None:
@@ -151,3 +163,67 @@ def test_a_step_writes_as_often_as_in_one_process(
         assert found == wanted
     assert all(other == ([], []) for other in others)
     assert _written(tmp_path / "mesh") == _written(tmp_path / "one")
+
+
+class WritingFromOutputs(Writing):
+    """Writes as it is told to where a step runs for micro-batches: what it returned, in a hook."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        return {"loss": loss, "best": logits.argmax(-1)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.logger.experiment.add_scalar("loss", outputs["loss"], self.global_step)
+        self.logger.experiment.add_text("best", str(outputs["best"].tolist()))
+
+
+class WritingGenerators(Writing):
+    """Writes what cannot be sent."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.logger.experiment.add_text("rows", (row for row in batch))
+        return loss
+
+
+def _train_on_two_stages(rank: int, world: int, kind: type[Writing], folder: str) -> Any:
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            kept = _train(rank, world, "pp2", folder, ("num_microbatches", 2), kind=kind)
+        except ConfigurationError as error:
+            return str(error)
+        said = [str(each.message) for each in caught if "micro-batches" in str(each.message)]
+    return kept, said
+
+
+def test_a_step_on_micro_batches_writes_for_each_which_is_said(tmp_path: Path) -> None:
+    added, images = _train(0, 1, None, os.fspath(tmp_path / "one"))
+    (kept, said), *_ = run_ranks(
+        _train_on_two_stages, 2, Writing, os.fspath(tmp_path / "mesh"), timeout=180
+    )
+    # Evaluation runs whole batches then.
+    assert kept[1] == images
+    assert [each for each in kept[0] if each[0] == "best"] == added[-len(images) :]
+    one, mesh = _written(tmp_path / "one"), _written(tmp_path / "mesh")
+    assert mesh["notes"] == one["notes"]
+    first, *steps = one["steps"].splitlines()
+    assert mesh["steps"].splitlines() == [first, *(step for step in steps for _ in range(2))]
+    means = [(a[1] + b[1]) / 2 for a, b in zip(kept[0][:-2:2], kept[0][1:-2:2], strict=True)]
+    assert means == pytest.approx([each[1] for each in added[:-2]], abs=1e-5)
+    assert len(said) == 1
+    assert "for each of 2 micro-batches" in said[0]
+
+    # As the warning says.
+    wanted = _train(0, 1, None, os.fspath(tmp_path / "one, in a hook"), kind=WritingFromOutputs)
+    folder = os.fspath(tmp_path / "mesh, in a hook")
+    (kept, said), *_ = run_ranks(_train_on_two_stages, 2, WritingFromOutputs, folder, timeout=180)
+    assert kept == wanted
+    assert not said
+
+
+def test_what_cannot_be_sent_to_rank_0_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BaseException, match="cannot pickle 'generator'"):
+        run_ranks(_train_on_two_stages, 2, WritingGenerators, os.fspath(tmp_path), timeout=180)

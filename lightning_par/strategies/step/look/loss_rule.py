@@ -51,6 +51,7 @@ class Seen:
             others together.
         calls: For each batch, the cross-entropies that it computed.
         leaves: Names of attributes of the LightningModule that it changes.
+        writes: Whether it writes by itself: to loggers, the terminal or files.
     """
 
     losses: list[tuple[float, ...]]
@@ -58,6 +59,7 @@ class Seen:
     metrics: tuple[dict[str, Any], dict[str, Any]]
     calls: list[list[SeenLoss]] = field(default_factory=list)
     leaves: tuple[str, ...] = ()
+    writes: bool = False
 
 
 def _has_equal_rows(path: str, batch: Any) -> bool:

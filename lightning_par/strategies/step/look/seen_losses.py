@@ -124,6 +124,7 @@ class LookAtStep:
     Attributes:
         metrics: Of the module.
         losses: Cross-entropies that the step computes.
+        has_written: Tells whether it has written to the terminal or a file.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class LookAtStep:
     ) -> None:
         self.metrics = LookAtMetrics(module, group)
         self.losses = LookAtLosses(batches, sharpens=sharpens)
+        self.has_written: Callable[[], bool] = lambda: False
 
     def followed(self, index: int) -> ExitStack:
         """Surrounds the step on the batch with this number."""

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,21 @@ from typing import Any
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_par.strategies.components.step_writes import NO_RANK
 from lightning_par.upstream.functions import replaced
 
 __all__ = ["silent"]
 
 _COMPILERS = ("filelock", "huggingface_hub", "triton")
-_ANOTHER_RANK = 1
-"""What `rank_zero_only` takes this process for, so that what only rank 0 does is not done."""
 
 
 @contextmanager
-def silent(loggers: Sequence[Any]) -> Iterator[None]:
+def silent(loggers: Sequence[Any]) -> Iterator[Callable[[], bool]]:
     """Inside, nothing that the user's code says or writes gets out.
 
     Loggers answer as on a rank that is not the first, what is printed or logged by `logging` is
-    dropped, and files that are opened for writing are copies that go away.
+    dropped, and files that are opened for writing are copies that go away. Gives what tells whether
+    anything was printed, or a file written.
 
     Args:
         loggers: Those of the user's Trainer.
@@ -41,10 +41,10 @@ def silent(loggers: Sequence[Any]) -> Iterator[None]:
             logger.__class__ = _silent_class(kind)
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(max(logging.ERROR, logging.root.manager.disable))
-        stack.enter_context(replaced(rank_zero_only, "rank", _ANOTHER_RANK))
-        stack.enter_context(redirect_stdout(io.StringIO()))
-        stack.enter_context(_files_aside())
-        yield
+        stack.enter_context(replaced(rank_zero_only, "rank", NO_RANK))
+        said = stack.enter_context(redirect_stdout(io.StringIO()))
+        files = stack.enter_context(_files_aside())
+        yield lambda: bool(said.tell() or files)
 
 
 def _silent_class(kind: type) -> type:
@@ -60,8 +60,10 @@ def _silent_class(kind: type) -> type:
 
 
 @contextmanager
-def _files_aside() -> Iterator[None]:
-    """Inside, what Python code opens for writing is a copy in a folder that is removed."""
+def _files_aside() -> Iterator[dict[Path, Path]]:
+    """Inside, what Python code opens for writing is a copy in a folder that is removed; gives the
+    copies.
+    """
     plain, aside = builtins.open, dict[Path, Path]()
     with ExitStack() as stack:
 
@@ -72,14 +74,16 @@ def _files_aside() -> Iterator[None]:
             is_written = bool({*"wax+"}.intersection(mode)) and _is_of_the_step()
             if is_written and path not in aside and (path.is_file() or not path.exists()):
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
-                aside[path] = Path(folder, path.name)
+                copy = Path(folder, path.name)
                 if path.is_file():
-                    shutil.copyfile(path, aside[path])
+                    with plain(path, "rb") as source, plain(copy, "wb") as target:
+                        shutil.copyfileobj(source, target)
+                aside[path] = copy
             return plain(aside.get(path, file), mode, *args, **kwargs)
 
         stack.enter_context(replaced(builtins, "open", opened))
         stack.enter_context(replaced(io, "open", opened))
-        yield
+        yield aside
 
 
 def _is_of_the_step() -> bool:

@@ -1,0 +1,248 @@
+"""What a step writes on rank 0 after the blocks of a pipeline, which run on other ranks.
+
+Only the last stage gets to the code of a step behind the model call. From the end of the last block
+on, the last stage of the first replica stands in the place of rank 0: Lightning tells the step that
+its rank is 0, so that it prints and writes files there; and what it calls on a logger is sent to
+rank 0, which has the logger.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, ExitStack
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_par.engine.pipeline.stage import Stage
+from lightning_par.errors import ConfigurationError
+from lightning_par.upstream.functions import replaced
+
+__all__ = ["NO_RANK", "StepWrites"]
+
+NO_RANK = 1 << 30
+"""What `rank_zero_only` takes a process for while nothing that a step writes may get out."""
+
+
+class StepWrites:
+    """Lets a step under a pipeline write what it writes in one process.
+
+    Args:
+        module: The user's LightningModule.
+        stages: Those of this rank.
+        source: Global rank of the last stage of this replica.
+        group: Ranks of its pipeline.
+
+    Attributes:
+        is_known: Whether it is known, from a look at it, that the training step writes.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        stages: Sequence[Stage],
+        source: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._module, self._stages, self._rank = module, stages, dist.get_rank()
+        self._has_rank_zero = 0 in dist.get_process_group_ranks(group)
+        self._records = self._rank == source != 0
+        self._calls: list[bytes] = []
+        self._is_noted = self._is_in_place = self._has_warned = self.is_known = False
+        self._kinds: dict[tuple[int, type], type] = {}
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Surrounds the user's step for a micro-batch."""
+        stage = next(stage for stage in self._stages if stage.current is not None)
+        # Rank 0 may hold later stages, too: there it is another rank up to the last block.
+        is_other = self._rank == 0 and not stage.is_first
+        own = rank_zero_only.rank  # type: ignore[attr-defined]
+        is_silent = own == NO_RANK  # every replica then notes whether the step writes
+        if not (stage.is_last or is_other) or not (self._has_rank_zero or is_silent):
+            yield
+            return
+        processes = getattr(self._module.trainer.strategy, "processes", None)
+
+        def show(rank: int) -> None:
+            self._is_in_place = rank == 0
+            shown = own if is_silent else own - self._rank + rank
+            rank_zero_only.rank = _Rank(shown, self.note)  # type: ignore[attr-defined]
+            if processes is not None:
+                processes.shown_rank = _Rank(rank, self.note)
+
+        with ExitStack() as stack:
+            if processes is not None:
+                stack.enter_context(replaced(processes, "shown_rank", None))
+            stack.enter_context(replaced(rank_zero_only, "rank", own))
+            for index, logger in enumerate(self._module.trainer.loggers):
+                kind = type(logger)
+                stack.callback(setattr, logger, "__class__", kind)
+                logger.__class__ = self._kind_of(index, kind, keeps=not is_silent)
+            stack.callback(setattr, stage, "after_blocks", None)
+            stack.callback(setattr, self, "_is_in_place", False)
+            if stage.is_last and self._has_rank_zero:
+                stage.after_blocks = partial(show, 0)
+            show(1 if is_other else self._rank)
+            yield
+
+    def note(self) -> None:
+        """Note that the step writes, or asks whether it is on rank 0."""
+        self._is_noted = True
+
+    def take(self) -> tuple[bool, list[bytes]]:
+        """Return whether the step writes, and its calls of loggers since the last time."""
+        found = self._is_noted, self._calls
+        self._is_noted, self._calls = False, []
+        return found
+
+    def write(self, name: str, found: tuple[bool, list[bytes]], count: int) -> None:
+        """Carry out, on rank 0, what the last stage called.
+
+        Args:
+            name: Of the step.
+            found: From `take`, on the last stage.
+            count: Number of micro-batches.
+        """
+        is_noted, calls = found
+        if (is_noted or (self.is_known and name == "training_step")) and count > 1:
+            self._warn(name, count)
+        if self._rank != 0:
+            return
+        for call in calls:
+            index, path, args, kwargs = pickle.loads(call)
+            target: Any = self._module.trainer.loggers[index]
+            for place in path:
+                target = getattr(target, place) if isinstance(place, str) else target[place[0]]
+            target(*args, **kwargs)
+
+    def _warn(self, name: str, count: int) -> None:
+        """Say, once, that a step which writes does so for every micro-batch."""
+        if self._has_warned or rank_zero_only.rank == NO_RANK:  # type: ignore[attr-defined]
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"{type(self._module).__name__}.{name} writes by itself (to a logger, the terminal or "
+            f"a file), or asks whether its rank is 0: on a pipeline it runs for each of {count} "
+            "micro-batches, and writes for each what one process writes once, of the whole batch. "
+            "Use self.log; or return the values beside the loss, as in {'loss': loss, 'best': "
+            "best}, and write outputs['best'] in on_train_batch_end; or use num_microbatches=1."
+        )
+
+    def _kind_of(self, index: int, kind: type, *, keeps: bool) -> type:
+        """Return a class like that of a logger, which records what is called in the step."""
+        known = self._kinds.get((index, kind))
+        if known is not None:
+            return known
+
+        def experiment(logger: Any) -> Any:
+            self.note()
+            if not self._is_in_place:
+                return DummyLogger().experiment
+            if self._records:
+                return _Recorder(self._record, (index, "experiment"))
+            plain: Any = super(made, logger)
+            return plain.experiment
+
+        def method(name: str) -> Callable[..., Any]:
+            def call(logger: Any, *args: Any, **kwargs: Any) -> Any:
+                self.note()
+                if not self._is_in_place:
+                    return None
+                if self._records:
+                    return self._record((index, name), args, kwargs)
+                return getattr(super(made, logger), name)(*args, **kwargs)
+
+            return call
+
+        names = [name for name in dir(kind) if name.startswith("log_") and name != "log_dir"]
+        methods: dict[str, Any] = {n: method(n) for n in names if callable(getattr(kind, n))}
+        made: Any = type(kind.__name__, (kind,), {**methods, "experiment": property(experiment)})
+        if keeps:
+            self._kinds[index, kind] = made
+        return made  # type: ignore[no-any-return]
+
+    def _record(self, path: tuple[Any, ...], args: Any, kwargs: Any) -> None:
+        file = io.BytesIO()
+        try:
+            _Pickler(file).dump((path[0], path[1:], args, kwargs))
+        except Exception as error:
+            called = ".".join(p if isinstance(p, str) else repr(p[0]) for p in path[1:])
+            raise ConfigurationError(
+                "LP323",
+                f"self.logger.{called}(...) after the model call: on a pipeline it is called on "
+                f"the last stage, and its arguments cannot be sent to rank 0, which writes: "
+                f"{error}. Pass numbers, text, arrays and tensors, without functions, generators "
+                "or open files in them. No weight was changed in this step.",
+            ) from error
+        self._calls.append(file.getvalue())
+
+
+class _Rank(int):
+    """A rank that tells when it is compared, as it is before something is written on rank 0."""
+
+    _note: Callable[[], None]
+
+    def __new__(cls, value: int, note: Callable[[], None]) -> "_Rank":
+        made = super().__new__(cls, value)
+        made._note = note
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        self._note()
+        return int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        self._note()
+        return int(self) != other
+
+    def __gt__(self, other: int) -> bool:
+        self._note()
+        return int(self) > other
+
+    def __bool__(self) -> bool:
+        self._note()
+        return int(self) != 0
+
+    __hash__ = int.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+
+class _Recorder:
+    """Stands for an object of a logger: what is called on it, at any depth, is recorded."""
+
+    __iter__ = None
+
+    def __init__(self, record: Callable[..., None], path: tuple[Any, ...]) -> None:
+        self._record_call, self._path = record, path
+
+    def __getattr__(self, name: str) -> "_Recorder":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Recorder(self._record_call, (*self._path, name))
+
+    def __getitem__(self, key: Any) -> "_Recorder":
+        return _Recorder(self._record_call, (*self._path, (key,)))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._record_call((*self._path, "__setitem__"), (key, value), {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._record_call(self._path, args, kwargs)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as they are now, on the host."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().cpu().clone().__reduce_ex__(2)
+        return NotImplemented
