@@ -184,6 +184,7 @@ class NoisyWeights(Callback):
 
 CAUGHT: dict[str, tuple[Any, str, str]] = {
     "learning rate by world size": (ScaledByWorld, "zero1", "2 times .* learning rate"),
+    "learning rate by world size, pp": (ScaledByWorld, "pp2", "2 times .* learning rate"),
     "entries without a batch dim": (WeightedByList, "pp2", "no mean over the samples"),
     "pooling over shards": (Pools, "tp2", "tensor parallelism"),
     "a style that sums nothing": (WrongStyle, "tp2", "the (gradient|loss)"),

@@ -161,6 +161,16 @@ def signs_of_gradients() -> Any:
     return hooked(act, "on_after_backward")
 
 
+@CASES.add(refused={"tp2 pp2 zero3": "differs from the same step on one process"})
+def noise_on_gradients() -> Any:
+    def act(module: PlainModule) -> None:
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+
+    return hooked(act)
+
+
 @CASES.add(equal="pp2 tp2")
 def entries_clipped() -> Any:
     return hooked(lambda m: clip_grad_value_(m.parameters(), 1e-3))

@@ -223,6 +223,11 @@ def synchronized_batch_norm() -> Any:
     return normalized(PlainModule.batch)
 
 
+@CASES.add()
+def batch_norm_of_parts() -> Any:
+    return normalized(replace(PlainModule.batch, local_statistics=True))
+
+
 def by_hand(module: Any, x: Tensor, y: Tensor) -> Tensor:
     losses, counts = F.cross_entropy(module.net(x).transpose(1, 2), y, reduction="none"), y != -100
     return (losses * counts).sum() / counts.sum()
@@ -327,3 +332,10 @@ def a_factor_that_is_zero_at_first() -> Any:
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
     CASES.check(case, layout, refusal)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero1"])
+def test_statistics_of_parts_are_accepted(layout: str) -> None:
+    """It trains on, with numbers that are not those of one process."""
+    with pytest.raises(AssertionError, match="not close"):
+        CASES.check("batch_norm_of_parts", layout, None)

@@ -195,6 +195,16 @@ def penalty_of_the_head() -> Any:
     return penalized(lambda m: m.net.head.weight.pow(2).mean() + m.net.norm.weight.abs().sum())
 
 
+@CASES.add(equal="tp2 pp2 zero3")
+def noise_on_the_weight_of_the_head() -> Any:
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            weight = self.net.head.weight
+            return super().loss(batch) + (torch.randn_like(weight) * weight).mean()
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal="tp2 zero3", refused={"pp2": ELSEWHERE})
 def penalty_of_the_embedding() -> Any:
     return penalized(lambda m: m.net.emb.weight.pow(2).mean(), 1.0)

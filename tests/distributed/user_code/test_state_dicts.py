@@ -122,7 +122,7 @@ CASES = {
     "hooked": (Hooked, {"net.head.": "net.output."}, ("net.norm.weight", "net.norm.bias")),
     "counting": (Counting, {}, ()),
     "counting in tensors": (CountingInTensors, {}, ()),
-    "head only": (HeadOnly, {}, ()),
+    "head_only": (HeadOnly, {}, ()),
 }
 
 

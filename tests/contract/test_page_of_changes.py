@@ -1,0 +1,175 @@
+"""Every line of docs/what_a_mesh_changes.md names the tests that prove its cells."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "what_a_mesh_changes.md"
+USER_CODE = "distributed/user_code"
+HEADS = ("your code", "your model", "you do")
+
+pytestmark = pytest.mark.contract
+
+PROOFS: dict[str, str] = {
+    # Parameters, gradients, optimizers
+    "reads weights in the step: L2 terms, norms, penalties": """
+        parameters::sum_of_squares parameters::norm_of_all_weights_in_one
+        parameters::penalty_of_the_head parameters::penalty_of_the_embedding
+        parameters::spectral_norms_of_linear_layers""",
+    "`clip_grad_norm_`, `grad_norm`, clipping per layer, signs": """
+        gradients::clipped_by_torch gradients::norm_logged_by_lightning
+        gradients::each_block_clipped gradients::signs_of_gradients
+        gradients::each_linear_layer_clipped gradients::matrices_clipped""",
+    "`torch.randn_like` of gradients, drawn in a hook": "gradients::noise_on_gradients",
+    "Muon, Adafactor, LARS, Prodigy, LBFGS, SAM, an optimizer of your own": """
+        optimizers::muon_with_clipping optimizers::adafactor_with_accumulation
+        optimizers::norm_of_each_parameter optimizers::prodigy_that_adapts
+        optimizers::lbfgs_with_line_search optimizers::sharpness_aware_with_momentum
+        optimizers::two_kinds_in_one_class optimizers::across_weights_of_another_layout""",
+    "`torch.randn_like(weight)` in the step": "parameters::noise_on_the_weight_of_the_head",
+    "a part, expert or block that only some batches use; detached or unused weights": """
+        absent_gradients::tower_for_some_samples absent_gradients::stages_detached
+        absent_gradients::first_blocks_without_gradients
+        absent_gradients::frozen_blocks_for_some_samples
+        absent_gradients::stages_detached_in_every_other_step""",
+    "gradients inside the step: penalties on them, adversarial inputs": """
+        uncommon_steps::penalty_on_the_gradient_of_the_input
+        uncommon_steps::penalty_on_the_gradient_of_one_score
+        uncommon_steps::penalty_on_the_gradient_of_a_divided_cross_entropy""",
+    "an average of the weights that the module itself keeps": """
+        uncommon_steps::an_average_that_the_module_keeps
+        uncommon_steps::test_an_average_that_the_module_keeps_ends_on_a_pipeline
+        distributed/test_weight_averaging.py::test_averages_and_their_checkpoints_equal_one_process
+        """,
+    "an embedding with `max_norm`": "uncommon_steps::an_embedding_of_limited_norm",
+    "a learning rate from `trainer.world_size`": """
+        first_step_proof::test_a_difference_ends_the_first_step""",
+    "parametrizations, such as spectral norm": """
+        uncommon_steps::a_norm_that_iterates_when_the_weight_is_read""",
+    # Batches and losses
+    "batches of any kind: dataclasses, objects, strings, lists": """
+        batches::data_class batches::object_with_to batches::texts_tokenized_in_the_step
+        batches::weights_of_samples_in_a_list batches::nested_lists_of_unequal_samples""",
+    "entries without a batch dim: class weights, tables": """
+        batches::class_weights_stand_first batches::class_weights_declared
+        batches::table_with_as_many_rows_as_samples batches::table_declared_whole""",
+    "packed sequences": "batches::packed_sequences",
+    "a loss that is a mean over samples or labels, a sum, or weighted by a mask or by classes": """
+        losses::padded_labels_that_nobody_declared losses::sum_over_samples
+        losses::mean_over_a_mask losses::weights_of_a_criterion_for_classes""",
+    "a sum of two means over different things": "losses::two_kinds_of_labels",
+    "a step that does not run on parts of a batch, such as `topk` over its samples": """
+        side_effects::a_count_of_samples_in_the_batch
+        uncommon_steps::the_hardest_samples_of_a_batch""",
+    "a loss that depends on what every step moves on: a count of steps, power iterations of a "
+    "spectral norm": "side_effects::state_that_every_step_moves_on",
+    "a loss that takes another form after some steps: a term that begins later, `topk` after a "
+    "warm-up": """
+        losses::a_term_that_begins_later losses::hard_samples_from_the_third_step_on
+        losses::a_sum_from_the_third_step_on""",
+    "in-batch negatives": """
+        losses::in_batch_negatives losses::in_batch_negatives_gathered
+        collectives::test_negatives_of_all_replicas_have_the_gradient_of_one_process""",
+    "gathers or reduces by itself": """
+        collectives::test_samples_of_all_replicas_are_gathered_and_counted_once
+        collectives::test_a_collective_that_counts_samples_twice_is_refused""",
+    "BatchNorm": """
+        losses::batch_norm losses::synchronized_batch_norm
+        losses::test_statistics_of_parts_are_accepted""",
+    "logs a mean over labels or over samples, or a count, of a batch": """
+        metrics::test_a_step_logs_the_metric_of_the_whole_batch
+        metrics::test_a_metric_that_depends_on_how_a_batch_is_cut_is_named""",
+    "noise, masks, time steps drawn in the step, in training or validation": """
+        random_draws::noise_like_the_activations random_draws::noise_and_steps_of_diffusion
+        random_draws::masking_by_the_order_of_noise
+        random_draws::numbers_of_numpy_for_every_sample
+        random_draws::test_validation_draws_and_logs_what_one_process_does""",
+    "dropout, and DropPath of a library": """
+        random_draws::dropout_before_the_noise first_step_proof::test_no_false_alarm""",
+    # Models
+    "has no plan": """
+        inferred_plans::heads_of_their_own inferred_plans::fused_heads_and_a_tied_table
+        inferred_plans::one_block_many_times inferred_plans::recurrent""",
+    "a block writes to another module, or appends to a list that later code reads": """
+        side_effects::auxiliary_loss_that_is_carried inferred_plans::losses_that_experts_keep""",
+    "pools over tokens, or a loss on tokens of one rank": """
+        first_step_proof::test_a_difference_ends_the_first_step
+        inferred_plans::image_transformer sequences::step_that_drops_a_token""",
+    "mixes tokens by other means than attention: Mamba, convolutions, recurrences": """
+        mixers::test_equal_or_refused mixers::conv1d mixers::cumsum mixers::attention_alone""",
+    "collects outputs in attributes of the module, for hooks of an epoch": """
+        step_attributes::test_every_rank_reads_what_one_process_has_collected""",
+    "shifts labels, slices or pools tokens in the step, or keeps outputs, under context "
+    "parallelism": """
+        sequences::training_that_shifts_labels sequences::test_evaluation_equals_one_process""",
+    "generates text in validation, of any number of tokens": """
+        sequences::test_evaluation_equals_one_process""",
+    "counts positions by itself": """
+        mixers::positions_counted_by_the_model mixers::first_rows_of_a_table_of_positions""",
+    "changes its state dict: renames keys by hooks or an override, keeps extra state, saves a part "
+    "of its weights": """
+        state_dicts::test_a_changed_state_dict_is_loaded_as_one_process_loads_it
+        state_dicts::renaming state_dicts::hooked state_dicts::counting
+        state_dicts::head_only""",
+    "custom layers without the right tensor style": """
+        parameters::weight_of_a_block_without_a_style
+        side_effects::colwise_behind_a_gathered_norm
+        side_effects::weights_read_by_the_module_around""",
+    "transformers families: decoders, encoders, both": """
+        families::test_equal_or_refused families::pairs_of_images_and_texts
+        distributed/models/test_huggingface.py::test_family_on_tensor_and_pipeline_ranks_equals_one_process
+        """,
+    # After the run
+    "call, save or train the module again, with any Trainer": """
+        distributed/test_module_after_run.py::test_module_is_whole_and_plain_after_a_fit
+        distributed/test_module_after_run.py::test_another_trainer_goes_on_with_the_module
+        distributed/test_module_after_run.py::test_same_trainer_fits_and_saves_again
+        distributed/test_module_after_run.py::test_parts_stay_where_whole_modules_are_not_wanted""",
+    "hooks that act on a checkpoint: `on_load_checkpoint` that edits weights, states or groups of "
+    "optimizers; states of callbacks and data modules": """
+        resume::test_hooks_states_and_edits_of_a_resumed_run_are_those_of_one_process
+        resume::test_a_callback_that_has_added_a_group_of_parameters_resumes""",
+    "load `best_model_path` with a plain `Trainer`, or `torch.load`": """
+        contract/test_plain_file.py::test_plain_torch_and_lightning_read_it
+        contract/test_checkpoints.py::test_best_last_and_every_few_steps""",
+}
+"""First cell of a row -> the tests that prove its other cells. A name without a path is of a file
+of tests/distributed/user_code, and may be a case of its table."""
+
+
+def rows() -> list[str]:
+    """Give the first cell of every row of the page."""
+    cells = re.findall(r"^\| (.+?) \|", PAGE.read_text(), re.MULTILINE)
+    return [cell for cell in cells if cell not in HEADS]
+
+
+@cache
+def names_in(path: Path) -> set[str]:
+    """Give the functions of a test file, and the keys of its tables."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Dict):
+            found |= {str(k.value) for k in node.keys if isinstance(k, ast.Constant)}
+    return found
+
+
+def test_every_row_has_its_proofs_and_every_proof_its_row() -> None:
+    assert len(set(rows())) == len(rows())
+    assert sorted(rows()) == sorted(PROOFS)
+
+
+@pytest.mark.parametrize("row", PROOFS)
+def test_proofs_exist(row: str) -> None:
+    proofs = PROOFS[row].split()
+    assert proofs
+    for proof in proofs:
+        file, name = proof.split("::")
+        path = ROOT / "tests" / (file if "/" in file else f"{USER_CODE}/test_{file}.py")
+        assert path.is_file(), proof
+        assert name in names_in(path), proof
