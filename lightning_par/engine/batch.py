@@ -341,11 +341,10 @@ def batch_entry(batch: Any, path: str) -> Any:
         found = {name: entry for name, (_, entry) in _named(value, held).items()}
         if step not in found:
             where = repr(".".join(passed)) if passed else "the batch"
-            has = f"is a {type(value).__name__}"
+            kind = type(value).__name__
+            has = f"is a {kind}"
             if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-                has = (
-                    f"has {len(value)} entries ({type(value).__name__}), called '0', '1' and so on"
-                )
+                has = f"has {len(value)} entries ({kind}), called '0', '1' and so on"
             elif held is not None:
                 has = f"has {sorted(str(key) for key, _ in held)}"
             raise PlanError("LP302", f"the plan names the batch entry {path!r}, but {where} {has}.")
@@ -466,13 +465,13 @@ def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
         return torch.tensor(float(size), dtype=torch.float64, device=device)
     is_shifted = layout.shifted is not None and has_entry(batch, layout.shifted)
     path = layout.shifted or "" if is_shifted else layout.labels
-    if not has_entry(batch, path):
+    labels = batch_entry(batch, path)
+    if labels is None:
         raise PlanError(
             "LP302",
             f"the batch has no entry {path!r}, which its layout names as the labels. If some have "
             "none, name none: ParallelPlan(batch=BatchLayout()); the rule of the loss is found.",
         )
-    labels = batch_entry(batch, path)
     if layout.label_shift and not is_shifted:
         dim = layout.sequence_dims.get(layout.labels, 1)
         labels = labels.narrow(dim, layout.label_shift, labels.shape[dim] - layout.label_shift)

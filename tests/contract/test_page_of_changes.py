@@ -106,6 +106,10 @@ PROOFS: dict[str, str] = {
     "shifts labels, slices or pools tokens in the step, or keeps outputs, under context "
     "parallelism": """
         sequences::training_that_shifts_labels sequences::test_evaluation_equals_one_process""",
+    "writes from a step: `logger.experiment`, `self.print`, files on rank 0": """
+        writes::test_a_step_writes_as_often_as_in_one_process
+        writes::test_a_step_on_micro_batches_writes_for_each_which_is_said
+        writes::test_what_cannot_be_sent_to_rank_0_is_refused""",
     "generates text in validation, of any number of tokens": """
         sequences::test_evaluation_equals_one_process""",
     "counts positions by itself": """

@@ -196,10 +196,11 @@ def files_of_a_step(rank: int, world: int) -> set[str]:
 def test_a_steady_hybrid_step_enters_few_files() -> None:
     found = run_ranks(files_of_a_step, 4)
     assert all({"strategies/mesh_strategy.py", "engine/pipeline/executor.py"} <= f for f in found)
-    # 21 of the step itself, with the one that keeps T, which shards along T do not tell. Three
-    # watch it: collectives over all ranks (two), the form of the loss.
+    # 21 of the step itself, with the one that keeps T, which shards along T do not tell. Four
+    # watch it: collectives over all ranks (two), what it writes, the form of the loss.
     watches = {
         "strategies/processes/world_collectives.py",
+        "strategies/components/step_writes.py",
         "strategies/step/look/loss_form.py",
         "upstream/functions.py",
     }

@@ -47,6 +47,7 @@ CONVENTIONAL = MappingProxyType(
         "_backward_hooks": "what Tensor.register_hook and nn.Module register",
         "_backward_pre_hooks": "what nn.Module registers",
         "_buffers": "what nn.Module registers, without the walk of named_buffers()",
+        "_current_frames": "Python documents sys._current_frames",
         "_exit": "Python documents os._exit",
         "_fields": "Python documents it of namedtuples",
         "_flash_attn_backward": "of flash-attn; FlashAttnKernel.missing looks for it",

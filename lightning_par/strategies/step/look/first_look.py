@@ -253,7 +253,7 @@ class FirstLook:
         weigh the batches of replicas; the same on every rank.
         """
         is_loss = any(
-            math.isclose(call.value, loss[0], rel_tol=self._tolerance())
+            math.isclose(call.value, loss[0], rel_tol=self.tolerance())
             for calls, loss in zip(seen.calls, seen.losses, strict=True)
             for call in calls
             if loss
