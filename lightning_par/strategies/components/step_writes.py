@@ -163,7 +163,9 @@ class StepWrites:
 
         names = [name for name in dir(kind) if name.startswith("log_") and name != "log_dir"]
         methods: dict[str, Any] = {n: method(n) for n in names if callable(getattr(kind, n))}
-        made: Any = type(f"_{kind.__name__}InStep", (kind,), {**methods, "experiment": property(experiment)})
+        made: Any = type(
+            f"_{kind.__name__}InStep", (kind,), {**methods, "experiment": property(experiment)}
+        )
         if keeps:
             self._kinds[index, kind] = made
         return made  # type: ignore[no-any-return]

@@ -56,7 +56,9 @@ def _silent_class(kind: type) -> type:
     names = [name for name in dir(kind) if name.startswith("log_") and name != "log_dir"]
     methods: dict[str, Any] = {name: nothing for name in names if callable(getattr(kind, name))}
     methods |= dict.fromkeys(("after_save_checkpoint", "finalize", "save"), nothing)
-    return type(f"_{kind.__name__}InStep", (kind,), {**methods, "experiment": DummyLogger().experiment})
+    return type(
+        f"_{kind.__name__}InStep", (kind,), {**methods, "experiment": DummyLogger().experiment}
+    )
 
 
 @contextmanager
