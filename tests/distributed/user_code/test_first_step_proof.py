@@ -347,10 +347,8 @@ def test_a_difference_ends_the_first_step(cause: str) -> None:
 @pytest.mark.parametrize("cause", UNGUARDED)
 def test_what_guards_hold_is_caught_without_them(cause: str) -> None:
     """The proof does not lean on the guards: with one switched off, it ends the first step."""
-    _, layout, guards = UNGUARDED[cause]
-    # Context parallelism in new processes, which no run before has left anything in.
-    fresh = layout == "cp2"
-    results = run_ranks(_train_unguarded, 2, cause, guards, timeout=180, fresh=fresh)
+    *_, guards = UNGUARDED[cause]
+    results = run_ranks(_train_unguarded, 2, cause, guards, timeout=180)
     for result in results:
         assert result["refused"] is not None, "it trained on"
         assert "differs from the same step on one process" in result["refused"]
