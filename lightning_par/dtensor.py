@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from lightning_par.errors import CheckpointError
 from lightning_par.upstream.distributed import functional_operators as _ops
 from lightning_par.upstream.dtensor import sharded_like
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.tensor import own_attributes
 
 __all__ = [
@@ -178,17 +179,10 @@ def whole_values() -> Iterator[None]:
             whole(tensor.detach()), *args, **options
         )
 
-    kept = {name: vars(DTensor).get(name) for name in _VALUES}
-    for name in kept:
-        setattr(DTensor, name, convert(name))
-    try:
+    with ExitStack() as stack:
+        for name in _VALUES:
+            stack.enter_context(replaced(DTensor, name, convert(name)))
         yield
-    finally:
-        for name, before in kept.items():
-            if before is None:
-                delattr(DTensor, name)
-            else:
-                setattr(DTensor, name, before)
 
 
 def _full_bytes(tensor: Tensor) -> int:

@@ -465,14 +465,13 @@ def count_valid(batch: Any, layout: BatchLayout) -> Tensor:
         return torch.tensor(float(size), dtype=torch.float64, device=device)
     is_shifted = layout.shifted is not None and has_entry(batch, layout.shifted)
     path = layout.shifted or "" if is_shifted else layout.labels
-    try:
-        labels = batch_entry(batch, path)
-    except PlanError as error:
+    labels = batch_entry(batch, path)
+    if labels is None:
         raise PlanError(
             "LP302",
-            f"{error.message} Where some batches have no labels, name none: ParallelPlan(batch="
-            "BatchLayout()); the rule of the loss is found.",
-        ) from None
+            f"the batch has no entry {path!r}, which its layout names as the labels. If some have "
+            "none, name none: ParallelPlan(batch=BatchLayout()); the rule of the loss is found.",
+        )
     if layout.label_shift and not is_shifted:
         dim = layout.sequence_dims.get(layout.labels, 1)
         labels = labels.narrow(dim, layout.label_shift, labels.shape[dim] - layout.label_shift)

@@ -331,7 +331,8 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module, accelerator = self.lightning_module, self.accelerator
-        assert accelerator is not None and module is not None  # noqa: PT018
+        assert accelerator is not None
+        assert module is not None
         accelerator.setup(trainer)
         plugin = self.precision_plugin = self._precision.adopt(self.precision_plugin)
         if not self._on_mesh(module):
@@ -404,8 +405,8 @@ class MeshStrategy(ParallelStrategy):
         output, step = steps.training(self.precision_plugin, given)
         if output is None or not module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
-            return output
-        self._step = step
+        else:
+            self._step = step
         return output
 
     @override
@@ -437,6 +438,7 @@ class MeshStrategy(ParallelStrategy):
                 self.offload.before_backward()
             weighted = step.weigh(loss)
             model.gradients.add_loss(weighted, step.has_valid_labels)
+            # Whole step: runs the backward. Pipeline: it has run; this puts the gradients in place.
             with model.steps.backward(step):
                 yield weighted
             model.gradients.after_backward()

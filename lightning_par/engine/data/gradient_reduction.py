@@ -54,13 +54,14 @@ class SharedGradients:
             if parameter.requires_grad:
                 by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for parameters in by_dtype.values():
-            held = torch.tensor([float(p.grad is not None) for p in parameters])
             missing = [n for n, p in enumerate(parameters) if p.grad is None]
             # All ranks have to send the same bytes, also for a parameter that a rank did not use.
             for number in missing:
                 parameters[number].grad = torch.zeros_like(parameters[number])
             grads = local_gradients(parameters)
-            held = held.to(grads[0], non_blocking=True)
+            held = grads[0].new_ones(len(grads))  # made there: a copy from the host would wait
+            for number in missing:
+                held[number].zero_()
             *totals, counts = sum_together([*grads, held], self.group)
             for grad, total in zip(grads, totals, strict=True):
                 grad.copy_(total)
@@ -205,7 +206,8 @@ def total_norm(
     # Without a process group: on one device, in a step that is called after the run.
     if not (dist.is_initialized() and dist.get_world_size() > 1) and not offloaded_norms:
         norm = torch.nn.utils.get_total_norm(grads)
-        return norm if poison is None else norm + poison.to(norm), torch.zeros(())
+        total = norm if poison is None else norm + poison.to(norm)
+        return total, torch.zeros_like(total)
     double = any(g.dtype is torch.float64 for g in grads)
     dtype = torch.float64 if double else torch.float32
     norms: Any = foreach_norm(grads, 2, dtype=dtype) if grads else []

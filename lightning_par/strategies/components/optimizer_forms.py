@@ -19,7 +19,7 @@ from lightning_par.strategies.components.state_map import state_like
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.replaced_parameters import replace_parameters
 
-__all__ = ["WholeOptimizer", "gather_optimizers", "with_parts"]
+__all__ = ["WholeOptimizer", "gather_optimizers", "give_parts", "with_parts"]
 
 
 class WholeOptimizer:
@@ -79,15 +79,26 @@ def gather_optimizers(
     return found
 
 
+def give_parts(model: ParallelModel, optimizers: Iterable[Optimizer]) -> None:
+    """Give optimizers of the whole module the parameters that this rank has, and parts of their
+    states; see `replaced_parameters`.
+
+    Args:
+        model: The model on the mesh.
+        optimizers: Changed in place.
+    """
+    named = dict(model.module.named_parameters(remove_duplicate=False))
+    now = {c: named[n] for n, c in model.resolved.canonical.items() if n in named}
+    before = {i: name for i, (name, _) in model.states.given.items()}
+    replace_parameters(optimizers, before, now, state_like)
+
+
 @contextmanager
 def with_parts(model: ParallelModel, optimizer: Optimizer) -> Iterator[None]:
     """Inside, an optimizer of the whole module has this rank's parts, as the module has."""
     groups = [list(group["params"]) for group in optimizer.param_groups]
     states = dict(optimizer.state)
-    named = dict(model.module.named_parameters(remove_duplicate=False))
-    now = {c: named[n] for n, c in model.resolved.canonical.items() if n in named}
-    before = {i: name for i, (name, _) in model.states.given.items()}
-    replace_parameters([optimizer], before, now, state_like)
+    give_parts(model, [optimizer])
     try:
         yield
     finally:

@@ -477,9 +477,9 @@ def state_like(parameter: nn.Parameter, value: Any, held: Any = None) -> Any:
 
     It is read into the tensor that is held already, if that fits, so that memory never has both.
     """
-    data = parameter.data
     if not isinstance(value, Tensor | StoredTensor):
         return value
+    data = parameter.data
     same = value.shape == data.shape and data.ndim > 0
     if not isinstance(data, DTensor) or not same:
         return value.read() if isinstance(value, StoredTensor) else value

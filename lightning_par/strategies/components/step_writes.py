@@ -24,7 +24,7 @@ from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.errors import ConfigurationError
 from lightning_par.upstream.functions import replaced
 
-__all__ = ["NO_RANK", "StepWrites"]
+__all__ = ["NO_RANK", "StepWrites", "logger_like"]
 
 NO_RANK = 1 << 30
 """What `rank_zero_only` takes a process for while nothing that a step writes may get out."""
@@ -161,9 +161,7 @@ class StepWrites:
 
             return call
 
-        names = [name for name in dir(kind) if name.startswith("log_") and name != "log_dir"]
-        methods: dict[str, Any] = {n: method(n) for n in names if callable(getattr(kind, n))}
-        made: Any = type(kind.__name__, (kind,), {**methods, "experiment": property(experiment)})
+        made: Any = logger_like(kind, method, experiment=property(experiment))
         if keeps:
             self._kinds[index, kind] = made
         return made  # type: ignore[no-any-return]
@@ -182,6 +180,21 @@ class StepWrites:
                 "or open files in them. No weight was changed in this step.",
             ) from error
         self._calls.append(file.getvalue())
+
+
+def logger_like(kind: type, method: Callable[[str], Callable[..., Any]], **attributes: Any) -> type:
+    """Return a class like that of a logger, with other methods that log.
+
+    It has another name, as a command line looks classes up by theirs.
+
+    Args:
+        kind: Class of a logger.
+        method: Name of a method ``log_...`` -> what stands in its place.
+        attributes: What else it has.
+    """
+    names = [name for name in dir(kind) if name.startswith("log_") and name != "log_dir"]
+    methods = {name: method(name) for name in names if callable(getattr(kind, name))}
+    return type(f"_{kind.__name__}InStep", (kind,), {**methods, **attributes})
 
 
 class _Rank(int):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_par.dtensor import local_part
 from lightning_par.errors import ConfigurationError
-from lightning_par.strategies.components.state_map import state_like
+from lightning_par.strategies.components.optimizer_forms import give_parts
 from lightning_par.strategies.optimizers.reach import (
     check_references,
     declared_reach,
@@ -23,10 +23,7 @@ from lightning_par.strategies.optimizers.reach import (
 )
 from lightning_par.strategies.optimizers.whole_step import WholeStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
-from lightning_par.strategies.setup.replaced_parameters import (
-    check_membership,
-    replace_parameters,
-)
+from lightning_par.strategies.setup.replaced_parameters import check_membership
 from lightning_par.upstream.dtensor import sharded_like
 
 __all__ = [
@@ -75,11 +72,8 @@ def adopt_optimizers(optimizers: Iterable[Optimizer], model: ParallelModel) -> N
         optimizers: What `configure_optimizers` gave; changed in place.
         model: The model on the mesh.
     """
-    named = dict(model.module.named_parameters(remove_duplicate=False))
-    now = {c: named[n] for n, c in model.resolved.canonical.items() if n in named}
-    before = {i: name for i, (name, _) in model.states.given.items()}
-    replace_parameters(optimizers, before, now, state_like)
-    check_membership(optimizers, named.values(), model.mesh.sizes.world_size)
+    give_parts(model, optimizers)
+    check_membership(optimizers, model.module.parameters(), model.mesh.sizes.world_size)
     if model.compression is not None:
         model.compression.reset()
 

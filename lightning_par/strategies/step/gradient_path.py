@@ -1,7 +1,5 @@
 """The path of a gradient from the backward to the optimizer, as one ordered list of actions.
 
-Length: these are all actions, in their order.
-
 Before it, autograd computes the gradient, and FSDP averages it over the replicas in the backward.
 
 Note [Order of the path]: copies are summed after the average over replicas, as the sum gives all
@@ -233,8 +231,8 @@ class GradientPath:
         absent = self._sharding.absent
         assert absent is not None
         has_norm = self._on_nonfinite != "ignore" and self._scaler is None and self._host is None
-        waits = has_norm and self._module.automatic_optimization and not self._sees_gradients
-        if absent.are_usual or not waits:
+        waits = has_norm and self._module.automatic_optimization and not absent.are_usual
+        if not waits or self._sees_gradients:
             absent.agree()
 
     @property

@@ -26,7 +26,8 @@ class Poisoned(ToyModule):
         self.rank, self.what = rank, what
 
     def hits(self) -> bool:
-        return self.global_rank == self.rank and self.trainer.global_step == 1
+        # Behind the blocks of a pipeline `self.global_rank` is that of rank 0.
+        return dist.get_rank() == self.rank and self.trainer.global_step == 1
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)

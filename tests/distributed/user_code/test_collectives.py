@@ -11,7 +11,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_par import Hybrid3DStrategy
+from lightning_par import BatchLayout, Hybrid3DStrategy
 from lightning_par.errors import LightningParError
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
@@ -57,15 +57,12 @@ class Gathering(PlainModule):
 class Negatives(PlainModule):
     """Compares every sample with those of all replicas; the gradient goes through the gather."""
 
+    batch = BatchLayout(sequence_dims={"0": 1, "1": 1}, loss_weight="samples")
+
     def loss(self, batch: Any) -> Tensor:
         own = self.net(batch[0]).mean(1)
         every = self.all_gather(own, sync_grads=True).reshape(-1, own.shape[-1])
         return ((own @ every.T).logsumexp(1) - own.square().sum(1)).mean()
-
-    def parallel_plan(self) -> Any:
-        plan = super().parallel_plan()
-        vars(plan.batch)["labels"], vars(plan.batch)["loss_weight"] = None, "samples"
-        return plan
 
 
 class Summing(PlainModule):

@@ -463,6 +463,7 @@ def _train_rank(
     except LightningParError as error:
         result["refused"] = str(error)
     after = _process_state()
+    assert strategy._parallel_model is not None, result["refused"]
     proof = strategy.parallel_model.proof
     left = [key for key in before if before[key] != after[key] and key != "filters"]
     left += [key for key in ("on_train_batch_end", "log") if key in vars(module)]

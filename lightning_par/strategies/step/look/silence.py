@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_par.strategies.components.step_writes import NO_RANK
+from lightning_par.strategies.components.step_writes import logger_like, NO_RANK
 from lightning_par.upstream.functions import replaced
 
 __all__ = ["silent"]
@@ -53,10 +53,8 @@ def _silent_class(kind: type) -> type:
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    names = [name for name in dir(kind) if name.startswith("log_") and name != "log_dir"]
-    methods: dict[str, Any] = {name: nothing for name in names if callable(getattr(kind, name))}
-    methods |= dict.fromkeys(("after_save_checkpoint", "finalize", "save"), nothing)
-    return type(kind.__name__, (kind,), {**methods, "experiment": DummyLogger().experiment})
+    others = dict.fromkeys(("after_save_checkpoint", "finalize", "save"), nothing)
+    return logger_like(kind, lambda _: nothing, **others, experiment=DummyLogger().experiment)
 
 
 @contextmanager
