@@ -23,7 +23,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -105,14 +105,21 @@ class WholeView(TorchFunctionMode):
 
     def _find_owners(self, group: dist.ProcessGroup) -> dict[str, int]:
         """Return the first pipeline rank of each tensor that some stages lack."""
-        own = [*_named(self._module)]
+        own = [*self._parameters()], [name for name, _ in self._module.named_buffers()]
         found = [own] * group.size()
         dist.all_gather_object(found, own, group=group)
+        # Where a stage lacks a parameter of a module that it holds, a buffer stands in its place.
+        parameters = {name for names, _ in found for name in names}
+        held = [{*names, *set(buffers).difference(parameters)} for names, buffers in found]
         owners: dict[str, int] = {}
-        for rank, names in reversed([*enumerate(found)]):
+        for rank, names in reversed([*enumerate(held)]):
             owners |= dict.fromkeys(names, rank)
-        everywhere = set(own).intersection(*found)
+        everywhere = set.intersection(*held)
         return {name: rank for name, rank in owners.items() if name not in everywhere}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of this rank."""
+        return dict(self._module.named_parameters(remove_duplicate=False))
 
     @contextmanager
     def around(self, hook: str, *, is_first: bool) -> Iterator[None]:
@@ -130,8 +137,9 @@ class WholeView(TorchFunctionMode):
         """
         self._hook, self._is_first, self._is_paused = hook, is_first, False
         if self._owners:
-            named = _named(self._module).items()
-            self._held = {id(t): (n, self._owners[n]) for n, t in named if n in self._owners}
+            named = dict(self._module.named_buffers()) | self._parameters()
+            owners = self._owners
+            self._held = {id(t): (n, owners[n]) for n, t in named.items() if n in owners}
         try:
             with self:
                 yield
@@ -255,7 +263,7 @@ class WholeView(TorchFunctionMode):
         """
         assert self._group is not None
         self._agree("gradients", self._group)
-        names, named = [*self._owners], _named(self._module)
+        names, named = [*self._owners], self._parameters()
         held = [n in named and _GRAD(named[n]) is not None for n in names]
         flags = torch.tensor(held, dtype=torch.uint8)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
@@ -426,12 +434,6 @@ def _entry(value: Any, index: int, count: int) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0
-
-
-def _named(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of this rank."""
-    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return found | dict(module.named_buffers(remove_duplicate=False))
 
 
 def _told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:

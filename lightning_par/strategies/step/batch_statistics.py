@@ -10,6 +10,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 
 from lightning_par.engine.collectives import all_reduce, apply_function
+from lightning_par.engine.wrapping import Forward, wrap_forward, wrappers_of
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.upstream.lightning import synchronizes_batchnorm, trainer_of
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+_WRAPPER = "synchronized_batchnorm"
 
 
 def training_batchnorms(module: nn.Module) -> list[str]:
@@ -89,7 +91,7 @@ def refuse_parts(layers: list[str], replicas: int, microbatches: int) -> None:
 
 
 def _is_synchronized(layer: nn.Module) -> bool:
-    return getattr(layer.forward, "func", None) is _normalize or isinstance(layer, nn.SyncBatchNorm)
+    return _WRAPPER in wrappers_of(layer) or isinstance(layer, nn.SyncBatchNorm)
 
 
 def synchronize_batchnorm(module: nn.Module, mesh: ParallelMesh) -> None:
@@ -107,7 +109,11 @@ def synchronize_batchnorm(module: nn.Module, mesh: ParallelMesh) -> None:
         return
     for part in module.modules():
         if isinstance(part, BatchNorm):
-            part.forward = partial(_normalize, part, mesh.token_group)  # type: ignore[method-assign]
+            wrap_forward(part, partial(_synchronized, part, mesh.token_group), _WRAPPER)
+
+
+def _synchronized(layer: BatchNorm, group: Any, _: Forward) -> Forward:
+    return partial(_normalize, layer, group)
 
 
 def _normalize(layer: BatchNorm, group: Any, x: Tensor) -> Tensor:
