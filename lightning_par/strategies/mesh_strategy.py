@@ -258,9 +258,8 @@ class MeshStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
-        self.cluster_environment = self.processes.attach(
-            self.parallel_devices or [], self.num_nodes, self.cluster_environment
-        )
+        devices, nodes = self.parallel_devices or [], self.num_nodes
+        self.cluster_environment = self.processes.attach(devices, nodes, self.cluster_environment)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -505,10 +504,9 @@ class MeshStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        model, plugin = self.parallel_model, self.checkpoint_io
         self._hooks.complete(checkpoint)
-        with model.in_parallel_form():
-            self._saving.save(model, checkpoint, filepath, storage_options, plugin)
+        with (model := self.parallel_model).in_parallel_form():
+            self._saving.save(model, checkpoint, filepath, storage_options, self.checkpoint_io)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

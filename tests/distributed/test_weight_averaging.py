@@ -23,7 +23,7 @@ from tests.support.exhaustive import some
 from tests.support.models.mixture import layout as sizes
 from tests.support.models.mixture import make
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
-from tests.support.parity import quiet_trainer, TOLERANCE
+from tests.support.parity import own_parameters, quiet_trainer, TOLERANCE
 from tests.support.ranks.api import run_ranks
 
 Run = dict[str, Any]
@@ -138,7 +138,7 @@ class Witness(Callback):
             average = getattr(callback, "_average_model", None)
             if average is not None:
                 self.shapes = [_held(p) for p in average.parameters()]
-                assert self.shapes == [_held(p) for p in module.parameters()]
+                assert self.shapes == [_held(p) for p in own_parameters(module).values()]
 
 
 def _held(tensor: Any) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ class Recorder(Callback):
         self._note_gradients(pl_module)
 
     def _note_gradients(self, pl_module: Any) -> None:
-        found = {name: p.grad for name, p in pl_module.named_parameters()}
+        found = {name: p.grad for name, p in own_parameters(pl_module).items()}
         held = full_tensors(grad for grad in found.values() if grad is not None)
         self.gradients.append(
             {n: None if g is None else next(held).clone().cpu() for n, g in found.items()}

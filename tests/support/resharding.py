@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_par.models import GPTModule, TextDataModule
-from tests.support.parity import quiet_trainer
+from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
 
 Run = dict[str, Any]
@@ -175,7 +175,7 @@ def go_on(
         "losses": witness.losses,
         "batches": witness.batches,
         "end": whole_state(trainer),
-        "shapes": {n: tuple(local_shape(p)) for n, p in module.named_parameters()},
+        "shapes": {n: tuple(local_shape(p)) for n, p in own_parameters(module).items()},
     }
 
 

@@ -16,7 +16,7 @@ from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.strategies.proof.determinism import DoublePrecision
 from tests.support.models.huggingface import auto_class, HFModule, MODELS, PaddedText
 from tests.support.models.toy_gpt import loader
-from tests.support.parity import quiet_trainer
+from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
 
 STEPS = 2
@@ -131,7 +131,10 @@ class Watch(Callback):
         self.live, self.seen = live, (0, 0)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.seen = self.live.peak, sum(p.nbytes for p in map(local, pl_module.parameters()))
+        self.seen = (
+            self.live.peak,
+            sum(p.nbytes for p in map(local, own_parameters(pl_module).values())),
+        )
 
 
 def local(parameter: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ import lightning_par
 from lightning_par.errors import ConfigurationError, NonFiniteError
 from tests.contract.subject import LAYOUTS
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
-from tests.support.parity import quiet_trainer
+from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
 
 
@@ -42,7 +42,7 @@ class Poisoned(ToyModule):
 
 
 def weights(module: Any) -> list[Tensor]:
-    local = [getattr(p, "to_local", lambda p=p: p)() for p in module.parameters()]
+    local = [getattr(p, "to_local", lambda p=p: p)() for p in own_parameters(module).values()]
     return [t.detach().cpu().clone() for t in local]  # where they are after a run on one device
 
 

@@ -23,7 +23,7 @@ from tests.distributed.offload.test_parity import (
 from tests.distributed.offload.test_precision import Spoil
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.offload_runs import KINDS, run_offloaded, same_weights, train_offloaded
-from tests.support.parity import quiet_trainer
+from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
 
 HOST = {"accumulate_on": "host"}
@@ -63,13 +63,16 @@ class Watch(Callback):
         self.comm_volume.__enter__()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        left = any(p.grad is not None for p in pl_module.parameters())
+        left = any(p.grad is not None for p in own_parameters(pl_module).values())
         self.seen["on device"] = self.seen.get("on device", False) or left
         self.seen.setdefault("steps", []).append(trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.comm_volume.__exit__(None, None, None)
-        own = [p.to_local() if isinstance(p, DTensor) else p for p in pl_module.parameters()]
+        own = [
+            p.to_local() if isinstance(p, DTensor) else p
+            for p in own_parameters(pl_module).values()
+        ]
         size = sum(p.numel() * p.element_size() for p in own)
         self.seen["copies"] = self.comm_volume.total(operation="to_host").payload / size
 
@@ -185,7 +188,7 @@ class Halve(Callback):
     ) -> None:
         if index == 2:
             with torch.no_grad():
-                for parameter in pl_module.parameters():
+                for parameter in own_parameters(pl_module).values():
                     parameter.mul_(0.5)
 
 

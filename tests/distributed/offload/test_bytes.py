@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_par
 from lightning_par.engine.memory.live import LiveBytes
 from tests.support.offload_runs import KINDS
-from tests.support.parity import quiet_trainer, Result
+from tests.support.parity import own_parameters, quiet_trainer, Result
 from tests.support.ranks.api import run_ranks
 
 WIDTH, BLOCKS, SAMPLES = 256, 16, 1
@@ -89,7 +89,7 @@ class Watch(Callback):
         host = trainer.strategy.parallel_model.host
         held = [] if host is None else host._held.values()
         on_host = [t for h in held for t in (h.master, h.mean, h.square, *h.slots)]
-        parameters = [local(p) for p in pl_module.parameters()]
+        parameters = [local(p) for p in own_parameters(pl_module).values()]
         self.parameters = sum(p.untyped_storage().nbytes() for p in parameters)
         self.live = LiveBytes([*on_host, *parameters])
         self.live.__enter__()

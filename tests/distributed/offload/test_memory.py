@@ -12,7 +12,7 @@ from lightning_par.profiling.comm_volume import CommVolume
 from tests.support.cuda_simulation import is_wanted
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.offload_runs import KINDS
-from tests.support.parity import quiet_trainer, Result
+from tests.support.parity import own_parameters, quiet_trainer, Result
 from tests.support.ranks.api import ranks, run_ranks
 
 ONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
@@ -44,7 +44,7 @@ class Scale(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.comm_volume.__exit__()
         parallel_model = trainer.strategy.parallel_model
-        parameters = [self.local(p) for p in pl_module.parameters()]
+        parameters = [self.local(p) for p in own_parameters(pl_module).values()]
         states = [
             self.local(value)
             for state in trainer.optimizers[0].state.values()

@@ -141,7 +141,7 @@ def state_that_samples_move_on() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2", refused={"pp2": "called outside of a step, and block . is on another"})
+@CASES.add(equal="tp2 pp2")
 def a_forward_in_a_hook() -> Any:
     class Module(PlainModule):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
