@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm as norms_of
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_ as clip
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
@@ -244,6 +245,26 @@ def signs_turned_after_the_backward_of_the_host() -> Any:
 @CASES.add(equal="zero2_offload", trainer={"accumulate_grad_batches": 2})
 def clipped_by_torch_before_the_step_of_the_host() -> Any:
     return offloaded(lambda m: clip(m.parameters(), 0.01), "configure_gradient_clipping")
+
+
+@CASES.add(equal="zero2_offload")
+def weights_written_after_the_step_of_the_host() -> Any:
+    """The masters of the host have to follow, or the next update takes the change back."""
+
+    def act(module: Any) -> None:
+        with torch.no_grad():
+            module.net.head.weight.copy_(F.normalize(module.net.head.weight, dim=1))
+
+    return offloaded(act, "on_train_batch_end")
+
+
+@CASES.add(equal="zero2_offload")
+def weights_clamped_through_data_after_the_step_of_the_host() -> Any:
+    def act(module: Any) -> None:
+        for parameter in module.net.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+    return offloaded(act, "on_train_batch_end")
 
 
 @CASES.add(large="zero2_offload", strategy={"on_nonfinite": "ignore"})
