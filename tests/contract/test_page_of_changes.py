@@ -24,7 +24,10 @@ PROOFS: dict[str, str] = {
         gradients::clipped_by_torch gradients::norm_logged_by_lightning
         gradients::each_block_clipped gradients::signs_of_gradients
         gradients::each_linear_layer_clipped gradients::matrices_clipped""",
-    "`torch.randn_like` of gradients, drawn in a hook": "gradients::noise_on_gradients",
+    "`torch.randn_like`, `normal_` of gradients and weights in a hook or an optimizer": (
+        "gradients::noise_on_gradients gradients::noise_of_a_generator_of_each_parameter "
+        "gradients::noise_of_the_optimizer"
+    ),
     "Muon, Adafactor, LARS, Prodigy, LBFGS, SAM, an optimizer of your own": """
         optimizers::muon_with_clipping optimizers::adafactor_with_accumulation
         optimizers::norm_of_each_parameter optimizers::prodigy_that_adapts

@@ -1,5 +1,6 @@
 """Hooks between the backward and the optimizer that look at gradients, or change them."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -162,14 +163,50 @@ def signs_of_gradients() -> Any:
     return hooked(act, "on_after_backward")
 
 
-@CASES.add(refused={"tp2 pp2 zero3": "differs from the same step on one process"})
+@CASES.add(
+    equal="tp2 zero3 zero2_offload",
+    refused={"pp2": r"\(on_before_optimizer_step\) draws .* one parameter after the other"},
+)
 def noise_on_gradients() -> Any:
-    def act(module: PlainModule) -> None:
+    def act(module: nn.Module) -> None:
         for parameter in module.parameters():
-            assert parameter.grad is not None
-            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+            noise = torch.randn_like(parameter.grad) * torch.empty_like(parameter.grad).uniform_()
+            parameter.grad.add_(noise * torch.bernoulli(torch.full_like(noise, 0.7)), alpha=0.01)
 
     return hooked(act)
+
+
+@CASES.add(equal="tp2 pp2 zero3")
+def noise_of_a_generator_of_each_parameter() -> Any:
+    """What the refusal offers."""
+
+    class Module(PlainModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for name, p in self.named_parameters():
+                g = torch.Generator(p.device)
+                g.manual_seed(zlib.crc32(f"{self.trainer.global_step} {name}".encode()))
+                p.grad.add_(torch.empty_like(p.grad).normal_(generator=g), alpha=0.01)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2 pp2 zero3")
+def noise_of_the_optimizer() -> Any:
+    """Langevin dynamics."""
+
+    class Langevin(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+            return loss
+
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return Langevin(self.parameters(), lr=self.lr)
+
+    return Module(), token_pairs()
 
 
 @CASES.add(equal="pp2 tp2")
