@@ -49,8 +49,8 @@ PROOFS: dict[str, str] = {
         distributed/test_weight_averaging.py::test_averages_and_their_checkpoints_equal_one_process
         """,
     "an embedding with `max_norm`": "uncommon_steps::an_embedding_of_limited_norm",
-    "a learning rate from `trainer.world_size`": """
-        first_step_proof::test_a_difference_ends_the_first_step""",
+    "a learning rate from `trainer.world_size` in `configure_optimizers`": """
+        optimizers::learning_rate_by_the_number_of_processes""",
     "parametrizations, such as spectral norm": """
         uncommon_steps::a_norm_that_iterates_when_the_weight_is_read""",
     # Batches and losses
