@@ -56,6 +56,7 @@ from lightning_par.strategies.setup.stage_optimizers import (
     optimizers_of_a_stage,
     prepare_optimizers,
 )
+from lightning_par.strategies.setup.world_reads import check_world_reads
 from lightning_par.strategies.step.runner import Step
 from lightning_par.upstream.lightning import set_launcher
 
@@ -365,10 +366,9 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._close_offload()
-        super().setup_optimizers(trainer)
-        model = self.parallel_model
+        check_world_reads(super().setup_optimizers, trainer)
+        model, given = self.parallel_model, (self.options.offload_options, self.root_device)
         adopt_optimizers(self.optimizers, model)
-        given = self.options.offload_options, self.root_device
         if is_offloaded(model.module, self.optimizers, *given):
             self.offload = HostOffload(model, self.optimizers, self.options, self.root_device)
 

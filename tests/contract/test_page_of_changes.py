@@ -24,7 +24,10 @@ PROOFS: dict[str, str] = {
         gradients::clipped_by_torch gradients::norm_logged_by_lightning
         gradients::each_block_clipped gradients::signs_of_gradients
         gradients::each_linear_layer_clipped gradients::matrices_clipped""",
-    "`torch.randn_like` of gradients, drawn in a hook": "gradients::noise_on_gradients",
+    "`torch.randn_like`, `normal_` of gradients and weights in a hook or an optimizer": (
+        "gradients::noise_on_gradients gradients::noise_of_a_generator_of_each_parameter "
+        "gradients::noise_of_the_optimizer"
+    ),
     "Muon, Adafactor, LARS, Prodigy, LBFGS, SAM, an optimizer of your own": """
         optimizers::muon_with_clipping optimizers::adafactor_with_accumulation
         optimizers::norm_of_each_parameter optimizers::prodigy_that_adapts
@@ -54,8 +57,8 @@ PROOFS: dict[str, str] = {
         hooks::update_left_out_by_the_norm hooks::norm_by_hand_after_the_closure""",
     "`ModelPruning`": "hooks::pruning_by_the_callback hooks::masks_on_weights",
     "an embedding with `max_norm`": "uncommon_steps::an_embedding_of_limited_norm",
-    "a learning rate from `trainer.world_size`": """
-        first_step_proof::test_a_difference_ends_the_first_step""",
+    "a learning rate from `trainer.world_size` in `configure_optimizers`": """
+        optimizers::learning_rate_by_the_number_of_processes""",
     "parametrizations, such as spectral norm": """
         uncommon_steps::a_norm_that_iterates_when_the_weight_is_read""",
     # Batches and losses

@@ -43,6 +43,8 @@ from lightning_par.errors import CheckpointError, ConfigurationError, OffloadErr
 __all__ = ["HostOptimizer", "check_optimizer"]
 
 _Bucket = list[HostParameter]
+_COMPARED_STEPS = 3
+"""First steps before which parameters are compared with their masters, which reads them once."""
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -122,7 +124,7 @@ class HostOptimizer:
                 for p in parameters
                 if id(p) not in late
             ]
-        self._step, self._slot = 0, 0
+        self._step, self._slot, self._is_written_to = 0, 0, False
         # A bucket is filled, closed (with the event after which it is on the host), and submitted
         # (with the future of its update, and the slot that holds the result).
         self._filling, self._filled_bytes = _Bucket(), 0
@@ -197,7 +199,7 @@ class HostOptimizer:
         """
         if self.state not in (OffloadState.ACCUMULATING, OffloadState.PARTIAL):
             self._start_step()
-        self._refresh_masters()
+        self._refresh_masters(step)
         self._step = step
         self.offloaded_gradients.largest = largest
         if self.state is OffloadState.ACCUMULATING:
@@ -338,10 +340,18 @@ class HostOptimizer:
         busy = {slot for _, _, slot in self._submitted}
         self._slot = 1 if 0 in busy else 0
 
-    def _refresh_masters(self) -> None:
-        """Copy parameters that were changed since the last batch to their masters."""
+    def _refresh_masters(self, step: int) -> None:
+        """Copy parameters that were changed since the last batch to their masters.
+
+        A change through `parameter.data` leaves no mark: values are compared where there may be
+        some, after each of the first updates and, once one was found, after all.
+        """
+        compares = not self._submitted and (step < _COMPARED_STEPS or self._is_written_to)
         for held in self._held.values():
-            if held.is_changed():
+            is_marked = held.is_changed()
+            is_written = compares and not is_marked and held.differs()
+            self._is_written_to = self._is_written_to or is_written
+            if is_marked or is_written:
                 if self._submitted:
                     raise OffloadError(
                         "LP603",

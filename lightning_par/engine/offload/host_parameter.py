@@ -76,7 +76,7 @@ class HostParameter:
     step: int = 0
     grad: Tensor | None = None
     total: Tensor | None = None
-    _seen: tuple[int, int] | None = None
+    _seen: tuple[int, int, int] | None = None
     _has_master: bool = False
     _count: Tensor = field(default_factory=lambda: torch.tensor(0.0, dtype=torch.float32))
 
@@ -93,6 +93,11 @@ class HostParameter:
     def is_changed(self) -> bool:
         """Whether the parameter has been changed since `mark_published`."""
         return self._seen != self._stamp()
+
+    def differs(self) -> bool:
+        """Whether the parameter is not the rounded master; the host waits for the device."""
+        value = self.local.detach().to("cpu")
+        return not torch.equal(self.master.to(value.dtype), value)
 
     def mark_published(self) -> None:
         """Remember that the parameter is the rounded master now."""
@@ -177,7 +182,8 @@ class HostParameter:
         self.step = int(step)
         self._count = torch.as_tensor(step).clone()
 
-    def _stamp(self) -> tuple[int, int]:
-        # The address tells that `parameter.data` is another tensor, the version in-place changes.
+    def _stamp(self) -> tuple[int, int, int]:
+        # The address tells that `parameter.data` is another tensor, the versions in-place changes:
+        # of this rank's shard, and of the DTensor around it, which a user changes.
         local = self.local
-        return local.data_ptr(), count_of_changes(local)
+        return local.data_ptr(), count_of_changes(local), count_of_changes(self.parameter)

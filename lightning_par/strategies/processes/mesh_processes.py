@@ -24,6 +24,7 @@ from lightning_par.dtensor import whole_values
 from lightning_par.engine.activity import Activity, BETWEEN_STEPS
 from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.rng import collect_random_states, restore_random_states
+from lightning_par.engine.tensor.whole_draws import whole_random_draws
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
@@ -362,6 +363,7 @@ class MeshProcesses:
             self._mesh = build_mesh(self.sizes, self.device.type, self._options.timeout)
         self._collectives.close()
         self._collectives.enter_context(check_world_collectives(self.sizes, self.activity))
+        self._collectives.enter_context(whole_random_draws())
 
     def choose(self, sizes: ParallelSizes) -> None:
         """Arrange the processes of a run, which are set up, in a mesh of these sizes.

@@ -25,7 +25,7 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.upstream.functions import diverted
 
-__all__ = ["check_world_collectives", "gather_over_replicas"]
+__all__ = ["check_world_collectives", "gather_over_replicas", "user_frame"]
 
 _COUNTING = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
@@ -132,7 +132,7 @@ def _check(sizes: ParallelSizes, activity: Activity, name: str, op: Any) -> None
     is_same = name in _TOGETHER or (op is not None and _name_of(op) in _SAME_OF_COPIES)
     if is_same and not in_stage:
         return
-    frame = _caller(sys._getframe(1))
+    frame = user_frame(sys._getframe(1))
     if frame is None:
         return
     where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -155,7 +155,7 @@ def _name_of(op: Any) -> str:
     return str(op).rpartition(".")[2].upper()
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
+def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the frame of the user's code that called a collective; None if a framework did."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

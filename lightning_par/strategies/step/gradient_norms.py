@@ -5,8 +5,8 @@ Note [Hooks of a step]: while the hooks between the backward and the optimizer r
 `torch.nn.utils.get_total_norm`, by which `clip_grad_norm_` clips, and Lightning's `grad_norm` give
 the norms of the whole model. Under a pipeline a norm is that of all stages if every stage asks for
 all its gradients, or for the same group of an optimizer; of one stage, if the others ask for none.
-Anything else is refused, as is a hook that combines gradients of several parameters itself: a
-stage has those of its own only.
+Anything else is refused, as is a hook that combines gradients of several parameters itself, or that
+draws random numbers for them: a stage has those of its own only.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,6 +100,7 @@ class GradientNorms:
             yield
             return
         pipelined = self._stages > 1
+        drawn = self._draws() if pipelined else None
         self._calls = 0
         self._groups = [{id(p) for p in g["params"]} for o in optimizers for g in o.param_groups]
         with ExitStack() as stack:
@@ -117,12 +118,33 @@ class GradientNorms:
                 if told is None:
                     raise
                 raise told from error
+        if drawn is not None and not all(map(torch.equal, drawn, self._draws())):
+            self._refuse_draws(name)
         if pipelined and name not in self._quiet:
             kinds = self._exchange(_END)
             if any(kind != _END for kind in kinds):
                 self._refuse("the stages do not ask for the same number of norms")
             if not self._calls:
                 self._quiet.add(name)
+
+    def _draws(self) -> list[Tensor]:
+        """Return the states of the generators from which hooks draw."""
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
+
+    def _refuse_draws(self, name: str) -> None:
+        raise ConfigurationError(
+            "LP311",
+            f"pipeline_parallel_size={self._stages}: a hook between backward and optimizer step "
+            f"({name}) draws random numbers. One process draws for one parameter after the other, "
+            "a stage for its own parameters only, so that each would get other numbers. Draw from "
+            "a generator of each parameter, seeded by its name and the step: "
+            "torch.empty_like(p.grad).normal_(generator=g) with g = torch.Generator(p.device), "
+            "g.manual_seed(zlib.crc32(f'{trainer.global_step} {name}'.encode())); or use "
+            "pipeline_parallel_size=1. No weight was changed in this step.",
+        )
 
     def _unwatched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -126,7 +126,7 @@ class GraphModule(LightningModule):
 
     def training_step(self, batch: Graphs, _: int) -> Tensor:
         loss = self.loss(batch)
-        self.log("loss", loss, sync_dist=True, batch_size=len(batch.y))
+        self.log("loss", loss, sync_dist=True)
         return loss
 
     def loss(self, batch: Graphs) -> Tensor:
@@ -171,6 +171,35 @@ def graphs_that_are_declared() -> Any:
             return ParallelPlan(batch=weighed)
 
     return Module(), list(range(28)), Graphs
+
+
+def of_unequal_graphs(kind: type[GraphModule], **declared: Any) -> Any:
+    """Replicas have unequal numbers of graphs in a batch, of which no entry is cut."""
+
+    class Module(kind):  # type: ignore[misc, valid-type]
+        def parallel_plan(self) -> ParallelPlan:
+            entries = "of_node", "x", "y", "edges"
+            return ParallelPlan(batch=BatchLayout(whole=entries, **declared))
+
+    def collate(samples: Any) -> Graphs:
+        return Graphs([sample for sample in samples if sample % 8 != 2])
+
+    return Module(), list(range(32)), collate
+
+
+@CASES.add(equal="zero1")
+def unequal_graphs_declared_whole() -> Any:
+    return of_unequal_graphs(GraphModule)
+
+
+@CASES.add(refused={"zero1 zero3": r"whole=\(.*nothing tells .* loss_weight=lambda batch: \.\.\."})
+def unequal_graphs_without_a_weight() -> Any:
+    return of_unequal_graphs(SquaredGraphs)
+
+
+@CASES.add(equal="zero1")
+def unequal_graphs_with_the_weight_that_is_asked_for() -> Any:
+    return of_unequal_graphs(SquaredGraphs, loss_weight=lambda batch: len(batch.y))
 
 
 class OfTransformers(LightningModule):

@@ -127,7 +127,8 @@ class Lbfgs(PlainModule):
 
 class ScaledByWorld(PlainModule):
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+        processes = int(os.environ.get("WORLD_SIZE", 1))  # a variable, which nobody can watch
+        return torch.optim.SGD(self.parameters(), lr=0.1 * processes)
 
 
 class PoolingNet(PlainNet):

@@ -1,5 +1,6 @@
 """Hooks between the backward and the optimizer that look at gradients, or change them."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm as norms_of
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_ as clip
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
@@ -161,14 +163,50 @@ def signs_of_gradients() -> Any:
     return hooked(act, "on_after_backward")
 
 
-@CASES.add(refused={"tp2 pp2 zero3": "differs from the same step on one process"})
+@CASES.add(
+    equal="tp2 zero3 zero2_offload",
+    refused={"pp2": r"\(on_before_optimizer_step\) draws .* one parameter after the other"},
+)
 def noise_on_gradients() -> Any:
-    def act(module: PlainModule) -> None:
+    def act(module: nn.Module) -> None:
         for parameter in module.parameters():
-            assert parameter.grad is not None
-            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+            noise = torch.randn_like(parameter.grad) * torch.empty_like(parameter.grad).uniform_()
+            parameter.grad.add_(noise * torch.bernoulli(torch.full_like(noise, 0.7)), alpha=0.01)
 
     return hooked(act)
+
+
+@CASES.add(equal="tp2 pp2 zero3")
+def noise_of_a_generator_of_each_parameter() -> Any:
+    """What the refusal offers."""
+
+    class Module(PlainModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for name, p in self.named_parameters():
+                g = torch.Generator(p.device)
+                g.manual_seed(zlib.crc32(f"{self.trainer.global_step} {name}".encode()))
+                p.grad.add_(torch.empty_like(p.grad).normal_(generator=g), alpha=0.01)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2 pp2 zero3")
+def noise_of_the_optimizer() -> Any:
+    """Langevin dynamics."""
+
+    class Langevin(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+            return loss
+
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return Langevin(self.parameters(), lr=self.lr)
+
+    return Module(), token_pairs()
 
 
 @CASES.add(equal="pp2 tp2")
@@ -244,6 +282,26 @@ def signs_turned_after_the_backward_of_the_host() -> Any:
 @CASES.add(equal="zero2_offload", trainer={"accumulate_grad_batches": 2})
 def clipped_by_torch_before_the_step_of_the_host() -> Any:
     return offloaded(lambda m: clip(m.parameters(), 0.01), "configure_gradient_clipping")
+
+
+@CASES.add(equal="zero2_offload")
+def weights_written_after_the_step_of_the_host() -> Any:
+    """The masters of the host have to follow, or the next update takes the change back."""
+
+    def act(module: Any) -> None:
+        with torch.no_grad():
+            module.net.head.weight.copy_(F.normalize(module.net.head.weight, dim=1))
+
+    return offloaded(act, "on_train_batch_end")
+
+
+@CASES.add(equal="zero2_offload")
+def weights_clamped_through_data_after_the_step_of_the_host() -> Any:
+    def act(module: Any) -> None:
+        for parameter in module.net.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+    return offloaded(act, "on_train_batch_end")
 
 
 @CASES.add(large="zero2_offload", strategy={"on_nonfinite": "ignore"})

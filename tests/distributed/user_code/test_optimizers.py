@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
@@ -337,6 +338,29 @@ def averages_shown_after_the_run() -> Any:
             optimizer.eval()
 
     return Module(), token_pairs()
+
+
+def of_processes(rate: Callable[[Any], float]) -> Any:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=rate(self.trainer))
+
+    return Module(), token_pairs()
+
+
+@CASES.add(refused={"tp2 pp2 zero1": r"computes lr=0\.2\d* .*on one process it is 0\.1"})
+def learning_rate_by_the_number_of_processes() -> Any:
+    return of_processes(lambda trainer: 0.1 * trainer.world_size)
+
+
+@CASES.add(refused={"zero3": r"computes lr=0\.2 .*get_world_size"})
+def learning_rate_by_the_ranks_of_torch() -> Any:
+    return of_processes(lambda _: 0.1 * (dist.get_world_size() if dist.is_initialized() else 1))
+
+
+@CASES.add(equal="tp2 zero3")
+def number_of_processes_read_without_effect() -> Any:
+    return of_processes(lambda trainer: 0.1 if trainer.world_size > 0 else 1.0)
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())

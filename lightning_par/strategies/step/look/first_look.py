@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_par.engine.batch import BatchDims, take_samples
+from lightning_par.engine.batch import BatchDims, has_entry, take_samples
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
@@ -138,6 +138,11 @@ class FirstLook:
         """Return the rules that a loss of a batch may follow, the likely ones first."""
         return candidate_rules(batch, self._layout, dims, self._module)
 
+    def _with_whole(self, batch: Any, dims: BatchDims) -> BatchDims:
+        """Return dims by which entries that are never cut may hold the labels of a loss."""
+        held = (path for path in self._layout.whole if has_entry(batch, path))
+        return replace(dims, dims=dict.fromkeys(held, 0))
+
     def _finds_rule(self, microbatches: int) -> bool:
         divides = microbatches > 1 or self._mesh.sizes.data > 1
         # With statistics over the batch, no loss is made of those of parts.
@@ -165,7 +170,8 @@ class FirstLook:
         **Communicates**: what the step does, and the results over stages and replicas.
         """
         self._looks += 1
-        rules = self.rules(batch, dims)
+        is_whole = dims.size is None and bool(self._layout.whole)
+        rules = self.rules(batch, self._with_whole(batch, dims) if is_whole else dims)
         parts = [(batch, dims.size or 1)]
         divides = microbatches > 1 or self._mesh.sizes.data > 1
         if divides and dims.size is not None and dims.size > 1 and not dims.unsure:
@@ -181,6 +187,8 @@ class FirstLook:
             count = 0 if dims.unsure else dims.size or 0
             found = self._agree(self._finding(rules, seen, parts, is_random, count))
             is_random = found.is_random
+            if is_whole and not found.seen and self._layout.labels is None:
+                raise ConfigurationError("LP309", self._uncounted())
             if found.samples == 1 and not is_random:
                 twice = [
                     (take_samples(batch, dims, rows), len(rows)) for rows in ([0, 0], [0], [0])
@@ -519,6 +527,16 @@ class FirstLook:
         if precision.endswith("16-true"):
             return 2e-2  # the losses themselves are rounded to bfloat16
         return 5e-3 if "16" in precision else 2e-5
+
+    def _uncounted(self) -> str:
+        return (
+            f"BatchLayout(whole={self._layout.whole!r}) declares that no entry of the batch has a "
+            f"batch dim, so that nothing tells what the loss of each of {self._mesh.sizes.data} "
+            "replicas weighs in that of all. Declare it beside: loss_weight='samples' if every "
+            "batch weighs alike, 'sum' if losses are added, or loss_weight=lambda batch: ..., "
+            "which returns of how many samples, or labels, the loss of a batch is the mean. No "
+            "weight was changed."
+        )
 
     def _refusal(self, rule: LossRule, dims: BatchDims, microbatches: int) -> str:
         sizes = self._mesh.sizes
