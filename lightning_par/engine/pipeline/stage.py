@@ -44,6 +44,7 @@ __all__ = [
     "Stage",
     "StageExit",
     "StageStub",
+    "TokenCount",
     "check_last_block",
     "earlier_block",
     "matching_modules",
@@ -53,7 +54,7 @@ __all__ = [
 
 Message = dict[str, Any]
 """Message between stages: ``"3"`` -> output tree of block 3, ``"3.name"`` -> attribute it
-stored.
+stored, ``"tokens"`` -> see `TokenCount`.
 """
 
 
@@ -92,6 +93,17 @@ class MicroBatchState:
     left: bool = False
 
 
+@dataclass(eq=False)
+class TokenCount:
+    """T of the activations in hand, where tensor-parallel ranks hold shards along T.
+
+    Attributes:
+        whole: None where T divides by the ranks, so that a shard tells it.
+    """
+
+    whole: int | None = None
+
+
 class StageStub(nn.Module):
     """Base class of stubs, the modules in the place of what another stage holds; no parameters."""
 
@@ -125,6 +137,7 @@ class Stage:
         current: The micro-batch in hand, None outside of a step.
         after_blocks: Called when the last block of the model has run; None: nothing is.
         problems: What stubs saw that explains a loss of NaN.
+        tokens: T of the activations of this stage; None: they are whole.
         in_backward: True while gradients are computed; then blocks only run to recompute.
     """
 
@@ -143,6 +156,7 @@ class Stage:
         self.after_blocks: Callable[[], None] | None = None
         self.in_backward = False
         self.problems: set[str] = set()
+        self.tokens: TokenCount | None = None
 
     @property
     def is_first(self) -> bool:
@@ -191,6 +205,8 @@ class Stage:
             PipelineError: The step ended without reaching the end of the stage, or reached it
                 where no graph is recorded.
         """
+        if self.tokens is not None and not self.is_first:
+            self.tokens.whole = state.received["tokens"]
         with self.hold(state):
             result = None
             try:
@@ -221,6 +237,8 @@ class Stage:
             # The hidden states that came in have been used; only side values are handed on.
             key = str(self.first_block - 1)
             message[key] = _elide_hidden(message[key])
+        if self.tokens is not None:
+            message["tokens"] = self.tokens.whole
         return {**message, **state.recorded}
 
     def record(self, block: int, module: nn.Module, inputs: Any, output: Any) -> None:

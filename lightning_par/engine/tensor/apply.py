@@ -21,7 +21,7 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from lightning_par.engine.pipeline.stage import StageStub
+from lightning_par.engine.pipeline.stage import StageStub, TokenCount
 from lightning_par.engine.rng import fork_torch_rng, own_draws, seed_generators
 from lightning_par.engine.tensor.huggingface_layers import enter_region, leave_region
 from lightning_par.engine.tensor.parameters import tensor_placements
@@ -43,11 +43,13 @@ class TensorParallel:
         mesh: The ``tp`` axis.
         placements: FQN of a parameter -> how it is placed on the axis; every parameter is listed.
         partial: FQNs of whole parameters of which each rank computes a part of the gradient.
+        tokens: T of the activations that are shards along T; None: none are.
     """
 
     mesh: DeviceMesh
     placements: Mapping[str, Placement]
     partial: frozenset[str]
+    tokens: TokenCount | None
 
 
 def _shard_between_blocks(
@@ -109,7 +111,10 @@ def apply_tensor_parallel(
     if resolved.plan.sequence_region == "none":
         read_whole_parameters(model, resolved, placements)
     return TensorParallel(
-        mesh=mesh, placements=placements, partial=frozenset(partial_names & set(placements))
+        mesh=mesh,
+        placements=placements,
+        partial=frozenset(partial_names & set(placements)),
+        tokens=regions.sharded.tokens if sequence_parallel else None,
     )
 
 

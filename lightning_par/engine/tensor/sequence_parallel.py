@@ -14,6 +14,7 @@ from lightning_par.engine.collectives import (
     reduce_to_whole,
     slice_to_shard,
 )
+from lightning_par.engine.pipeline.stage import TokenCount
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
 
@@ -27,17 +28,20 @@ class Region:
 
     Where T does not divide by the ranks, later ranks hold fewer tokens, or none, as of the single
     token of a step of generation. A shard does not tell T, so it is kept from where the whole was
-    last seen.
+    last seen; a pipeline stage gets it from the one before.
 
     Args:
         group: The ``tp`` ranks.
         sequence_parallel: Whether activations between sharded weights are shards along T.
+
+    Attributes:
+        tokens: T.
     """
 
     def __init__(self, *, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
         self._ranks = group.size()
-        self._length: int | None = None  # T; None: it divides by the ranks
+        self.tokens = TokenCount()
 
     def enter(self, x: Tensor) -> Tensor:
         """All-gather along T what enters sharded weights; the gradient is reduce-scattered. Without
@@ -45,7 +49,7 @@ class Region:
         """
         if not self.sequence_parallel:
             return copy_to_group(x, self.group)
-        return gather_partial(x, SEQUENCE_DIM, self.group, self._length)
+        return gather_partial(x, SEQUENCE_DIM, self.group, self.tokens.whole)
 
     def leave(self, x: Tensor) -> Tensor:
         """Reduce-scatter along T, or all-reduce, the partial output of sharded weights."""
@@ -65,14 +69,14 @@ class Region:
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather the tokens of all ranks for a computation that every rank repeats."""
-        size = self._length or x.shape[SEQUENCE_DIM] * self._ranks
+        size = self.tokens.whole or x.shape[SEQUENCE_DIM] * self._ranks
         return gather_from_shards(x, SEQUENCE_DIM, self.group, size)
 
     def _see(self, whole: Tensor) -> None:
         size = whole.shape[SEQUENCE_DIM]
         length = size if size % self._ranks else None
-        if length != self._length:  # compared first, as a write is a side effect of compiled code
-            self._length = length
+        if length != self.tokens.whole:  # compared first: a write is a side effect of compiled code
+            self.tokens.whole = length
 
 
 class Regions:

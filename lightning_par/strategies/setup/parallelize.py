@@ -186,6 +186,8 @@ def _apply(
     apply_replica_sums(module, resolved, mesh.token_group)
     experts = apply_expert_parallel(module, resolved, mesh, options.expert_max_rows)
     tensor = _apply_tensor(module, resolved, mesh, sequence_parallel=options.sequence_parallel)
+    for stage in stages:
+        stage.tokens = None if tensor is None else tensor.tokens
     sequence = _apply_context(module, resolved, mesh, options)
     return _Parts(
         stages=stages,

@@ -568,30 +568,17 @@ def _mean(values: Sequence[Tensor], weights: Tensor) -> Tensor:
     return torch.where(total > 0, mean.to(stacked.dtype), stacked.mean())
 
 
-def check_tokens(
-    batch: Any, layout: BatchLayout, degree: int, *, has_labels: bool, is_cut: bool
-) -> None:
-    """Refuse a batch whose sequences the tensor-parallel ranks cannot share.
+def check_tokens(batch: Any, layout: BatchLayout, *, has_labels: bool) -> None:
+    """Refuse a batch without the sequences that tensor-parallel ranks are to share.
 
     Args:
         batch: That of this replica.
         layout: Where its sequence dims are.
-        degree: Number of tensor-parallel ranks that share the tokens.
         has_labels: Whether it has labels; batches for predictions may lack them.
-        is_cut: Whether there is a pipeline, whose later stages do not learn T from their shards.
 
     Raises:
-        ConfigurationError: T does not divide, under a pipeline.
         PlanError: It has no such entry or dim as the plan says.
     """
     for entry, dim in sequence_entries(batch, layout).items():
-        if entry == layout.labels and not has_labels:
-            continue
-        tokens = tokens_of(entry, batch_entry(batch, entry), dim)
-        if is_cut and tokens % degree:
-            raise ConfigurationError(
-                "LP304",
-                f"tensor_parallel_size={degree} with sequence_parallel=True under a pipeline: "
-                f"{entry!r} has T={tokens} tokens in dim {dim}, not divisible by {degree}. Pad to "
-                f"{-(-tokens // degree) * degree}, or use sequence_parallel=False.",
-            )
+        if entry != layout.labels or has_labels:
+            tokens_of(entry, batch_entry(batch, entry), dim)

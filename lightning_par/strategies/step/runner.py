@@ -243,7 +243,6 @@ class StepRunner:
             rest: What else `move` takes.
 
         Raises:
-            ConfigurationError: Its sequences cannot be sharded over the tensor-parallel ranks.
             PlanError: It has no such entry or dim as the plan says.
 
         **Communicates**: the batch, from the first rank of the replica to the others.
@@ -592,8 +591,7 @@ class StepRunner:
 
     def _check_tokens(self, batch: Any, *, has_labels: bool) -> None:
         if self._tensor_degree > 1:
-            degree, cut = self._tensor_degree, self.pipeline is not None
-            check_tokens(batch, self._batch_layout, degree, has_labels=has_labels, is_cut=cut)
+            check_tokens(batch, self._batch_layout, has_labels=has_labels)
 
     def _tokens_of(self, batch: Any) -> int | None:
         return None if self._tensor_degree == 1 else shared_tokens(batch, self._batch_layout)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_par import Hybrid3DStrategy
+from lightning_par.callbacks import ActivationCheckpointing
 from tests.support.models.plain_language_model import PlainModule
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
@@ -117,12 +118,26 @@ def odd(tokens: int) -> Any:
     return [(row[:-1], row[1:]) for row in ids]
 
 
-@CASES.add(
-    equal="tp2 zero1tp2",
-    refused={"tp2pp2": r"'0' has T=7 tokens in dim 1, not divisible by 2\. Pad to 8, or use"},
-)
+@CASES.add(equal="tp2 tp2pp2 zero1tp2")
 def tokens_that_do_not_divide() -> Any:
     return PlainModule(), odd(7)
+
+
+def of_four_lengths(samples: Any) -> tuple[Tensor, Tensor]:
+    tokens = (7, 8, 5, 1)[int(samples[0][2]) // 8 % 4]
+    x, y = (torch.stack([s[n][:tokens] for s in samples]) for n in (0, 1))
+    return x, y
+
+
+def recomputation() -> dict[str, Any]:
+    return {"callbacks": [ActivationCheckpointing(mode="full")]}
+
+
+@CASES.add(equal="tp2pp2", large="tp2", trainer=recomputation)
+def lengths_that_change() -> Any:
+    """A rank has no token of the last; later stages learn T from the one before."""
+    samples = [(*pair, torch.tensor(i)) for i, pair in enumerate(odd(8))]
+    return PlainModule(), samples, of_four_lengths
 
 
 @CASES.add(equal="tp2")
