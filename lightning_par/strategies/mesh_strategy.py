@@ -55,7 +55,7 @@ from lightning_par.strategies.setup.stage_optimizers import (
     optimizers_of_a_stage,
     prepare_optimizers,
 )
-from lightning_par.strategies.step.runner import Step
+from lightning_par.strategies.step.current_step import Step
 from lightning_par.upstream.lightning import set_launcher
 
 __all__ = ["MeshStrategy"]
@@ -99,8 +99,9 @@ class MeshStrategy(ParallelStrategy):
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
         gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
             ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or `GradientCompression` fields.
-        gather_after_run: Give every rank the whole, plain module again once a run has ended;
-            "auto": where one for each rank takes no more than a quarter of the host's free memory.
+        gather_after_run: Give every rank the whole, plain module again after a run; "auto":
+            where one for each rank takes no more than a quarter of the host's free memory.
+        gather_predictions: Let `predict` return those of all replicas, in order, on every rank.
         outer: Make this run one of several islands that meet at a server: `Outer`, or its fields.
 
     Attributes:
@@ -157,6 +158,7 @@ class MeshStrategy(ParallelStrategy):
         offload_options: OffloadOptions | dict[str, Any] | None = None,
         gradient_compression: GradientCompression | dict[str, Any] | str | None = None,
         gather_after_run: bool | str = "auto",
+        gather_predictions: bool = True,
         outer: Outer | dict[str, Any] | None = None,
         **lightning_options: Any,
     ) -> None:
@@ -394,12 +396,11 @@ class MeshStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_step()
-        steps, module = self.parallel_model.steps, self.parallel_model.module
-        given = [*args, *kwargs.values()]
-        if not self.parallel_model.proof.is_over:  # a steady step does not even ask
-            self.parallel_model.proof.begin(self.parallel_model, self.precision_plugin, given)
-        output, step = steps.training(self.precision_plugin, given)
-        if output is None or not module.automatic_optimization:
+        model, given = self.parallel_model, [*args, *kwargs.values()]
+        if not model.proof.is_over:  # a steady step does not even ask
+            model.proof.begin(model, self.precision_plugin, given)
+        output, step = model.steps.training(self.precision_plugin, given)
+        if output is None or not model.module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
         else:
             self._step = step
@@ -407,20 +408,19 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.val_step_context
-        return self._evaluate("validation_step", context, args, kwargs)
+        return self._evaluate("validation", "val", args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+        return self._evaluate("test", "test", args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.predict_step_context
-        return self._evaluate("predict_step", context, args, kwargs)
+        return self._evaluate("predict", "predict", args, kwargs)
 
-    def _evaluate(self, name: str, context: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        return self.parallel_model.steps.evaluation(name, context, [*args, *kwargs.values()])
+    def _evaluate(self, name: str, short: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        rest = getattr(self.precision_plugin, f"{short}_step_context"), [*args, *kwargs.values()]
+        return self.parallel_model.steps.evaluation(f"{name}_step", *rest)
 
     @contextmanager
     def _around_backward(self, loss: Tensor) -> Iterator[Tensor]:
@@ -574,7 +574,7 @@ class MeshStrategy(ParallelStrategy):
         self.processes.end_loop()
 
     def _end_evaluation(self) -> None:
-        self.parallel_model.sharding.release()
+        self.parallel_model.steps.end_evaluation()
         self.processes.end_loop()
 
     on_validation_end = on_test_end = on_predict_end = _end_evaluation

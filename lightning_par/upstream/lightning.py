@@ -16,6 +16,8 @@
 ============================  ===============================================================
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +30,7 @@ from lightning_par.upstream.presence import names_of
 with names_of("lightning"):
     from lightning.fabric.utilities.distributed import _init_dist_connection
     from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+    from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.utilities.exceptions import _TunerExitException
 
@@ -51,12 +54,18 @@ __all__ = [
     "is_accumulating",
     "is_logging_step",
     "launch_scripts",
+    "leave_samplers",
+    "loaders_of_loop",
     "next_of_fit",
+    "noting_batches",
     "plain_after_closure",
+    "predictions_of",
     "set_launcher",
     "synchronizes_batchnorm",
     "trainer_of",
+    "unnoted_batches",
     "uses_distributed_sampler",
+    "view_data_hooks",
 ]
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher
@@ -108,6 +117,69 @@ def next_of_fit(trainer: pl.Trainer) -> tuple[list[Any], list[object]]:
     with names_of("lightning"):
         iterators = fetcher.combined_loader._iterator.iterators
     return [batch for batch, *_ in fetcher.batches], list(iterators)
+
+
+def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let `view` surround the hooks that return loaders, in every loop of a Trainer."""
+
+    def viewed(source: Any) -> Callable[[], Any]:
+        def dataloader() -> Any:
+            with view():
+                return type(source).dataloader(source)
+
+        return dataloader
+
+    with names_of("lightning"):
+        fit = trainer.fit_loop
+        loops: Any = fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
+        for source in [loop._data_source for loop in (*loops, trainer.predict_loop)]:
+            source.dataloader = viewed(source)
+
+
+def leave_samplers(trainer: pl.Trainer) -> None:
+    """Let Lightning put no distributed sampler into loaders: the strategy divides their samples.
+
+    By `is_distributed` of a strategy it would also leave out reductions of what is logged.
+    """
+    with names_of("lightning"):
+        connector: Any = trainer._data_connector
+        _ = connector._requires_distributed_sampler
+    connector._requires_distributed_sampler = _requires_none
+
+
+def _requires_none(_: object) -> bool:
+    return False
+
+
+def loaders_of_loop(trainer: pl.Trainer) -> list[Any]:
+    """Return the loaders of the loop that runs, or is set up; empty before."""
+    with names_of("lightning"):
+        loop: Any = trainer._active_loop
+        combined = None if loop is None else loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def predictions_of(trainer: pl.Trainer) -> list[list[Any]]:
+    """Return the predictions of every loader so far, if the Trainer returns them; else nothing.
+
+    These lists are what it returns.
+    """
+    with names_of("lightning"):
+        loop = trainer.predict_loop
+        return loop._predictions if loop.return_predictions else []
+
+
+def unnoted_batches(batch_sampler: Any) -> Any:
+    """Return a batch sampler without what notes its batches for writers of predictions."""
+    if not isinstance(batch_sampler, _IndexBatchSamplerWrapper):
+        return batch_sampler
+    with names_of("lightning"):
+        return batch_sampler._batch_sampler
+
+
+def noting_batches(batch_sampler: Any) -> Any:
+    """Return a batch sampler whose batches are noted for writers of predictions."""
+    return _IndexBatchSamplerWrapper(batch_sampler)
 
 
 def uses_distributed_sampler(trainer: pl.Trainer) -> bool:
