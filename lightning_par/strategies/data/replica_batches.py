@@ -29,12 +29,14 @@ class Share:
 
     Attributes:
         total: Samples of the global batch.
+        own: Those of this batch; None: the data set gives whole batches.
         smallest: The fewest that a replica has.
         fills: Whether this replica has none, and repeats one that weighs nothing.
         check: Checksum of the global batch, of the first one of an iteration; else None.
     """
 
     total: int
+    own: int | None
     smallest: int
     fills: bool = False
     check: int | None = None
@@ -90,8 +92,9 @@ class ReplicaBatches:
     def __len__(self) -> int:
         drops = getattr(self._given, "drop_last", False)
         if self._is_dealt:
-            count, size = len(self._given.sampler), self._replicas * self._given.batch_size
-            return count // size if drops else math.ceil(count / size)
+            size = self._replicas * int(self._given.batch_size)
+            count = len(self._given.sampler) + (0 if drops else size - 1)
+            return count // size
         if self._predicts:
             own = len(range(self._replica, len(self._given), self._replicas))
             return own + self.is_spare
@@ -116,9 +119,12 @@ class ReplicaBatches:
                 own, smallest = [everything[place % total] for place in places], most
                 total = most * self._replicas
             fills = own is None or own == []
-            share = Share(total=total, smallest=smallest, fills=fills, check=check)
+            if fills:
+                own = everything[-1:] if own == [] else everything[-1]
+            many = len(own) if isinstance(own, list | tuple) else None
+            share = Share(total=total, own=many, smallest=smallest, fills=fills, check=check)
             self.shares.append(share)
-            yield (everything[-1:] if own == [] else everything[-1]) if fills else own
+            yield own
 
     def _dealt(self) -> Iterator[tuple[list[Any], Any, int]]:
         """Yield all samples of a global batch, those of this replica, and the fewest of one."""

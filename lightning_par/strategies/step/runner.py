@@ -249,6 +249,7 @@ class StepRunner:
         """Take note of what the batch of this replica is of the global one."""
         share = self._share = self._loaders.next_share(dataloader_idx)
         self._weigher.fills = share is not None and share.fills
+        self._dims.given = None if share is None else share.own
         self._most = sys.maxsize if share is None else max(1, share.smallest)
         if self.pipeline is not None:
             self.pipeline.most = self._most

@@ -1,5 +1,6 @@
 """Every sample once, in the order of one process whose batches are those of all replicas."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn, Tensor
@@ -14,6 +16,8 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    get_worker_info,
+    IterableDataset,
     RandomSampler,
     Sampler,
     WeightedRandomSampler,
@@ -287,3 +291,78 @@ def test_predictions_come_in_order_and_are_written_once(cell: tuple[str, int, bo
         torch.testing.assert_close(found, own, rtol=0, atol=1e-10)
     for written in zip(*(result[1:] for result in results), strict=True):
         assert sorted(number for part in written for number in part) == list(range(size))
+
+
+class Stream(IterableDataset[Any]):
+    """Divides itself among the ranks that it is told, as streaming libraries do."""
+
+    def __init__(self, rows: Rows, way: str, told: tuple[int, int] = (0, 1)) -> None:
+        self.rows, self.way, self.told = rows, way, told
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, size = self.told
+        if self.way == "torch" and dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+        elif self.way == "variables":
+            rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        worker = get_worker_info()
+        assert worker is None or worker.num_workers == 1
+        yield from (self.rows[number] for number in range(rank, len(self.rows), size))
+
+
+class Streamed(Net):
+    """Makes its stream in the hook."""
+
+    def __init__(self, way: str, batch: int, workers: int) -> None:
+        super().__init__()
+        self.way, self.batch, self.workers = way, batch, workers
+
+    def val_dataloader(self) -> list[Any]:
+        return []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        told = (0, 1)
+        if self.way == "hook" and dist.is_initialized():
+            told = dist.get_rank(), dist.get_world_size()
+        stream = Stream(Rows(16), self.way, told)
+        return DataLoader(stream, self.batch, num_workers=self.workers)
+
+
+def _stream(layout: str | None, way: str, workers: int) -> Any:
+    seed_everything(5, verbose=False)
+    module = Streamed(way, 2 if layout == "zero1tp2" else 4, workers)
+    trainer = _trainer(layout, max_epochs=2, limit_val_batches=0)
+    trainer.fit(module)
+    assert layout is None or dist.get_rank() == trainer.global_rank
+    return module.losses, trainer.global_step
+
+
+def _stream_rank(rank: int, world: int, *args: Any) -> Any:
+    return _stream(*args)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    some(
+        [
+            *(
+                (layout, way, workers)
+                for layout in ("tp2", "pp2", "zero1tp2")
+                for way in ("torch", "variables", "hook")
+                for workers in (0, 1)
+            ),
+        ],
+        large=[
+            (layout, way, workers)
+            for layout in ("pp2", "zero1tp2", "tp2")
+            for way in ("torch", "variables", "hook")
+            for workers in (0, 1)
+            if (layout, way, workers) not in (("tp2", "torch", 1), ("pp2", "hook", 0))
+        ],
+    ),
+)
+def test_a_stream_that_divides_itself_loses_nothing(cell: tuple[str, str, int]) -> None:
+    layout, way, workers = cell
+    wanted = _stream(None, way, 0)
+    world = _WORLD.get(layout, 2)
+    _assert_equal(run_ranks(_stream_rank, world, layout, way, workers, timeout=120), wanted)
