@@ -30,7 +30,6 @@ from lightning_par.upstream.presence import names_of
 with names_of("lightning"):
     from lightning.fabric.utilities.distributed import _init_dist_connection
     from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
-    from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.utilities.exceptions import _TunerExitException
 
@@ -55,19 +54,16 @@ __all__ = [
     "is_logging_step",
     "launch_scripts",
     "leave_samplers",
-    "loaders_of_loop",
     "next_of_fit",
-    "noting_batches",
     "plain_after_closure",
-    "predictions_of",
     "set_launcher",
     "synchronizes_batchnorm",
     "trainer_of",
-    "unnoted_batches",
     "uses_distributed_sampler",
     "view_data_hooks",
 ]
 
+_CHOSEN = "lightning_par_divides_samples"
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 TunerExit = _TunerExitException
 compute_dtype = _plugin_to_compute_dtype
@@ -129,11 +125,12 @@ def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManag
 
         return dataloader
 
-    with names_of("lightning"):
-        fit = trainer.fit_loop
-        loops: Any = fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
-        for source in [loop._data_source for loop in (*loops, trainer.predict_loop)]:
-            source.dataloader = viewed(source)
+    fit = trainer.fit_loop
+    loops = fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
+    for loop in (*loops, trainer.predict_loop):
+        for part in vars(loop).values():
+            if hasattr(part, "dataloader") and hasattr(part, "is_module"):  # its source of data
+                part.dataloader = viewed(part)
 
 
 def leave_samplers(trainer: pl.Trainer) -> None:
@@ -142,53 +139,19 @@ def leave_samplers(trainer: pl.Trainer) -> None:
     By `is_distributed` of a strategy it would also leave out reductions of what is logged.
     """
     with names_of("lightning"):
-        connector: Any = trainer._data_connector
-        _ = connector._requires_distributed_sampler
-    connector._requires_distributed_sampler = _requires_none
-
-
-def _requires_none(_: object) -> bool:
-    return False
-
-
-def loaders_of_loop(trainer: pl.Trainer) -> list[Any]:
-    """Return the loaders of the loop that runs, or is set up; empty before."""
-    with names_of("lightning"):
-        loop: Any = trainer._active_loop
-        combined = None if loop is None else loop._combined_loader
-    return [] if combined is None else list(combined.flattened)
-
-
-def predictions_of(trainer: pl.Trainer) -> list[list[Any]]:
-    """Return the predictions of every loader so far, if the Trainer returns them; else nothing.
-
-    These lists are what it returns.
-    """
-    with names_of("lightning"):
-        loop = trainer.predict_loop
-        return loop._predictions if loop.return_predictions else []
-
-
-def unnoted_batches(batch_sampler: Any) -> Any:
-    """Return a batch sampler without what notes its batches for writers of predictions."""
-    if not isinstance(batch_sampler, _IndexBatchSamplerWrapper):
-        return batch_sampler
-    with names_of("lightning"):
-        return batch_sampler._batch_sampler
-
-
-def noting_batches(batch_sampler: Any) -> Any:
-    """Return a batch sampler whose batches are noted for writers of predictions."""
-    return _IndexBatchSamplerWrapper(batch_sampler)
+        connector: Any = trainer._accelerator_connector
+    vars(connector).setdefault(_CHOSEN, connector.use_distributed_sampler)
+    connector.use_distributed_sampler = False
 
 
 def uses_distributed_sampler(trainer: pl.Trainer) -> bool:
-    """Whether Lightning puts its distributed sampler into loaders (`use_distributed_sampler`).
+    """Whether the samples of loaders are to be divided (`use_distributed_sampler`).
 
     The Trainer takes the option and does not give it back.
     """
     with names_of("lightning"):
-        return bool(trainer._accelerator_connector.use_distributed_sampler)
+        connector = trainer._accelerator_connector
+    return bool(getattr(connector, _CHOSEN, connector.use_distributed_sampler))
 
 
 def synchronizes_batchnorm(strategy: Strategy) -> bool:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,12 +31,9 @@ from lightning_par.strategies.data.uneven_batches import join_ranks, samples_dif
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.lightning import (
     callbacks_of,
-    loaders_of_loop,
-    noting_batches,
-    predictions_of,
-    unnoted_batches,
     uses_distributed_sampler,
 )
+from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["ReplicaLoaders"]
 
@@ -85,8 +83,10 @@ class ReplicaLoaders:
         strategy: Any = trainer.strategy
         if self._divides and uses_distributed_sampler(trainer):
             dataloader = self._divide(dataloader)
-        if trainer.predicting and self._has_replicas and samples_differ(dataloader, device):
-            self._sharding.hold()
+        if trainer.predicting and self._has_replicas:
+            divided = self._divided.get(dataloader) if isinstance(dataloader, DataLoader) else None
+            if samples_differ(dataloader, device, divided):
+                self._sharding.hold()
         if trainer.predicting:
             self._mute_writers()
         return join_ranks(dataloader, trainer, device, strategy.processes.as_replica)
@@ -100,7 +100,10 @@ class ReplicaLoaders:
         trainer = self._module.trainer
         if not (trainer.predicting and self._divided):
             return
-        held = zip(loaders_of_loop(trainer), predictions_of(trainer), strict=False)
+        loop = trainer.predict_loop
+        found: Any = loop.predictions if loop.return_predictions else []
+        found = [found] if loop.num_dataloaders == 1 and loop.return_predictions else found
+        held = zip(_loaders_of(trainer), found, strict=False)
         for loader, predictions in held:
             if not isinstance(loader, DataLoader) or loader not in self._divided:
                 continue
@@ -143,7 +146,7 @@ class ReplicaLoaders:
         if not self._divided:
             return None
         trainer = self._module.trainer
-        loaders = loaders_of_loop(trainer)
+        loaders = _loaders_of(trainer)
         if not trainer.training:
             loaders = loaders[dataloader_idx : dataloader_idx + 1]
         shares = [self._taken(loader) for loader in loaders]
@@ -158,7 +161,14 @@ class ReplicaLoaders:
             ends = torch.tensor([share.check, -share.check], device=self._device)
             dist.all_reduce(ends, dist.ReduceOp.MAX)
             if int(ends[0]) != -int(ends[1]):
-                raise ConfigurationError("LP324", _OTHER_ORDERS.format(self._mesh.sizes.data))
+                raise ConfigurationError(
+                    "LP324",
+                    "the sampler of the data loader gives each of "
+                    f"{self._mesh.sizes.data} replicas another order of samples, so that "
+                    "some would be seen several times and others never. If it divides the "
+                    "samples by itself, pass Trainer(use_distributed_sampler=False); else let it draw from a generator "
+                    "that has the same seed on every rank.",
+                )
         return share
 
     def _divide(self, dataloader: object) -> object:
@@ -167,7 +177,11 @@ class ReplicaLoaders:
             dataloader.dataset, IterableDataset
         ):
             return dataloader
-        held = unnoted_batches(dataloader.batch_sampler)
+        noting: Any = type(dataloader.batch_sampler)
+        held: Any = dataloader.batch_sampler
+        # Lightning notes the batches for writers of predictions, by a sampler around another.
+        is_noted = noting.__module__ == UnrepeatedDistributedSampler.__module__
+        held = vars(held)["_batch_sampler"] if is_noted else held
         samplers = dataloader.sampler, held, getattr(held, "sampler", None)
         if any(isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in samplers):
             return dataloader  # divided already
@@ -185,8 +199,7 @@ class ReplicaLoaders:
         # argument of a class of the user's.
         copied = copy.copy(dataloader)
         name = "sampler" if held is None else "batch_sampler"
-        noted: Any = batches if held is dataloader.batch_sampler else noting_batches(batches)
-        vars(copied)[name] = noted
+        vars(copied)[name] = noting(batches) if is_noted else batches
         self._divided[copied] = batches
         return copied
 
@@ -201,7 +214,7 @@ class ReplicaLoaders:
     def _why_repeat(self) -> str:
         """Say why replicas need equal numbers of samples; empty if they do not."""
         trainer, kind = self._module.trainer, type(self._module)
-        if trainer.training and len(loaders_of_loop(trainer)) > 1:
+        if trainer.training and len(_loaders_of(trainer)) > 1:
             return "a step takes the batches of several loaders"
         classes = kind.__mro__[: kind.__mro__.index(pl.LightningModule)]
         for owner in classes:
@@ -210,6 +223,17 @@ class ReplicaLoaders:
                 if _names(getattr(function, "__code__", None)) & _GATHERS:
                     return f"{owner.__name__}.{name} gathers from the replicas"
         return ""
+
+
+def _loaders_of(trainer: pl.Trainer) -> list[Any]:
+    """Return the loaders of the loop that runs; empty while it is set up."""
+    if trainer.training:
+        found: Any = trainer.train_dataloader
+    elif trainer.testing:
+        found = trainer.test_dataloaders
+    else:
+        found = trainer.predict_dataloaders if trainer.predicting else trainer.val_dataloaders
+    return [] if found is None else tree_leaves(found)
 
 
 def _write_nothing(*_: Any, **__: Any) -> None:
@@ -222,11 +246,3 @@ def _names(code: CodeType | None) -> set[str]:
         return set()
     inner = (_names(value) for value in code.co_consts if isinstance(value, CodeType))
     return set(code.co_names).union(*inner)
-
-
-_OTHER_ORDERS = (
-    "the sampler of the data loader gives each of {} replicas another order of samples, so that "
-    "some would be seen several times and others never. If it divides the samples by itself, pass "
-    "Trainer(use_distributed_sampler=False); else let it draw from a generator that has the same "
-    "seed on every rank."
-)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_par.errors import ConfigurationError
 from lightning_par.sizes import Size
 from lightning_par.strategies.data.replica_batches import ReplicaBatches
-from lightning_par.upstream.lightning import unnoted_batches, uses_distributed_sampler
+from lightning_par.upstream.lightning import uses_distributed_sampler
 
 View = Callable[[], AbstractContextManager[None]]
 
@@ -104,19 +104,22 @@ class EqualBatches:
             yield batch
 
 
-def samples_differ(dataloader: object, device: torch.device) -> bool:
+def samples_differ(
+    dataloader: object, device: torch.device, divided: ReplicaBatches | None = None
+) -> bool:
     """Whether some ranks have other numbers of samples or batches than others, or nobody knows.
 
     Args:
         dataloader: Data loader of this rank.
         device: Device on which ranks agree.
+        divided: Its batch sampler, if that is one of a replica.
 
     **Communicates**: one all-reduce of two numbers over all ranks.
     """
     # Lightning notes the batches by a batch sampler, beside which `sampler` means nothing.
-    source: Any = unnoted_batches(getattr(dataloader, "batch_sampler", None)) or dataloader
+    source: Any = getattr(dataloader, "batch_sampler", None) or dataloader
     try:
-        count = len(source if isinstance(source, ReplicaBatches) else source.sampler)
+        count = len(source.sampler if divided is None else divided)
     except (AttributeError, TypeError):
         count = -1
     least, most = _range_over_ranks(count, device)
