@@ -1,19 +1,12 @@
 """Batches: their entries by path, their batch dim, micro-batches, and the count that the loss
 averages over.
 
-A batch is any nest of mappings, tuples, lists and objects (dataclasses, and others that hold
-tensors) of tensors, arrays and other values. B is the number of samples.
+A batch is any nest of mappings, tuples, lists and objects (dataclasses, and others) of tensors,
+arrays and other values. B is the number of samples.
 """
 
 import copy
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +123,7 @@ class BatchDimsFinder:
         self._layout, self._divided = layout, " and ".join(kinds)
         self._sizes: set[int] = set()
         self._known: set[str] = set()
+        self.given: int | None = None  # samples that the sampler gave the batch, if it is known
 
     def add_loader(self, dataloader: object) -> None:
         """Take note of the batch size of a data loader, if it tells one."""
@@ -149,9 +143,10 @@ class BatchDimsFinder:
             must_know: Whether to refuse a batch whose size is not known for sure.
 
         Raises:
-            PlanError: See `must_know`; or declared entries have different numbers of samples.
+            PlanError: See `must_know`; or declared entries have unequal numbers of samples.
         """
-        dims = find_batch_dims(batch, self._layout, self._sizes, self._known)
+        own = {self.given} if self.given else self._sizes
+        dims = find_batch_dims(batch, self._layout, own, self._known)
         if not dims.unsure:
             self._known.update(dims.dims)
         elif must_know:

@@ -57,7 +57,7 @@ from lightning_par.strategies.setup.stage_optimizers import (
     prepare_optimizers,
 )
 from lightning_par.strategies.setup.world_reads import check_world_reads
-from lightning_par.strategies.step.runner import Step
+from lightning_par.strategies.step.current_step import Step
 from lightning_par.upstream.lightning import set_launcher
 
 __all__ = ["MeshStrategy"]
@@ -101,8 +101,9 @@ class MeshStrategy(ParallelStrategy):
         offload_options: Move the optimizer to the host: `OffloadOptions`, or a dict of its fields.
         gradient_compression: Compression of what whole replicas (ZeRO stage 0) send: ``"fp16"``,
             ``"bf16"``, ``"int8"``, ``"topk"``, ``"powersgd"``, or `GradientCompression` fields.
-        gather_after_run: Give every rank the whole, plain module again once a run has ended;
-            "auto": where one for each rank takes no more than a quarter of the host's free memory.
+        gather_after_run: Give every rank the whole, plain module again after a run; "auto":
+            where one for each rank takes no more than a quarter of the host's free memory.
+        gather_predictions: Let `predict` return those of all replicas, in order, on every rank.
         outer: Make this run one of several islands that meet at a server: `Outer`, or its fields.
 
     Attributes:
@@ -159,6 +160,7 @@ class MeshStrategy(ParallelStrategy):
         offload_options: OffloadOptions | dict[str, Any] | None = None,
         gradient_compression: GradientCompression | dict[str, Any] | str | None = None,
         gather_after_run: bool | str = "auto",
+        gather_predictions: bool = True,
         outer: Outer | dict[str, Any] | None = None,
         **lightning_options: Any,
     ) -> None:
@@ -397,12 +399,11 @@ class MeshStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_step()
-        steps, module = self.parallel_model.steps, self.parallel_model.module
-        given = [*args, *kwargs.values()]
-        if not self.parallel_model.proof.is_over:  # a steady step does not even ask
-            self.parallel_model.proof.begin(self.parallel_model, self.precision_plugin, given)
-        output, step = steps.training(self.precision_plugin, given)
-        if output is None or not module.automatic_optimization:
+        model, given = self.parallel_model, [*args, *kwargs.values()]
+        if not model.proof.is_over:  # a steady step does not even ask
+            model.proof.begin(model, self.precision_plugin, given)
+        output, step = model.steps.training(self.precision_plugin, given)
+        if output is None or not model.module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
         else:
             self._step = step
@@ -573,7 +574,7 @@ class MeshStrategy(ParallelStrategy):
         self.processes.end_loop()
 
     def _end_evaluation(self) -> None:
-        self.parallel_model.sharding.release()
+        self.parallel_model.steps.end_evaluation()
         self.processes.end_loop()
 
     on_validation_end = on_test_end = on_predict_end = _end_evaluation

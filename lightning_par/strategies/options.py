@@ -77,6 +77,7 @@ class MeshOptions:
     offload_options: OffloadOptions | None = None
     gradient_compression: GradientCompression | None = None
     gather_after_run: bool | str = "auto"
+    gather_predictions: bool = True
     outer: Outer | None = None
     auto_rule: AutoRule = "balanced"
     recomputation: Recomputation | None = None

@@ -18,6 +18,8 @@
 ============================  ===============================================================
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -59,14 +61,17 @@ __all__ = [
     "is_accumulating",
     "is_logging_step",
     "launch_scripts",
+    "leave_samplers",
     "next_of_fit",
     "plain_after_closure",
     "set_launcher",
     "synchronizes_batchnorm",
     "trainer_of",
     "uses_distributed_sampler",
+    "view_data_hooks",
 ]
 
+_CHOSEN = "lightning_par_divides_samples"
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 TunerExit = _TunerExitException
 compute_dtype = _plugin_to_compute_dtype
@@ -118,13 +123,43 @@ def next_of_fit(trainer: pl.Trainer) -> tuple[list[Any], list[object]]:
     return [batch for batch, *_ in fetcher.batches], list(iterators)
 
 
+def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let `view` surround the hooks that return loaders, in every loop of a Trainer."""
+
+    def viewed(source: Any) -> Callable[[], Any]:
+        def dataloader() -> Any:
+            with view():
+                return type(source).dataloader(source)
+
+        return dataloader
+
+    fit = trainer.fit_loop
+    loops = fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
+    for loop in (*loops, trainer.predict_loop):
+        for part in vars(loop).values():
+            if hasattr(part, "dataloader") and hasattr(part, "is_module"):  # its source of data
+                part.dataloader = viewed(part)
+
+
+def leave_samplers(trainer: pl.Trainer) -> None:
+    """Let Lightning put no distributed sampler into loaders: the strategy divides their samples.
+
+    By `is_distributed` of a strategy it would also leave out reductions of what is logged.
+    """
+    with names_of("lightning"):
+        connector: Any = trainer._accelerator_connector
+    vars(connector).setdefault(_CHOSEN, connector.use_distributed_sampler)
+    connector.use_distributed_sampler = False
+
+
 def uses_distributed_sampler(trainer: pl.Trainer) -> bool:
-    """Whether Lightning puts its distributed sampler into loaders (`use_distributed_sampler`).
+    """Whether the samples of loaders are to be divided (`use_distributed_sampler`).
 
     The Trainer takes the option and does not give it back.
     """
     with names_of("lightning"):
-        return bool(trainer._accelerator_connector.use_distributed_sampler)
+        connector = trainer._accelerator_connector
+    return bool(getattr(connector, _CHOSEN, connector.use_distributed_sampler))
 
 
 def synchronizes_batchnorm(strategy: Strategy) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -113,22 +113,15 @@ class Diary(Callback):
         self.calls.append("v")
 
 
-def data(
-    size: int, batch_size: int, replicas: int, *, ordered: bool = False, seed: int = SEED
-) -> DataLoader[Any]:
+def data(size: int, batch_size: int, replicas: int) -> DataLoader[Any]:
     """A loader whose whole batches are the same for any number of replicas.
 
     Args:
         size: Samples.
         batch_size: Of the whole batch.
-        replicas: Among which it is divided; 0 for one process in the order of replicas.
-        ordered: Whether the loop is one that Lightning does not shuffle.
-        seed: Of the shuffle, which Lightning takes from `seed_everything`, or 0.
+        replicas: Among which it is divided; 0 for one process.
     """
-    samples = ToyData(size)
-    shuffled = replicas == 0 and not ordered
-    order = DistributedSampler(samples, 1, 0, seed=seed) if shuffled else None
-    return loader(samples, batch_size // max(replicas, 1), sampler=order)
+    return loader(ToyData(size), batch_size // max(replicas, 1))
 
 
 def files(folder: Path) -> list[str]:

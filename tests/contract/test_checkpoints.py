@@ -50,7 +50,7 @@ def fit(
     made.fit(
         module or TalkativeModule(),
         data(12, 4, replicas),
-        data(8, 4, replicas, ordered=True),
+        data(8, 4, replicas),
         ckpt_path=ckpt,
         weights_only=weights_only,
     )
@@ -65,7 +65,7 @@ def local_weights(module: Any) -> dict[str, torch.Tensor]:
 def same(trainer: pl.Trainer, module: Any, path: Any) -> bool:
     """Whether a checkpoint holds the weights that the module has."""
     before = local_weights(module)
-    trainer.validate(module, data(8, 4, 1, ordered=True), ckpt_path=path, verbose=False)
+    trainer.validate(module, data(8, 4, 1), ckpt_path=path, verbose=False)
     after = local_weights(module)
     return all(torch.equal(before[name], after[name]) for name in before)
 

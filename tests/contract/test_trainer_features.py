@@ -69,7 +69,7 @@ def features(rank: int, world: int, layout: str, replicas: int, folder: Path) ->
     schedule: list[Callback] = [GradientAccumulationScheduler({0: 1, 1: 2})]
     trainer = trainer_of(layout, world, folder, max_epochs=3, callbacks=schedule)
     module = TalkativeModule()
-    trainer.fit(module, data(16, 4, replicas), data(8, 4, replicas, ordered=True))
+    trainer.fit(module, data(16, 4, replicas), data(8, 4, replicas))
     found = {"steps": [trainer.global_step], "accumulated": weights(trainer, module)}
 
     trainer = trainer_of(layout, world, folder, max_epochs=1)
@@ -133,12 +133,10 @@ def test_sharded_replicas_predict_unequal_numbers_of_batches(pipeline: int) -> N
         "zero_stage": 3,
     }
     results = run_ranks(predict, 2 * pipeline, options, timeout=120)
-    replicas = results[:2]
-    assert [[len(rows) for rows in found] for found in replicas] == [[5, 2, 4], [4, 1, 3]]
+    assert all([len(rows) for rows in found] == [9, 3, 7] for found in results)
     with torch.no_grad():
         logits = TalkativeModule().model(ToyData(9).ids[:, :-1])
-    merged = [replicas[i % 2][0][i // 2] for i in range(9)]
-    assert torch.equal(torch.stack(merged), logits.argmax(-1))
+    assert all(torch.equal(torch.stack(found[0]), logits.argmax(-1)) for found in results)
 
 
 REFUSED: dict[str, tuple[Callback, str]] = {

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_par import AutoParallelStrategy
 from lightning_par.models import GPTModule
@@ -90,7 +90,7 @@ class _Losses(Recorder):
         self.losses.append(float(logged[name]))
 
 
-def train(strategy: Any, *, devices: int, model: str, batch_size: int, shuffled: bool) -> Result:
+def train(strategy: Any, *, devices: int, model: str, batch_size: int) -> Result:
     """Run three steps in float64 and say what came out."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(5)
@@ -105,10 +105,8 @@ def train(strategy: Any, *, devices: int, model: str, batch_size: int, shuffled:
         gradient_clip_val=0.5,
         limit_val_batches=0,
     )
-    # Lightning shuffles the training data of replicas so; one process has to see the same order.
-    order = DistributedSampler(samples, num_replicas=1, rank=0) if shuffled else None
     with DoublePrecision() if model == "llama" else nullcontext():
-        training = DataLoader(samples, batch_size=batch_size, sampler=order)
+        training = DataLoader(samples, batch_size=batch_size)
         trainer.fit(module, training, None if model in TRACED else DataLoader(samples))
     state = getattr(trainer.strategy, "gather_state_dict", module.state_dict)()
     sizes = getattr(trainer.strategy, "sizes", None)
@@ -125,7 +123,7 @@ def train(strategy: Any, *, devices: int, model: str, batch_size: int, shuffled:
 
 def train_rank(rank: int, world: int, model: str, options: Mapping[str, Any]) -> Result:
     strategy = AutoParallelStrategy(**options)
-    return train(strategy, devices=world, model=model, batch_size=EACH, shuffled=False)
+    return train(strategy, devices=world, model=model, batch_size=EACH)
 
 
 def assert_equal(model: str, world: int, **options: Any) -> list[Result]:
@@ -133,8 +131,7 @@ def assert_equal(model: str, world: int, **options: Any) -> list[Result]:
     results: list[Result] = run_ranks(train_rank, world, model, options, timeout=120)
     sizes = results[0]["sizes"]
     try:
-        whole = {"batch_size": EACH * sizes.data, "shuffled": sizes.data > 1}
-        wanted = train("auto", devices=1, model=model, **whole)
+        wanted = train("auto", devices=1, model=model, batch_size=EACH * sizes.data)
     finally:
         torch.set_default_dtype(torch.float32)
     close = {"rtol": 0, "atol": TOLERANCE}

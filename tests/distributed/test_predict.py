@@ -42,7 +42,7 @@ def predict(rank: int, world: int, options: dict[str, Any]) -> int:
     [
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 1}, [9, 9]),
         ({"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, [9, 9]),
-        ({"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": 0}, [5, 4]),
+        ({"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": 0}, [9, 9]),
     ],
     ids=["tp2", "pp2", "dp2"],
 )

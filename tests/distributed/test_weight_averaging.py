@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import lightning_par
 from lightning_par.errors import ConfigurationError
@@ -164,9 +164,7 @@ def train(rank: int, world: int, layout: str, folder: Path, source: Path | None 
             precision="64-true",
             callbacks=[make_average(), witness],
         )
-        # Lightning shuffles the samples of replicas so.
-        order = DistributedSampler(samples, 1, 0) if replicas == 1 else None
-        data, held_out = loader(samples, 4 // replicas, sampler=order), loader(held, 4 // replicas)
+        data, held_out = loader(samples, 4 // replicas), loader(held, 4 // replicas)
         trainer.fit(module, data, held_out, ckpt_path=None if source is None else source / name)
         weights = {k: v.clone() for k, v in module.state_dict().items()}
         (score,) = trainer.validate(module, held_out, verbose=False)
@@ -306,8 +304,7 @@ def normalize(rank: int, world: int, options: Run | None) -> Run:
     )
     module = Normalized()
     samples = TensorDataset(torch.randn(12, 5, generator=torch.Generator().manual_seed(1)))
-    order = DistributedSampler(samples, 1, 0) if world == 1 else None
-    trainer.fit(module, loader(samples, 4 // world, sampler=order))
+    trainer.fit(module, loader(samples, 4 // world))
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 

@@ -69,7 +69,7 @@ def assert_layouts(out: Path, layouts: Sequence[dict[str, Any]], hosts: Sequence
     assert [name for name, _ in found] == list(hosts)
     for number, layout in enumerate(layouts):
         replicas = layout.get("data_parallel_size", 1)
-        wanted = one_process(repr({**_run_of(replicas), "shuffled": replicas > 1}))
+        wanted = one_process(repr(_run_of(replicas)))
         assert_results([r[number] for _, r in found], wanted)
 
 

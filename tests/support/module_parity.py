@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import lightning_par
 from tests.support.parity import quiet_trainer, Recorder, TOLERANCE
@@ -57,12 +57,7 @@ def train_model(
         max_epochs=1,
         **(trainer or {}),
     )
-    # Lightning shuffles the training data of replicas so; one process has to see the same order.
-    order = DistributedSampler(samples, num_replicas=1, rank=0) if strategy == "auto" else None
-    replicas = getattr(getattr(made.strategy, "sizes", None), "data", 1)
-    if replicas == 1:
-        order = DistributedSampler(samples, num_replicas=1, rank=0)
-    training = DataLoader(samples, batch_size=batch_size, sampler=order)
+    training = DataLoader(samples, batch_size=batch_size)
     held_out = Subset(samples, range(len(samples) - 8, len(samples)))  # type: ignore[arg-type]
     made.fit(module, training, DataLoader(held_out, batch_size=batch_size))
     state = getattr(made.strategy, "gather_state_dict", module.state_dict)()

@@ -201,8 +201,7 @@ def compare_with_one_process(
         callbacks: Of the mesh only.
         run: Arguments of `train`; the batch size is that of the whole batch.
     """
-    whole = {**run, "shuffled": replicas > 1}
-    wanted = one_process(repr(whole))
+    wanted = one_process(repr(run))
     part = {**run, "batch_size": run["batch_size"] // replicas, "callbacks": callbacks}
     results: list[Result] = run_ranks(train_rank, world, strategy, options, part, timeout=120)
     return results, wanted

@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, ExitStack
+from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +28,7 @@ from lightning_par.engine.tensor.whole_draws import whole_random_draws
 from lightning_par.errors import MeshError
 from lightning_par.mesh import build_mesh, ParallelMesh
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.data.replica_view import as_replica
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.deferred_signals import DeferredSignals
@@ -66,7 +67,12 @@ from lightning_par.strategies.processes.watchdog import (
     RankWatch,
 )
 from lightning_par.strategies.processes.world_collectives import check_world_collectives
-from lightning_par.upstream.lightning import init_process_group, trainer_of
+from lightning_par.upstream.lightning import (
+    init_process_group,
+    leave_samplers,
+    trainer_of,
+    view_data_hooks,
+)
 
 __all__ = ["MeshProcesses"]
 
@@ -232,6 +238,13 @@ class MeshProcesses:
         rank = self.sizes.data_rank(self.rank) * islands + island
         return {"num_replicas": self.sizes.data * islands, "rank": rank}
 
+    def as_replica(self) -> AbstractContextManager[None]:
+        """Surrounds code of data sets, which is told ranks and numbers of replicas."""
+        sizes = self._sizes
+        if sizes is None or sizes.data == sizes.world_size:
+            return nullcontext()
+        return as_replica(sizes.data_rank(self.rank), sizes.data)
+
     @property
     def mesh(self) -> ParallelMesh:
         """The mesh of this run.
@@ -323,6 +336,10 @@ class MeshProcesses:
             elif server is not None:
                 server.close()
         trainer = trainer_of(self.interruption.module)
+        if trainer is not None:
+            view_data_hooks(trainer, self.as_replica)
+            if self._options.outer is None:
+                leave_samplers(trainer)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             for folder in checkpoint_folders(trainer):
                 self.check_folder(folder)

@@ -140,7 +140,8 @@ class FirstStepProof:
         self._args.append(args)
         self._random_states.append(collect_random_states(self._device))
         with fork_all_rng(self._device):  # what gathers objects may draw numbers
-            self._batches.append(gather_batches(args[0], model.mesh))
+            given = None if model.steps.repeats else args[0]
+            self._batches.append(gather_batches(given, model.mesh))
 
     def _start(self, model: "ParallelModel", plugin: Precision) -> bool:
         reason = self._skeleton if isinstance(self._skeleton, str) else ""

@@ -44,8 +44,12 @@ def gather_tensors(
 
 
 def gather_batches(batch: Any, mesh: ParallelMesh) -> list[Any] | None:
-    """Return the batches of all replicas on rank 0, copied to the CPU; elsewhere an empty list;
-    None if a batch cannot be sent.
+    """Return the batches of all replicas that have one on rank 0, copied to the CPU; elsewhere an
+    empty list; None if a batch cannot be sent.
+
+    Args:
+        batch: That of this replica; None: it has none.
+        mesh: Mesh of this run.
 
     **Communicates**: the batches, over the replicas.
     """
@@ -62,7 +66,9 @@ def gather_batches(batch: Any, mesh: ParallelMesh) -> list[Any] | None:
         parts = [packed]
     if mesh.rank:
         return []
-    return None if not all(parts or ()) else [pickle.loads(part) for part in parts or ()]
+    if not all(parts or ()):
+        return None
+    return [batch for batch in map(pickle.loads, parts or ()) if batch is not None]
 
 
 def mean_over(value: Tensor, group: dist.ProcessGroup, device: torch.device) -> float:

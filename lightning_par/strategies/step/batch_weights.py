@@ -75,6 +75,7 @@ class BatchWeights:
         sizes: Numbers of samples of the micro-batches.
         replicas: Number of replicas.
         zero: Numbers of this replica's micro-batches whose loss has weight 0.
+        fills: Whether this replica repeats a sample of another one, which counts nowhere.
         context_group: Ranks that see other tokens of the same samples; None: this one sees all.
     """
 
@@ -88,6 +89,7 @@ class BatchWeights:
     sizes: tuple[int, ...] = ()
     replicas: int = 1
     zero: frozenset[int] = frozenset()
+    fills: bool = False
     context_group: dist.ProcessGroup | None = None
 
     @property
@@ -239,6 +241,7 @@ class BatchWeigher:
         alternatives: Other rules, which weighed all samples alike so far, as `rule` did.
         sums: Names of logged values that are sums over the samples, as the loss is.
         by_samples: Names of those that are means over the samples, as the loss is not.
+        fills: Whether the batch of this replica repeats a sample of another one, and weighs 0.
     """
 
     def __init__(self, mesh: ParallelMesh, rule: LossRule) -> None:
@@ -247,6 +250,7 @@ class BatchWeigher:
         self.alternatives: tuple[LossRule, ...] = ()
         self.sums: frozenset[str] = frozenset()
         self.by_samples: frozenset[str] = frozenset()
+        self.fills = False
         self._ranks, self._replicas = sizes.shares, sizes.data
         self._device_type = mesh.device_type
         self._data_group = mesh.data_group
@@ -323,22 +327,25 @@ class BatchWeigher:
         if counts.device.type != self._device_type:
             # Without waiting for the device, as from memory that is not pinned.
             counts = counts.pin_memory().to(self._device_type, non_blocking=True)
+        if self.fills:
+            counts = torch.zeros_like(counts)
         counted, replica = None, counts
         if self._context_group is not None:
             replica = counts.clone()
             dist.all_reduce(replica, group=self._context_group)
         total = replica.sum()
         if self._replicas > 1:
-            sums = torch.stack([total, torch.full_like(total, float(sum(samples)))])
+            own = 0.0 if self.fills else float(sum(samples))
+            sums = torch.stack([total, torch.full_like(total, own)])
             dist.all_reduce(sums, group=self._data_group)
             total, counted = sums[0], sums[1]
-        if self.rule.counts_all:
-            zero = frozenset()
+        if self.rule.counts_all or self.fills:
+            zero = frozenset(range(len(samples)) if self.fills else ())
         elif zero is None:
             zero = frozenset(i for i, count in enumerate(replica.tolist()) if count == 0)
         valid = torch.where(total > 0, total, 1)
         scales = counts * self._ranks / valid
-        added = torch.full_like(scales, float(self._ranks))
+        added = torch.full_like(scales, 0.0 if self.fills else float(self._ranks))
         return BatchWeights(
             scales=tuple((added if self.rule.is_sum else scales).unbind()),
             total=replica.sum() * self._replicas / valid,
@@ -350,5 +357,6 @@ class BatchWeigher:
             sizes=tuple(samples),
             replicas=self._replicas,
             zero=zero,
+            fills=self.fills,
             context_group=self._context_group,
         )

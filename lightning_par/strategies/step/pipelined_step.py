@@ -7,6 +7,7 @@ backward. So the gradients are set aside, and the loss that Lightning gets puts 
 own backward: accumulation, hooks and loss scaling then see them where they expect them.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -89,6 +90,7 @@ class PipelinedSteps:
     Attributes:
         last_run: When the actions of the last training step ran; None before one.
         last_weight: What its batch weighed in the global batch, 1 on average over the replicas.
+        most: The most micro-batches that every replica can cut its batch into.
         see_loss: Is given the loss of the first micro-batch, and its number of samples; None:
             nobody asks.
     """
@@ -110,7 +112,7 @@ class PipelinedSteps:
     ) -> None:
         self.module, self.executor = module, executor
         self.last_run: PipelineRun | None = None
-        self.last_weight = torch.ones(())
+        self.last_weight, self.most = torch.ones(()), sys.maxsize
         self.see_loss: Callable[[Tensor, int], None] | None = None
         self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
         self._sequence, self._num_microbatches = sequence, num_microbatches
@@ -314,7 +316,7 @@ class PipelinedSteps:
             dims: Which entries have a batch dim.
             count: Number of micro-batches; None: as in training.
         """
-        count = self._num_microbatches if count is None else count
+        count = min(self._num_microbatches if count is None else count, self.most)
         sizes = [length for _, length in split_rows(dims.size or 1, count)]
         return split_batch(batch, count, dims), sizes
 

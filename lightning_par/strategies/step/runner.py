@@ -3,9 +3,10 @@
 Length: training and evaluation go the same way, through a pipeline and without one.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par.engine.activity import Activity
-from lightning_par.engine.batch import BatchDims, BatchDimsFinder
+from lightning_par.engine.batch import BatchDims, BatchDimsFinder, take_samples
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
@@ -27,13 +28,18 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.batch_copies import copies_to
+from lightning_par.strategies.data.filled_batch import counting_nowhere
+from lightning_par.strategies.data.loaders import ReplicaLoaders
+from lightning_par.strategies.data.replica_batches import Share
+from lightning_par.strategies.data.uneven_batches import check_loader
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.batch_statistics import (
     check_batch_statistics,
     synchronize_batchnorm,
 )
-from lightning_par.strategies.step.batch_weights import BatchWeigher, declared_rule, weigh
+from lightning_par.strategies.step.batch_weights import BatchWeigher, declared_rule
+from lightning_par.strategies.step.current_step import Step
 from lightning_par.strategies.step.look.divided_step import DividedLook, Look
 from lightning_par.strategies.step.look.first_look import FirstLook
 from lightning_par.strategies.step.look.loss_rule import choose_parts, Seen
@@ -56,44 +62,11 @@ from lightning_par.strategies.step.skipped_step import SkippedSteps
 from lightning_par.strategies.step.step_errors import raise_explained
 from lightning_par.strategies.step.step_random import HookDraws, shared_tokens, StepRandom
 from lightning_par.strategies.step.step_traces import adjust_logs
-from lightning_par.strategies.step.uneven_batches import check_loader, join_ranks, samples_differ
 from lightning_par.strategies.step.weights_on_host import WeightsOnHost
 
-__all__ = ["Step", "StepRunner"]
+__all__ = ["StepRunner"]
 
 _LOOK = ("first look",)
-
-
-@dataclass(kw_only=True, eq=False)
-class Step:
-    """What the forward of one training step found out for its backward.
-
-    `StepRunner.training` makes it, the backward consumes it and closes it. Under a pipeline it only
-    says whether labels are valid; gradients and loss scale are with the loss (`ScheduledLoss`).
-
-    Attributes:
-        loss_scale: Factor of the loss before its backward; None: 1.
-        has_valid_labels: Bool tensor, whether any entry of the batch counts; None: every entry
-            counts.
-        is_zero_weight: Whether the loss has weight 0; see Note [Zero-weight loss] in
-            `engine/data/zero_weight_loss.py`.
-        opened: What has to stay open until the backward is over, as recomputation needs it.
-        skips: Whether the user's step gave no loss, so that there is no backward.
-    """
-
-    loss_scale: Tensor | None = None
-    has_valid_labels: Tensor | None = None
-    is_zero_weight: bool = False
-    opened: ExitStack = field(default_factory=ExitStack)
-    skips: bool = False
-
-    def weigh(self, loss: Tensor) -> Tensor:
-        """Return the loss times its scale."""
-        return loss if self.loss_scale is None else weigh(loss, self.loss_scale.to(loss.dtype))
-
-    def close(self) -> None:
-        """Close what the forward opened; may be called again."""
-        self.opened.close()
 
 
 @dataclass(eq=False)
@@ -168,6 +141,10 @@ class StepRunner:
         first = dist.get_global_rank(mesh.replica_group, 0)
         self._broadcast = TreeBroadcast(mesh.replica_group, first)
         self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device  # asked often
+        own = {"divides": options.outer is None, "gathers": options.gather_predictions}
+        self._loaders = ReplicaLoaders(module, mesh, sharding, device, **own)
+        self._share: Share | None = None
+        self._most = sys.maxsize  # samples that every replica has
         self._num_microbatches, self._graphs = options.num_microbatches, options.records_graphs
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         synchronize_batchnorm(module, mesh)
@@ -216,23 +193,20 @@ class StepRunner:
         return [] if self.pipeline is None else self.pipeline.timeline()
 
     def prepare_loader(self, dataloader: object) -> object:
-        """Return a loader that gives every rank the same number of batches.
-
-        Predictions may differ in number; then parameters are gathered before the first.
+        """Return a loader of this replica's samples; see `ReplicaLoaders.prepare`.
 
         Raises:
             ConfigurationError: Its batches are smaller than the number of micro-batches.
-
-        **Communicates**: numbers of samples and of batches, over all ranks, where they may differ.
         """
-        trainer, device = self.module.trainer, self._device
         self._dims.add_loader(dataloader)
         if self.pipeline is not None:
             check_loader(dataloader, self._num_microbatches)
-        predicts_in_parallel = trainer.predicting and self._has_replicas
-        if predicts_in_parallel and samples_differ(dataloader, device):
-            self._sharding.hold()
-        return join_ranks(dataloader, trainer, device)
+        return self._loaders.prepare(dataloader)
+
+    def end_evaluation(self) -> None:
+        """Let go of gathered weights; see `ReplicaLoaders.end_evaluation`."""
+        self._sharding.release()
+        self._loaders.end_evaluation()
 
     def prepare_batch(self, given: Any, move: Callable[..., Any], *rest: Any) -> Any:
         """Return the batch that all ranks of the replica use, on the device.
@@ -253,6 +227,7 @@ class StepRunner:
         self._activity.step = self.module.trainer.global_step
         if self._graphs:  # else every block is a step to torch, which reuses its output
             torch.compiler.cudagraph_mark_step_begin()
+        self._take_share(rest[1] if len(rest) > 1 else 0)
         self._activity.begin("broadcast of the batch")
         if self._device.type == "cpu":  # which needs not be waited for
             batch = self._broadcast.broadcast(batch)
@@ -264,6 +239,26 @@ class StepRunner:
             self._check_tokens(batch, has_labels=not predicts)
         self._activity.begin("start of the batch")
         return batch
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the batch of this replica repeats a sample of another, and counts nowhere."""
+        return self._weigher.fills
+
+    def _take_share(self, dataloader_idx: int) -> None:
+        """Take note of what the batch of this replica is of the global one."""
+        share = self._share = self._loaders.next_share(dataloader_idx)
+        self._weigher.fills = share is not None and share.fills
+        self._dims.given = None if share is None else share.own
+        self._most = sys.maxsize if share is None else max(1, share.smallest)
+        if self.pipeline is not None:
+            self.pipeline.most = self._most
+
+    def _shown(self, batch: Any, dims: BatchDims) -> tuple[Any, BatchDims]:
+        """Return what of a batch is looked at: one sample, if another replica has no more."""
+        if self._most > 1 or dims.size in (None, 1):
+            return batch, dims
+        return take_samples(batch, dims, [0]), replace(dims, size=1)
 
     def training(  # house: the order of a step, in one place
         self, plugin: Precision, args: Sequence[Any]
@@ -290,7 +285,7 @@ class StepRunner:
         with ExitStack() as opened:  # closes what is open if the step raises
             args = self._open(args, opened)
             dims = self._dims_of(args[0])
-            count = min(self._count, dims.size or 1)
+            count = min(self._count, dims.size or 1, self._most)
             if not self._is_checked:
                 self._is_checked = True
                 if not self._batch_layout.local_statistics:
@@ -299,14 +294,15 @@ class StepRunner:
             look = partial(self._look, "training_step", context, args[1:], size=samples)
             if not looks.is_over and looks.is_due(args[0], samples, count, known):
                 found = dims if dims.size is not None else self._dims.find(args[0], must_know=False)
-                looks.look(args[0], found, count, partial(look, size=found.size or 1))
+                batch, found = self._shown(args[0], found)
+                looks.look(batch, found, count, partial(look, size=found.size or 1))
                 self._end_look()
                 if self.pipeline is not None and looks.watches:
                     self.pipeline.see_loss = self.form.see
             self.form.again = partial(looks.look_again, args[0], dims, count, look, self._cut)
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
-                random = self._random.step(samples, count, self._tokens_of(args[0]))
+                random = self._random.step(samples, count, self._tokens_of(args[0]), self._share)
                 with random, self.reads.agreed():
                     output, valid = self.pipeline.training(context, args, dims, key, scaler, zero)
                     self._random.share(self.pipeline.from_last_stage)
@@ -314,6 +310,8 @@ class StepRunner:
             weigher = self._weigher
             weights = weigher.weigh([args[0]], [samples], zero) if weigher.is_needed else None
             is_zero_weight = weights is not None and bool(weights.zero)
+            if weigher.fills:
+                opened.enter_context(counting_nowhere(self.module, trains=True))
             if is_zero_weight:
                 opened.enter_context(self._sharding.zero_weight.prepared())
             step = Step(
@@ -347,6 +345,8 @@ class StepRunner:
         self._activity.begin(name)
         key, predicts = (name, self.evaluations), name == "predict_step"
         with ExitStack() as opened:
+            if self._weigher.fills:
+                opened.enter_context(counting_nowhere(self.module, trains=False))
             known = self._evaluation(name, context, args)
             if known.is_divided:
                 args = self._open(args, opened)
@@ -358,8 +358,9 @@ class StepRunner:
             self._random = known.random
             if self.pipeline is not None:
                 # Nobody knows which values of a step whose loss is a sum are sums, too.
-                count = 1 if self._weigher.rule.is_sum else known.count
-                with self._random.step(dims.size or 1, count, self._tokens_of(args[0])):
+                count = 1 if self._weigher.rule.is_sum else min(known.count, self._most)
+                samples, tokens = dims.size or 1, self._tokens_of(args[0])
+                with self._random.step(samples, count, tokens, self._share):
                     output = self.pipeline.evaluation(name, context, args, dims, key, count)
                     self._random.share(self.pipeline.from_last_stage)
                 return output
@@ -388,8 +389,8 @@ class StepRunner:
             is_alone = predicts and self._has_replicas
             if sizes.world_size > 1 and not known.is_divided and not is_alone:
                 with self._weigher.on_whole_sequences():
-                    dims = self._dims_of(args[0], predicts=predicts)
-                    self._meet(known, name, context, args, dims)
+                    batch, dims = self._shown(args[0], self._dims_of(args[0], predicts=predicts))
+                    self._meet(known, name, context, [batch, *args[1:]], dims)
         return known
 
     def _tried(
@@ -557,7 +558,8 @@ class StepRunner:
         self, name: str, context: StepContext, args: Sequence[Any], key: Any, dims: BatchDims
     ) -> Any:
         step: Callable[..., Any] = getattr(self.module, name)
-        random = self._random.step(dims.size or 1, tokens=self._tokens_of(args[0]))
+        tokens = self._tokens_of(args[0])
+        random = self._random.step(dims.size or 1, tokens=tokens, share=self._share)
         backwards = name == "training_step" and self.manual.is_used
         call = self._sharding.call_with_backwards if backwards else self._sharding.call
         with context(), random, self._user_step(key, 0):

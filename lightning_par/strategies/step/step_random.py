@@ -31,6 +31,7 @@ from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.batch_copies import BATCH_HOOKS, has_hook
+from lightning_par.strategies.data.replica_batches import Share
 from lightning_par.strategies.step.random_draws import Rows, Tokens, WholeDraws
 
 __all__ = ["HookDraws", "StepRandom", "shared_tokens"]
@@ -103,6 +104,7 @@ class StepRandom:
         samples: int = 1,
         microbatches: int = 1,
         tokens: int | None = None,
+        share: Share | None = None,
     ) -> Iterator[None]:
         """Surrounds all micro-batches of a step.
 
@@ -110,6 +112,7 @@ class StepRandom:
             samples: Of the batch of this replica.
             microbatches: Into how many it is cut.
             tokens: T, if this rank may see T/tp of them.
+            share: What the batch of this replica is of the global one; None: as much as others.
 
         **Communicates**: the random state of rank 0, if the step draws more than dropout.
         """
@@ -119,9 +122,11 @@ class StepRandom:
             return
         self._draws.tokens = self._own_tokens(tokens)
         ranks = self._replicas
-        # Lightning's distributed sampler deals out samples like cards.
+        total = samples * ranks if share is None else share.total
+        first = 0 if share is not None and share.fills else self._data_rank
+        # Samples are dealt out like cards.
         self._rows = [
-            Rows(start * ranks + self._data_rank, length, samples * ranks, ranks)
+            Rows(start * ranks + first, length, total, ranks)
             for start, length in split_rows(samples, microbatches)
         ]
         assert dist.group.WORLD is not None

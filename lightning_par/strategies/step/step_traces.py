@@ -28,6 +28,7 @@ from torchmetrics import Metric
 
 from lightning_par.dtensor import whole
 from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.data.filled_batch import log_nothing
 from lightning_par.strategies.step.batch_weights import BatchWeights, weigh, weighted_mean
 from lightning_par.strategies.step.look.untouched import LEFT_ALONE
 from lightning_par.upstream.tensor import count_of_changes
@@ -219,26 +220,25 @@ def _weighted(
 
     A call with its own ``batch_size`` already says how its value weighs.
     """
-    if weights is not None and weights.context_group is not None and not isinstance(value, Metric):
-        value, options = join_over_context(value, options, weights)
+    if weights is not None and not isinstance(value, Metric):
+        if weights.fills:
+            name = reduction_name(options.get("reduce_fx", "mean"))
+            return log_nothing(name, value, options, weights)
+        if weights.context_group is not None:
+            value, options = join_over_context(value, options, weights)
     mean = options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
     is_sum = weights is not None and name in weights.sums
     explicit = options.get("batch_size") is not None and not is_sum
-    if (
-        weights is None
-        or weights.samples is None
-        or not options.get("sync_dist")
-        or not mean
-        or explicit
-    ):
+    if weights is None or weights.samples is None or not mean or explicit:
+        return value, options
+    if not options.get("sync_dist"):
         return value, options
     if isinstance(value, Metric):
         return value, options
     value = torch.as_tensor(value, device=weights.total.device)
     value = value if value.is_floating_point() else value.float()
-    options = {"batch_size": weights.samples, **options} if is_sum else options
-    if is_sum:
-        return value * weights.replicas, options  # Lightning divides by it
+    if is_sum:  # Lightning divides by the number of replicas
+        return value * weights.replicas, {"batch_size": weights.samples, **options}
     options = {**options, "batch_size": weights.samples}
     if name in weights.by_samples:
         return value * (sum(weights.sizes) * weights.replicas) / weights.samples, options

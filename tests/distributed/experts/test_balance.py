@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import lightning_par
 from lightning_par.callbacks import ExpertBalance
@@ -35,10 +35,7 @@ def train(strategy: Any, devices: int, replicas: int, path: str) -> Any:
         limit_val_batches=0,
         log_every_n_steps=1,
     )
-    order = None
-    if replicas == 1:
-        order = DistributedSampler(samples, num_replicas=1, rank=0)
-    training = DataLoader(samples, batch_size=4 // replicas, sampler=order)
+    training = DataLoader(samples, batch_size=4 // replicas)
     trainer.fit(module, training, DataLoader(samples))
     logged = {k: float(v) for k, v in trainer.callback_metrics.items() if "experts/" in k}
     return balance.steps, balance.history, logged

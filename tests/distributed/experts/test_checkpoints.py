@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import lightning_par
 from tests.support.models.mixture import layout, make
@@ -31,8 +31,7 @@ def train(
         precision="64-true",
         limit_val_batches=0,
     )
-    order = DistributedSampler(samples, num_replicas=1, rank=0) if options is None else None
-    training = DataLoader(samples, batch_size=4 // world, sampler=order)
+    training = DataLoader(samples, batch_size=4 // world)
     trainer.fit(module, training, DataLoader(samples), ckpt_path=source)
     trainer.save_checkpoint(target)
     if options is None:

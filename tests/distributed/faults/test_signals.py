@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
-from torch.utils.data import DistributedSampler
 
 import lightning_par
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
@@ -110,9 +109,7 @@ class History(Callback):
 def batches(accumulated: int, replicas: int = 1) -> Any:
     """Give the same global batches to any number of replicas."""
     samples = ToyData(4 * STEPS * accumulated)
-    # Lightning shuffles the data of replicas so, and leaves the order of one process alone.
-    order = DistributedSampler(samples, num_replicas=1, rank=0) if replicas == 1 else None
-    return loader(samples, 4 // replicas, sampler=order)
+    return loader(samples, 4 // replicas)
 
 
 @cache

@@ -59,7 +59,7 @@ def test_launcher_trains_saves_and_resumes_on_two_hosts(way: str, tmp_path: Path
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(4)]
     assert {name for name, _ in found[:2]} != {name for name, _ in found[2:]}
     assert len({name for name, _ in found[:2]}) == len({name for name, _ in found[2:]}) == 1
-    run = {**RUN, "shuffled": False, "trainer": {"max_epochs": 2}}
+    run = {**RUN, "trainer": {"max_epochs": 2}}
     wanted = one_process(repr(run))["weights"]
     for name, weight in wanted.items():
         torch.testing.assert_close(found[0][1][name], weight, rtol=0, atol=TOLERANCE)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
 
 from lightning_par import check_plan, Hybrid3DStrategy, ParallelSizes
 from lightning_par.engine.memory.placement import find_placements
@@ -64,14 +63,12 @@ def train(
     family: str,
     on_meta: bool,
     size: int,
-    shuffled: bool = False,
     explicit: bool = False,
     by_name: bool = False,
 ) -> Result:
     """Run three batches in float64, the last one odd, and say what came out."""
     torch.set_default_dtype(torch.float64)
     samples = PaddedText(size, family, explicit=explicit)
-    order = DistributedSampler(samples, num_replicas=1, rank=0) if shuffled else None
     recorder, user = Recorder(), HFModule(family, on_meta, by_name)
     trainer = quiet_trainer(
         devices=devices,
@@ -85,7 +82,7 @@ def train(
     held_out = loader(PaddedText(4, family, explicit=explicit), batch_size)
     with DoublePrecision(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*names no blocks, so every step.*")  # T5
-        trainer.fit(user, loader(samples, batch_size, sampler=order), held_out)
+        trainer.fit(user, loader(samples, batch_size), held_out)
     state = getattr(trainer.strategy, "gather_state_dict", user.state_dict)()
     return {
         "losses": recorder.losses,
@@ -108,7 +105,7 @@ def train_rank(rank: int, world: int, options: dict[str, Any], run: Any) -> Resu
 
 
 @cache
-def one_process(family: str, on_meta: bool, size: int, shuffled: bool, explicit: bool) -> Result:
+def one_process(family: str, on_meta: bool, size: int, explicit: bool) -> Result:
     # Weights made on meta are drawn by name, which a plain Trainer does not do.
     strategy = "hybrid3d" if on_meta else "auto"
     try:
@@ -119,7 +116,6 @@ def one_process(family: str, on_meta: bool, size: int, shuffled: bool, explicit:
             family=family,
             on_meta=on_meta,
             size=size,
-            shuffled=shuffled,
             explicit=explicit,
         )
     finally:
@@ -137,7 +133,7 @@ def assert_equal(
     world = options["tensor_parallel_size"] * options["pipeline_parallel_size"] * parts * replicas
     run = {"family": family, "on_meta": on_meta, "size": 10 if replicas == 1 else 12}
     run["explicit"] = explicit
-    wanted = one_process(**run, shuffled=replicas > 1)
+    wanted = one_process(**run)
     part = {**run, "batch_size": 4 // replicas, "by_name": by_name}
     results: list[Result] = run_ranks(train_rank, world, options, part, timeout=150)
     close = {"rtol": 0, "atol": TOLERANCE}

@@ -89,7 +89,7 @@ def with_defaults(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_as_one_process(results: list[Result], run: dict[str, Any], replicas: int) -> None:
-    whole = one_process(repr({**run, "shuffled": replicas > 1}))
+    whole = one_process(repr(run))
     close = {"rtol": 0, "atol": TOLERANCE}
     assert len(whole["losses"]) >= 3
     for result in results:

@@ -23,7 +23,7 @@ IGNORE = {"on_nonfinite": "ignore"}
 
 
 def assert_same_numbers(results: list[Result], run: dict[str, Any], replicas: int) -> None:
-    whole = one_process(repr({**run, "shuffled": replicas > 1}))
+    whole = one_process(repr(run))
     for result in results:
         torch.testing.assert_close(result["losses"], whole["losses"], rtol=0, atol=TOLERANCE)
     for name, weight in results[0]["weights"].items():

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from tests.support.models.pooling_encoder import CLASSES, PoolingEncoder, TOKENS
 
@@ -66,5 +66,4 @@ class LabeledTokens(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         rows: Any = labeled_rows(48)
-        order = DistributedSampler(rows, num_replicas=1, rank=0) if self.alone else None
-        return DataLoader(rows, batch_size=self.batch_size, sampler=order)
+        return DataLoader(rows, batch_size=self.batch_size)

@@ -1,6 +1,7 @@
 """Data loaders of replicas: batches large enough to split, and as many on every rank."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par.errors import ConfigurationError
 from lightning_par.sizes import Size
+from lightning_par.strategies.data.replica_batches import ReplicaBatches
 from lightning_par.upstream.lightning import uses_distributed_sampler
+
+View = Callable[[], AbstractContextManager[None]]
 
 __all__ = ["EqualBatches", "check_loader", "join_ranks", "samples_differ"]
 
@@ -34,23 +38,25 @@ def check_loader(dataloader: object, num_microbatches: Size) -> None:
         )
 
 
-def join_ranks(dataloader: object, trainer: pl.Trainer, device: torch.device) -> object:
+def join_ranks(dataloader: object, trainer: pl.Trainer, device: torch.device, view: View) -> object:
     """Return a loader that gives every rank the same number of batches, if it may not be so.
 
-    Lightning distributes the samples of sized datasets equally. Predictions may differ in number.
+    Samples of sized datasets are divided so already. Predictions may differ in number.
 
     Args:
         dataloader: The user's data loader.
         trainer: Trainer whose loop runs.
         device: Device on which ranks agree.
+        view: Surrounds the code of the loader.
     """
     distributed = uses_distributed_sampler(trainer)
     sized = isinstance(dataloader, DataLoader) and not isinstance(
         dataloader.dataset, IterableDataset
     )
-    if trainer.world_size == 1 or trainer.predicting or (sized and distributed):
+    if trainer.world_size == 1 or (sized and (distributed or trainer.predicting)):
         return dataloader
-    return EqualBatches(dataloader, device)  # type: ignore[arg-type]
+    agrees_on = None if trainer.predicting else device
+    return EqualBatches(dataloader, agrees_on, view)  # type: ignore[arg-type]
 
 
 class EqualBatches:
@@ -60,13 +66,14 @@ class EqualBatches:
 
     Args:
         dataloader: Data loader of this rank; every other attribute is that of the loader.
-        device: Device on which ranks agree.
+        device: Device on which ranks agree; None: ranks may have unequal numbers.
+        view: Surrounds the code of the loader.
 
     **Communicates**: one all-reduce of two numbers over all ranks, per batch.
     """
 
-    def __init__(self, dataloader: Iterable[Any], device: torch.device) -> None:
-        self._dataloader, self._device = dataloader, device
+    def __init__(self, dataloader: Iterable[Any], device: torch.device | None, view: View) -> None:
+        self._dataloader, self._device, self._view = dataloader, device, view
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -77,10 +84,15 @@ class EqualBatches:
         return len(self._dataloader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches, end, count = iter(self._dataloader), object(), 0
+        end, count = object(), 0
+        with self._view():
+            batches = iter(self._dataloader)
         while True:
-            batch = next(batches, end)
-            least, most = _range_over_ranks(int(batch is not end), self._device)
+            with self._view():
+                batch = next(batches, end)
+            least = most = int(batch is not end)
+            if self._device is not None:
+                least, most = _range_over_ranks(least, self._device)
             if not least:
                 if most:
                     rank_zero_warn(
@@ -92,19 +104,22 @@ class EqualBatches:
             yield batch
 
 
-def samples_differ(dataloader: object, device: torch.device) -> bool:
-    """Whether some ranks have other numbers of samples than others, or nobody knows.
+def samples_differ(
+    dataloader: object, device: torch.device, divided: ReplicaBatches | None = None
+) -> bool:
+    """Whether some ranks have other numbers of samples or batches than others, or nobody knows.
 
     Args:
         dataloader: Data loader of this rank.
         device: Device on which ranks agree.
+        divided: Its batch sampler, if that is one of a replica.
 
     **Communicates**: one all-reduce of two numbers over all ranks.
     """
-    # Lightning distributes the samples by a batch sampler, beside which `sampler` means nothing.
+    # Lightning notes the batches by a batch sampler, beside which `sampler` means nothing.
     source: Any = getattr(dataloader, "batch_sampler", None) or dataloader
     try:
-        count = len(source.sampler)
+        count = len(source.sampler if divided is None else divided)
     except (AttributeError, TypeError):
         count = -1
     least, most = _range_over_ranks(count, device)

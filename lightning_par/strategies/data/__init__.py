@@ -1,0 +1,1 @@
+"""The data loaders of a run: which samples a replica takes, and how many batches it has."""

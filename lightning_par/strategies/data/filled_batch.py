@@ -1,0 +1,70 @@
+"""The batch of a replica that has no samples of the global one: it repeats one, which weighs 0."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+from torchmetrics import Metric
+
+from lightning_par.strategies.step.batch_weights import BatchWeights
+from lightning_par.strategies.step.look.untouched import untouched
+from lightning_par.upstream.torchmetrics import set_update_count
+
+__all__ = ["counting_nowhere", "log_nothing"]
+
+
+@contextmanager
+def counting_nowhere(module: nn.Module, *, trains: bool) -> Iterator[None]:
+    """Surrounds a step on a sample that counts nowhere: no metric learns of it.
+
+    A metric that has seen nothing else gets empty states, as all ranks have to gather the same.
+
+    Args:
+        module: The user's LightningModule.
+        trains: Whether a backward follows; else all attributes of the module are put back.
+    """
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    with ExitStack() as kept:
+        for part in metrics if trains else [module]:
+            kept.enter_context(untouched(part))
+        yield
+        updated = [metric for metric in metrics if metric.update_called]
+        empty = [
+            (m, name, _empty_like(getattr(m, name))) for m in updated for name in m.metric_state
+        ]
+    for metric in updated:
+        if not metric.update_called:
+            set_update_count(metric, 1)
+    for metric, name, value in empty:
+        if value is not None and not getattr(metric, name):
+            setattr(metric, name, [value])
+
+
+def _empty_like(state: Any) -> Tensor | None:
+    """Return an entry without rows of a state that is a list; None for another state."""
+    has_rows = isinstance(state, list) and state and isinstance(state[0], Tensor) and state[0].ndim
+    return state[0][:0].detach().clone() if has_rows else None
+
+
+def log_nothing(
+    name: str, value: Any, options: dict[str, Any], weights: BatchWeights
+) -> tuple[Any, dict[str, Any]]:
+    """Return what to log so that nothing changes in what other replicas log.
+
+    Args:
+        name: Of the reduction.
+        value: That is logged on the sample.
+        options: Of `self.log`.
+        weights: Of the batch.
+    """
+    value = torch.as_tensor(value, device=weights.total.device)
+    value = value if value.is_floating_point() else value.float()
+    nothing = {"max": -math.inf, "min": math.inf}.get(name, 0.0)
+    if name in ("mean", "avg"):
+        shares = options.get("sync_dist") and options.get("batch_size") is None
+        # Lightning divides by the mean of these over the replicas.
+        options = {**options, "batch_size": weights.samples if shares else 0}
+    return torch.full_like(value, nothing), options

@@ -1,0 +1,248 @@
+"""The data loaders of a run on a mesh: divided among the replicas, as one process orders them."""
+
+import copy
+import inspect
+from contextlib import ExitStack
+from itertools import zip_longest
+from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
+
+from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.engine.rng import collect_random_states, restore_random_states, states_alike
+from lightning_par.engine.tensor_tree import broadcast_object
+from lightning_par.errors import ConfigurationError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.data.replica_batches import ReplicaBatches, Share
+from lightning_par.strategies.data.uneven_batches import join_ranks, samples_differ
+from lightning_par.upstream.functions import replaced
+from lightning_par.upstream.lightning import (
+    callbacks_of,
+    uses_distributed_sampler,
+)
+from lightning_par.upstream.pytree import tree_leaves
+
+__all__ = ["ReplicaLoaders"]
+
+_MEETING = frozenset({"barrier", "all_gather", "all_gather_object", "gather_object", "all_reduce"})
+_NOTHING = object()
+_GATHERS = frozenset({"all_gather", "all_gather_into_tensor"})
+_CPU = torch.device("cpu")
+
+
+class ReplicaLoaders:
+    """Divides the samples of loaders among the replicas, and knows the share of every batch.
+
+    Args:
+        module: The user's LightningModule.
+        mesh: Mesh of this run.
+        sharding: Keeps parameters whole while replicas predict unequal numbers of batches.
+        device: Device of this rank.
+        divides: Whether the samples are to be divided here; islands leave that to Lightning.
+        gathers: Whether every rank gets the predictions of all replicas.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        sharding: Sharding,
+        device: torch.device,
+        *,
+        divides: bool,
+        gathers: bool,
+    ) -> None:
+        self._module, self._mesh, self._sharding, self._device = module, mesh, sharding, device
+        self._has_replicas = mesh.sizes.data > 1
+        self._divides = divides and self._has_replicas
+        self._gathers, self._muted = gathers, ExitStack()
+        self._divided: WeakKeyDictionary[Any, ReplicaBatches] = WeakKeyDictionary()
+
+    def prepare(self, dataloader: object) -> object:
+        """Return a loader of this replica's samples, with as many batches as on every rank.
+
+        Predictions may differ in number; then parameters are gathered before the first.
+
+        **Communicates**: random states, where a sampler may draw; numbers of samples and of
+        batches, over all ranks, where they may differ.
+        """
+        trainer, device = self._module.trainer, self._device
+        strategy: Any = trainer.strategy
+        if self._divides and uses_distributed_sampler(trainer):
+            dataloader = self._divide(dataloader)
+        if trainer.predicting and self._has_replicas:
+            divided = self._divided.get(dataloader) if isinstance(dataloader, DataLoader) else None
+            if samples_differ(dataloader, device, divided):
+                self._sharding.hold()
+        if trainer.predicting:
+            self._mute_writers()
+        return join_ranks(dataloader, trainer, device, strategy.processes.as_replica)
+
+    def end_evaluation(self) -> None:
+        """Give every rank the predictions of all replicas, in the order of the data set.
+
+        **Communicates**: they go to every rank, where the Trainer returns some.
+        """
+        self._muted.close()
+        trainer = self._module.trainer
+        if not (trainer.predicting and self._divided):
+            return
+        loop = trainer.predict_loop
+        found: Any = loop.predictions if loop.return_predictions else []
+        found = [found] if loop.num_dataloaders == 1 and loop.return_predictions else found
+        held = zip(_loaders_of(trainer), found, strict=False)
+        for loader, predictions in held:
+            if not isinstance(loader, DataLoader) or loader not in self._divided:
+                continue
+            if self._divided[loader].is_spare:
+                predictions.clear()
+            if self._gathers:
+                parts: list[Any] = [None] * self._mesh.sizes.data
+                dist.all_gather_object(parts, predictions, group=self._mesh.data_group)
+                turns = zip_longest(*parts, fillvalue=_NOTHING)
+                # In place: the Trainer has taken this list already.
+                predictions[:] = [one for turn in turns for one in turn if one is not _NOTHING]
+
+    def _mute_writers(self) -> None:
+        """Let writers of predictions write on the first rank of a replica only, unless all ranks
+        meet in them.
+        """
+        self._muted.close()
+        is_first = dist.get_rank() == dist.get_global_rank(self._mesh.replica_group, 0)
+        if is_first and not any(batches.is_spare for batches in self._divided.values()):
+            return
+        for callback in callbacks_of(self._module.trainer):
+            if not isinstance(callback, BasePredictionWriter):
+                continue
+            for name in ("write_on_batch_end", "write_on_epoch_end"):
+                code = getattr(getattr(type(callback), name), "__code__", None)
+                if not _names(code) & _MEETING:
+                    self._muted.enter_context(replaced(callback, name, _write_nothing))
+
+    def next_share(self, dataloader_idx: int) -> Share | None:
+        """Return what the batch that comes next is of the global one; None: nobody knows.
+
+        Args:
+            dataloader_idx: Number of its loader, where these are iterated one after the other.
+
+        Raises:
+            ConfigurationError: The samplers of the replicas do not give the same order.
+
+        **Communicates**: a checksum over all ranks, in the first batch of an iteration.
+        """
+        if not self._divided:
+            return None
+        trainer = self._module.trainer
+        loaders = _loaders_of(trainer)
+        if not trainer.training:
+            loaders = loaders[dataloader_idx : dataloader_idx + 1]
+        shares = [self._taken(loader) for loader in loaders]
+        return shares[0] if len(shares) == 1 else None
+
+    def _taken(self, loader: Any) -> Share | None:
+        batches = self._divided.get(loader) if isinstance(loader, DataLoader) else None
+        if batches is None or not batches.shares:
+            return None
+        share = batches.shares.popleft()
+        if share.check is not None and not self._module.trainer.predicting:
+            ends = torch.tensor([share.check, -share.check], device=self._device)
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+            if int(ends[0]) != -int(ends[1]):
+                raise ConfigurationError(
+                    "LP324",
+                    "the sampler of the data loader gives each of "
+                    f"{self._mesh.sizes.data} replicas another order of samples, so that "
+                    "some would be seen several times and others never. If it divides the "
+                    "samples by itself, pass Trainer(use_distributed_sampler=False); else let it draw from a generator "
+                    "that has the same seed on every rank.",
+                )
+        return share
+
+    def _divide(self, dataloader: object) -> object:
+        """Return a copy of a loader whose batch sampler gives this replica's part."""
+        if not isinstance(dataloader, DataLoader) or isinstance(
+            dataloader.dataset, IterableDataset
+        ):
+            return dataloader
+        noting: Any = type(dataloader.batch_sampler)
+        held: Any = dataloader.batch_sampler
+        # Lightning notes the batches for writers of predictions, by a sampler around another.
+        is_noted = noting.__module__ == UnrepeatedDistributedSampler.__module__
+        held = vars(held)["_batch_sampler"] if is_noted else held
+        samplers = dataloader.sampler, held, getattr(held, "sampler", None)
+        if any(isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in samplers):
+            return dataloader  # divided already
+        if type(held) is not BatchSampler or not isinstance(held.sampler, SequentialSampler):
+            self._agree()
+        batches = ReplicaBatches(
+            dataloader.sampler if held is None else held,
+            self._mesh.sizes.data,
+            self._mesh.data_rank,
+            predicts=bool(self._module.trainer.predicting),
+            repeats=self._why_repeat,
+            agree=self._agree,
+        )
+        # A copy, as the user may iterate the loader in another run; made anew, it would need every
+        # argument of a class of the user's.
+        copied = copy.copy(dataloader)
+        name = "sampler" if held is None else "batch_sampler"
+        vars(copied)[name] = noting(batches) if is_noted else batches
+        self._divided[copied] = batches
+        return copied
+
+    def _agree(self) -> None:
+        """Give all ranks the random states of rank 0, from which samplers draw."""
+        assert dist.group.WORLD is not None
+        own = collect_random_states(_CPU)
+        common = broadcast_object(own, 0, dist.group.WORLD)
+        if not states_alike(own, common):
+            restore_random_states(common, _CPU)
+
+    def _why_repeat(self) -> str:
+        """Say why replicas need equal numbers of samples; empty if they do not."""
+        trainer, kind = self._module.trainer, type(self._module)
+        if trainer.training and len(_loaders_of(trainer)) > 1:
+            return "a step takes the batches of several loaders"
+        classes = kind.__mro__[: kind.__mro__.index(pl.LightningModule)]
+        for owner in classes:
+            for name, value in vars(owner).items():
+                function = inspect.unwrap(value) if callable(value) else value
+                if _names(getattr(function, "__code__", None)) & _GATHERS:
+                    return f"{owner.__name__}.{name} gathers from the replicas"
+        return ""
+
+
+def _loaders_of(trainer: pl.Trainer) -> list[Any]:
+    """Return the loaders of the loop that runs; empty while it is set up."""
+    if trainer.training:
+        found: Any = trainer.train_dataloader
+    elif trainer.testing:
+        found = trainer.test_dataloaders
+    else:
+        found = trainer.predict_dataloaders if trainer.predicting else trainer.val_dataloaders
+    return [] if found is None else tree_leaves(found)
+
+
+def _write_nothing(*_: Any, **__: Any) -> None:
+    """Stand in the place of a method of a writer."""
+
+
+def _names(code: CodeType | None) -> set[str]:
+    """Return the names that a function looks up."""
+    if code is None:
+        return set()
+    inner = (_names(value) for value in code.co_consts if isinstance(value, CodeType))
+    return set(code.co_names).union(*inner)

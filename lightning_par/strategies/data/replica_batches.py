@@ -1,0 +1,180 @@
+"""The samples of a replica: its part of the batches that one process would take.
+
+Note [One order]: every replica iterates the user's own sampler, as one process does, and takes its
+part of what comes. So the order is that of one process whose batches are as large as those of all
+replicas together. A batch of it is dealt out like cards: replica r of R has the samples r, r + R,
+r + 2R, ... Batches of a batch sampler of the user's stay as they are: replica r has the r-th of R.
+
+A replica for which the last batch of an iteration has no sample repeats one of it, as every rank
+has to run the step: such a batch weighs nothing, see `Share.fills`.
+"""
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import BatchSampler
+
+__all__ = ["ReplicaBatches", "Share"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What the batch of a replica is of the global batch.
+
+    Attributes:
+        total: Samples of the global batch.
+        own: Those of this batch; None: the data set gives whole batches.
+        smallest: The fewest that a replica has.
+        fills: Whether this replica has none, and repeats one that weighs nothing.
+        check: Checksum of the global batch, of the first one of an iteration; else None.
+    """
+
+    total: int
+    own: int | None
+    smallest: int
+    fills: bool = False
+    check: int | None = None
+
+
+class ReplicaBatches:
+    """Batch sampler of a replica; see Note [One order].
+
+    Args:
+        given: The user's batch sampler; or the sampler of a loader without one, whose data set
+            gives whole batches.
+        replicas: R.
+        replica: r, 0 .. R - 1.
+        predicts: Whether a replica takes whole batches, of any number, and repeats nothing.
+        repeats: Says why all replicas need the same number of samples, so that some are repeated;
+            empty: they do not.
+        agree: Makes the random states of all ranks those of rank 0; called before an epoch.
+
+    Attributes:
+        shares: Of the batches that were given to the loader and have not reached the step.
+    """
+
+    def __init__(
+        self,
+        given: Any,
+        replicas: int,
+        replica: int,
+        *,
+        predicts: bool,
+        repeats: Callable[[], str],
+        agree: Callable[[], None],
+    ) -> None:
+        self._given, self._replicas, self._replica = given, replicas, replica
+        self._is_dealt = type(given) is BatchSampler and not predicts
+        self._predicts, self._repeats, self._agree = predicts, repeats, agree
+        self.shares: deque[Share] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._given, name)
+
+    @property
+    def sampler(self) -> "_AgreedSampler":
+        """Sampler to which Lightning tells the epoch, before it iterates the loader."""
+        return _AgreedSampler(getattr(self._given, "sampler", self._given), self._agree)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this replica has nothing to predict, and predicts a batch that nobody gets."""
+        return self._predicts and 0 < len(self._given) <= self._replica
+
+    def __len__(self) -> int:
+        drops = getattr(self._given, "drop_last", False)
+        if self._is_dealt:
+            size = self._replicas * int(self._given.batch_size)
+            count = len(self._given.sampler) + (0 if drops else size - 1)
+            return count // size
+        if self._predicts:
+            own = len(range(self._replica, len(self._given), self._replicas))
+            return own + self.is_spare
+        return (len(self._given) + (0 if drops else self._replicas - 1)) // self._replicas
+
+    def __iter__(self) -> Iterator[Any]:
+        self.shares.clear()
+        parts = self._dealt() if self._is_dealt else self._grouped()
+        for number, (everything, own, smallest) in enumerate(parts):
+            check = None if number else zlib.crc32(repr(everything).encode())
+            total = len(everything)
+            differs = total // self._replicas == smallest and total % self._replicas > 0
+            why = self._repeats() if differs and isinstance(own, list) else ""
+            if why:
+                most = math.ceil(total / self._replicas)
+                rank_zero_warn(
+                    f"the last batch of an epoch has {total} samples, which {self._replicas} "
+                    f"replicas cannot share equally: {most * self._replicas - total} of them are "
+                    f"repeated, and count twice, as {why}."
+                )
+                places = (turn * self._replicas + self._replica for turn in range(most))
+                own, smallest = [everything[place % total] for place in places], most
+                total = most * self._replicas
+            fills = own is None or own == []
+            if fills:
+                own = everything[-1:] if own == [] else everything[-1]
+            many = len(own) if isinstance(own, list | tuple) else None
+            share = Share(total=total, own=many, smallest=smallest, fills=fills, check=check)
+            self.shares.append(share)
+            yield own
+
+    def _dealt(self) -> Iterator[tuple[list[Any], Any, int]]:
+        """Yield all samples of a global batch, those of this replica, and the fewest of one."""
+        size, samples = self._replicas * self._given.batch_size, iter(self._given.sampler)
+        while batch := list(islice(samples, size)):
+            if len(batch) == size or not self._given.drop_last:
+                own = batch[self._replica :: self._replicas]
+                yield batch, own, len(batch) // self._replicas
+
+    def _grouped(self) -> Iterator[tuple[list[Any], Any, int]]:
+        """Yield the same, of batches of a batch sampler of the user's."""
+        batches, count = iter(self._given), self._replicas
+        while group := list(islice(batches, count)):
+            is_listed = all(isinstance(batch, list | tuple) for batch in group)
+            every = [sample for batch in group for sample in batch] if is_listed else group
+            if len(group) == count:
+                smallest = min(map(len, group)) if is_listed else 1
+                yield every, group[self._replica], smallest
+            elif self._predicts:
+                if self._replica < len(group) or self.is_spare:
+                    yield every, group[min(self._replica, len(group) - 1)], -1
+            elif not getattr(self._given, "drop_last", False):
+                dealt = every[self._replica :: count]
+                alone = dealt[0] if dealt else None
+                yield every, dealt if is_listed else alone, len(every) // count
+
+
+class _AgreedSampler:
+    """The user's sampler; before an epoch its ranks agree on the random state that it draws from.
+
+    Data sets that draw in the training process have drawn other numbers on each replica by then.
+    """
+
+    def __init__(self, sampler: Any, agree: Callable[[], None]) -> None:
+        self._sampler, self._agree = sampler, agree
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Agree, and tell the sampler the epoch, if it wants to know."""
+        self._agree()
+        tell = getattr(self._sampler, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
