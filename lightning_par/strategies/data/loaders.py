@@ -163,10 +163,10 @@ class ReplicaLoaders:
             if int(ends[0]) != -int(ends[1]):
                 raise ConfigurationError(
                     "LP324",
-                    "the sampler of the data loader gives each of "
-                    f"{self._mesh.sizes.data} replicas another order of samples, so that "
-                    "some would be seen several times and others never. If it divides the "
-                    "samples by itself, pass Trainer(use_distributed_sampler=False); else let it draw from a generator "
+                    f"the sampler of the data loader gives each of {self._mesh.sizes.data} "
+                    "replicas another order of samples, so that some would be seen several times "
+                    "and others never. If it divides the samples by itself, pass "
+                    "Trainer(use_distributed_sampler=False); else let it draw from a generator "
                     "that has the same seed on every rank.",
                 )
         return share
