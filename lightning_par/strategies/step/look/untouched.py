@@ -2,6 +2,7 @@
 
 import copy
 import io
+import random
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterator
@@ -135,6 +136,10 @@ def _restore(value: Any, seen: set[int]) -> Callable[[], Any]:
     """
     if isinstance(value, io.IOBase):
         return _restore_file(value, seen)
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     is_weight = isinstance(value, nn.Parameter)
     is_kept = is_weight or (isinstance(value, Tensor) and (value.is_meta or value.requires_grad))
     held = value if _is_container(value) else _attributes(value)
