@@ -456,8 +456,7 @@ class MeshStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **options: Any
     ) -> Any:
-        if self.offload is not None:
-            closure = self.offload.complete(closure)
+        closure = closure if self.offload is None else self.offload.complete(closure)
         self._hooks.before_update()
         output = super().optimizer_step(optimizer, closure, model, **options)
         self.activity.end_step()

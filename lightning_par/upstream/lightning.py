@@ -63,6 +63,7 @@ __all__ = [
     "launch_scripts",
     "leave_samplers",
     "next_of_fit",
+    "noted_batches",
     "plain_after_closure",
     "set_launcher",
     "synchronizes_batchnorm",
@@ -172,6 +173,12 @@ def synchronizes_batchnorm(strategy: Strategy) -> bool:
         return False
     with names_of("lightning"):
         return strategy._layer_sync is not None
+
+
+def noted_batches(sampler: Any) -> Any:
+    """Return the batch sampler inside of the one by which Lightning notes batches in prediction."""
+    with names_of("lightning"):
+        return sampler._batch_sampler
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Any]:

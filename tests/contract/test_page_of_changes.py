@@ -94,6 +94,11 @@ PROOFS: dict[str, str] = {
     "logs a mean over labels or over samples, or a count, of a batch": """
         metrics::test_a_step_logs_the_metric_of_the_whole_batch
         metrics::test_a_metric_that_depends_on_how_a_batch_is_cut_is_named""",
+    "a sampler or batch sampler of its own, `shuffle=True`, uneven last batches, streams that "
+    "divide themselves": """
+        samples::test_the_order_of_samples_is_that_of_one_process
+        samples::test_evaluation_counts_each_sample_once
+        samples::test_a_stream_that_divides_itself_loses_nothing""",
     "noise, masks, time steps drawn in the step, in training or validation": """
         random_draws::noise_like_the_activations random_draws::noise_and_steps_of_diffusion
         random_draws::masking_by_the_order_of_noise

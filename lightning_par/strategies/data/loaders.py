@@ -29,10 +29,7 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.data.replica_batches import ReplicaBatches, Share
 from lightning_par.strategies.data.uneven_batches import join_ranks, samples_differ
 from lightning_par.upstream.functions import replaced
-from lightning_par.upstream.lightning import (
-    callbacks_of,
-    uses_distributed_sampler,
-)
+from lightning_par.upstream.lightning import callbacks_of, noted_batches, uses_distributed_sampler
 from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["ReplicaLoaders"]
@@ -181,7 +178,7 @@ class ReplicaLoaders:
         held: Any = dataloader.batch_sampler
         # Lightning notes the batches for writers of predictions, by a sampler around another.
         is_noted = noting.__module__ == UnrepeatedDistributedSampler.__module__
-        held = vars(held)["_batch_sampler"] if is_noted else held
+        held = noted_batches(held) if is_noted else held
         samplers = dataloader.sampler, held, getattr(held, "sampler", None)
         if any(isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in samplers):
             return dataloader  # divided already
