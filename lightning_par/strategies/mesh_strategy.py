@@ -57,7 +57,7 @@ from lightning_par.strategies.setup.stage_optimizers import (
     prepare_optimizers,
 )
 from lightning_par.strategies.setup.world_reads import check_world_reads
-from lightning_par.strategies.step.current_step import Step
+from lightning_par.strategies.step.batch_weights import Step
 from lightning_par.upstream.lightning import set_launcher
 
 __all__ = ["MeshStrategy"]

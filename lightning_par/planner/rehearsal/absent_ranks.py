@@ -29,6 +29,7 @@ from lightning_par.engine.pipeline.stage import (
     shape_of_block,
     Stage,
     StageExit,
+    TokenCount,
 )
 from lightning_par.engine.tensor.sequence_parallel import SEQUENCE_DIM
 from lightning_par.engine.tensor_tree import on_first_tensor, pack, PackedTree, TreeBroadcast
@@ -233,22 +234,25 @@ class _AbsentStages:
 
     def _pack(self, stage: Stage, found: dict[int, tuple[nn.Module, Any]]) -> PackedTree:
         received: Message = {}
+        own_tokens = partial(self._own_tokens, stage.tokens)
         for index in range(stage.index):
             earlier = Stage(index, stage.bounds, stage.carried, stage.kept)
+            earlier.tokens = stage.tokens
             earlier.current = MicroBatchState(received=received)
             for number in range(earlier.first_block, earlier.end_block):
                 block, output = found[number]
-                earlier.record(number, block, None, on_first_tensor(self._own_tokens, output))
+                earlier.record(number, block, None, on_first_tensor(own_tokens, output))
             received = earlier.outgoing(earlier.current)
         header, _ = pack(received)
         return header
 
-    def _own_tokens(self, hidden: Tensor) -> Tensor:
+    def _own_tokens(self, tokens: TokenCount | None, hidden: Tensor) -> Tensor:
         """Return hidden states as they are between blocks: sharded along T, or whole."""
-        options, model = self._strategy.options, self._strategy.parallel_model
-        sharded = options.sequence_parallel and model.resolved.plan.sequence_region != "none"
-        degree = self._strategy.sizes.tensor if sharded else 1
-        return hidden if degree == 1 else hidden.chunk(degree, SEQUENCE_DIM)[0]
+        if tokens is None:
+            return hidden
+        size, degree = hidden.shape[SEQUENCE_DIM], self._strategy.sizes.tensor
+        tokens.whole = size if size % degree else None
+        return hidden.chunk(degree, SEQUENCE_DIM)[0]
 
     def _run_earlier_blocks(
         self, stage: Stage, step: Callable[[], Any]

@@ -38,8 +38,7 @@ from lightning_par.strategies.step.batch_statistics import (
     check_batch_statistics,
     synchronize_batchnorm,
 )
-from lightning_par.strategies.step.batch_weights import BatchWeigher, declared_rule
-from lightning_par.strategies.step.current_step import Step
+from lightning_par.strategies.step.batch_weights import BatchWeigher, declared_rule, Step
 from lightning_par.strategies.step.look.divided_step import DividedLook, Look
 from lightning_par.strategies.step.look.first_look import FirstLook
 from lightning_par.strategies.step.look.loss_rule import choose_parts, Seen
@@ -227,7 +226,8 @@ class StepRunner:
         self._activity.step = self.module.trainer.global_step
         if self._graphs:  # else every block is a step to torch, which reuses its output
             torch.compiler.cudagraph_mark_step_begin()
-        self._take_share(rest[1] if len(rest) > 1 else 0)
+        if self._has_replicas:
+            self._take_share(rest[1] if len(rest) > 1 else 0)
         self._activity.begin("broadcast of the batch")
         if self._device.type == "cpu":  # which needs not be waited for
             batch = self._broadcast.broadcast(batch)
