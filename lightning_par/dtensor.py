@@ -13,7 +13,7 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from lightning_par.errors import CheckpointError
+from lightning_par.errors import CheckpointError, PlanError
 from lightning_par.upstream.distributed import functional_operators as _ops
 from lightning_par.upstream.dtensor import sharded_like
 from lightning_par.upstream.functions import replaced
@@ -182,7 +182,18 @@ def whole_values() -> Iterator[None]:
     with ExitStack() as stack:
         for name in _VALUES:
             stack.enter_context(replaced(DTensor, name, convert(name)))
+        stack.enter_context(replaced(DTensor, "numpy", _refuse_array))
         yield
+
+
+def _refuse_array(tensor: Tensor, **_: Any) -> Any:
+    """Refuse: arrays are mostly made to be written, which one rank does alone."""
+    raise PlanError(
+        "LP417",
+        f"numpy() is called on a weight or gradient of shape {tuple(tensor.shape)}, of which this "
+        "rank has a part. Call trainer.strategy.full_parameter(name), or full_tensor() of the "
+        "weight or gradient, on every rank, and write what it returns on rank 0.",
+    )
 
 
 def _full_bytes(tensor: Tensor) -> int:

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.wrapping import Forward, wrap_forward
-from lightning_par.errors import PipelineError
+from lightning_par.errors import ConfigurationError, PipelineError
 from lightning_par.plan.parallel_plan import match_pattern
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.step.absent_parameter import user_line
@@ -51,6 +52,13 @@ def wrap_outer_forwards(
 
     def in_hooks(lacks: str, inner: Forward) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.jit.is_tracing():
+                raise ConfigurationError(
+                    "LP418",
+                    "the module is traced on a mesh, as by a logger with log_graph=True, on one "
+                    "rank, which has a part of it. Log the graph before the run: logger.experiment."
+                    "add_graph(module, module.example_input_array), and pass log_graph=False.",
+                )
             if not steps.reads.in_hooks:
                 return inner(*args, **kwargs)
             with steps.reads.paused():

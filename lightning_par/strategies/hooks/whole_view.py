@@ -16,6 +16,7 @@ run of each hook.
 
 import uuid
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,7 @@ from lightning_par.strategies.step.absent_parameter import (
     user_line,
 )
 from lightning_par.upstream.dispatch import FakeTensorMode
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import plain_functions
 
@@ -141,7 +143,7 @@ class WholeView(TorchFunctionMode):
             owners = self._owners
             self._held = {id(t): (n, owners[n]) for n, t in named.items() if n in owners}
         try:
-            with self:
+            with replaced(DTensor, "numpy", Tensor.numpy), self:  # refused elsewhere
                 yield
             self._agree("the end of the hook", None)
         finally:
@@ -439,6 +441,6 @@ def _is_number(value: Any) -> bool:
 def _told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Run a function that asks for no value."""
     if name.startswith("register_") and isinstance(args[0], AbsentParameter):
-        return torch.utils.hooks.RemovableHandle({})
+        return torch.utils.hooks.RemovableHandle(OrderedDict())
     with plain_functions():
         return func(*args, **kwargs)

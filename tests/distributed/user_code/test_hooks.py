@@ -247,6 +247,54 @@ def forwards_between_steps() -> Any:
     return with_hook("on_train_batch_end", number)
 
 
+def written_before_the_update(array: Callable[[Tensor], Any]) -> Any:
+    """Arrays of weights and gradients between backward and step, as for histograms."""
+
+    class Module(PlainModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            found = [(array(p), array(p.grad)) for p in self.parameters() if p.grad is not None]
+            assert all(p.shape == grad.shape for p, grad in found)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(refused={"tp2": r"numpy\(\) is called .*full_tensor\(\)"})
+def arrays_of_parts_before_the_update() -> Any:
+    return written_before_the_update(lambda t: t.detach().cpu().numpy())
+
+
+@CASES.add(equal="tp2")
+def arrays_of_whole_tensors_before_the_update() -> Any:
+    """The cure of the refusal above."""
+
+    def array(t: Any) -> Any:
+        return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().numpy()
+
+    return written_before_the_update(array)
+
+
+@CASES.add(refused={"tp2 pp2": r"traced on a mesh, .*log_graph=False"})
+def the_graph_of_the_module() -> Any:
+    class Module(PlainModule):
+        def forward(self, tokens: Tensor) -> Any:
+            return self.net(tokens)
+
+        def on_fit_start(self) -> None:
+            torch.jit.trace(self, torch.zeros(2, 4, dtype=torch.long), check_trace=False)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="pp2", large="tp2")
+def hooks_on_gradients_of_all_weights() -> Any:
+    class Module(PlainModule):
+        def on_fit_start(self) -> None:
+            for p in self.parameters():
+                p.register_hook(lambda grad: grad * 0.5)
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal="pp2 zero3", large="tp2")
 def a_summary_of_example_inputs() -> Any:
     class Module(PlainModule):
