@@ -54,13 +54,13 @@ from lightning_par.strategies.step.look.loss_rule import Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.step_attributes import StepAttributes
 from lightning_par.strategies.step.step_traces import (
     combine_logs,
     LogCall,
     numbers_of,
     record_logs,
     replay_logs,
-    StepAttributes,
 )
 
 __all__ = ["PipelinedSteps", "check_tokens", "loss_of", "merge_results"]

@@ -1,5 +1,6 @@
 """What steps collect in attributes of the module, for hooks at the end of an epoch."""
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -45,17 +46,22 @@ class Collecting(PlainModule):
         self.losses: list[Tensor] = []
         self.outputs: dict[str, list[Tensor]] = {"guesses": [], "labels": []}
         self.correct, self.summary = 0, ""
+        self.window, self.classes = deque[int](maxlen=20), set[int]()
         self.register_buffer("total", torch.zeros((), dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen = len(batch[0])
         loss = super().training_step(batch, batch_idx)
         self.losses.append(loss)
+        self.window.extend(batch[1][:, 0].tolist())
+        self.classes.update(batch[1].flatten().tolist())
         self.total += loss.detach() * self.seen
         return loss
 
     def on_train_epoch_end(self) -> None:
         self.log("mean", torch.stack(self.losses).mean())
+        self.log("window", sum(n * v for n, v in enumerate(self.window)) + len(self.window) / 2)
+        self.log("classes", float(sum(self.classes)))
         self.log("total", self.total)
         self.losses.clear()
 

@@ -13,11 +13,11 @@ from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.pipelined_step import loss_of, StepContext
+from lightning_par.strategies.step.step_attributes import StepAttributes
 from lightning_par.strategies.step.step_traces import (
     LogCall,
     numbers_of,
     record_logs,
-    StepAttributes,
 )
 
 __all__ = ["Trial"]
