@@ -8,12 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.step.look.loss_rule import Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.pipelined_step import loss_of, StepContext
-from lightning_par.strategies.step.step_attributes import StepAttributes
 from lightning_par.strategies.step.step_traces import (
     LogCall,
     numbers_of,
