@@ -21,12 +21,12 @@ _VARIABLE = "WORLD_SIZE"
 
 @contextmanager
 def noting_world_size(places: list[str], count: int | None = None) -> Iterator[None]:
-    """Inside, note where code of the user's reads the number of processes; it reads `count`, if
-    that is given.
+    """Inside, note where code of the user's reads the number of processes; it reads at most
+    `count`, if that is given.
 
     Args:
         places: Gets a text for each.
-        count: What it reads in place of the number.
+        count: The largest number that it reads.
     """
 
     def read(name: str, original: Callable[[], Any]) -> Any:
@@ -34,7 +34,7 @@ def noting_world_size(places: list[str], count: int | None = None) -> Iterator[N
         if frame is None:
             return original()
         places.append(f"{name} in line {frame.f_lineno} of {frame.f_code.co_filename}")
-        return original() if count is None else count
+        return original() if count is None else min(int(original()), count)
 
     def of_trainer(name: str) -> property:
         given: Any = getattr(pl.Trainer, name)
