@@ -73,6 +73,8 @@ PROOFS: dict[str, str] = {
         losses::padded_labels_that_nobody_declared losses::sum_over_samples
         losses::mean_over_a_mask losses::weights_of_a_criterion_for_classes""",
     "a sum of two means over different things": "losses::two_kinds_of_labels",
+    "a loss that depends on the number of processes, such as `trainer.world_size`": """
+        losses::times_the_number_of_processes losses::times_the_number_of_replicas""",
     "a step that does not run on parts of a batch, such as `topk` over its samples": """
         side_effects::a_count_of_samples_in_the_batch
         uncommon_steps::the_hardest_samples_of_a_batch""",

@@ -1,4 +1,8 @@
-"""Likely causes of a first step that differs from one process, each with its cure."""
+"""What a first step that differs from one process shows, and what tells more.
+
+Note [No guesses]: a difference shows which part of the step is another one, seldom why. So the text
+says what was equal and what was not, and names runs whose outcome tells causes apart.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +38,7 @@ class Findings:
         resolved: Its resolved plan.
         zero_stage: What the replicas shard.
         draws: Whether the step draws random numbers that no rehearsal could leave out.
-        optimizers: Class of every optimizer.
+        optimizers: Classes of the optimizers that are not known to update entry by entry.
         callbacks: The user's own callbacks, by class.
     """
 
@@ -48,91 +52,108 @@ class Findings:
 
 
 def explain(difference: Difference, found: Findings) -> str:
-    """Return the text of the error: what differs, the likely causes, and what to do.
+    """Return the text of the error: what was compared and differs, and what to try.
 
     Args:
         difference: What differs most.
         found: What else is known.
     """
-    causes = {"weight": _of_update, "closure": _of_update}.get(difference.kind, _of_backward)
-    likely = list(causes(difference, found))
+    is_late = difference.kind in ("weight", "closure")
+    tries = _of_update(found) if is_late else _of_backward(difference, found)
     lines = [
         f"the first step on {found.sizes} differs from the same step on one process: {difference}.",
-        *(f"Likely cause: {cause}" for cause in likely[:3]),
+        f"Compared: {_COMPARED[difference.kind]}",
+        *(f"Seen: {fact}" for fact in _facts(difference, found)),
+        *(f"To try: {text}" for text in tries),
         "The run ends after this step, and nothing of it was saved. verify=False trains on in "
-        "spite of the difference; `lightning-par verify` compares more steps in float64.",
+        "spite of the difference; `lightning-par verify` compares more steps in float64, and block "
+        "by block.",
     ]
     return "\n".join(lines)
 
 
-def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
-    """Yield what may explain a loss or a gradient."""
-    sizes = found.sizes
-    cuts = sizes.data > 1 or sizes.pipeline > 1
+_COMPARED = {
+    "loss": "the loss of the forward, which comes before gradients and the update.",
+    "gradient": (
+        "the losses, which are equal, and then the gradients before hooks and clipping; that of "
+        "this parameter differs most for its size."
+    ),
+    "weight": (
+        "the losses and the gradients, which are equal, and then the weights that the optimizer, "
+        "hooks and callbacks make of the same gradients; this one differs most for its update."
+    ),
+    "closure": "the losses and the gradients, which are equal, and how often there are some.",
+}
+
+
+def _facts(difference: Difference, found: Findings) -> Iterator[str]:
+    """Yield what was seen in the step."""
+    kind, name = difference.kind, difference.name
     if found.draws:
         yield (
-            "random numbers: the step draws some besides dropout, and one process draws others. "
-            "Draw them where the data is made (in the dataset or collate_fn), or from a generator "
-            "that is seeded by the sample."
+            "the step draws random numbers besides dropout, and one process draws others. Draw "
+            "them where the data is made (in the dataset or collate_fn), or from a generator that "
+            "is seeded by the sample."
         )
-    if difference.factor is not None and difference.kind == "gradient":
-        yield (
-            f"a factor: the gradient is {difference.factor:.4g} times that of one process, as if a "
-            "sum over ranks were missing or were counted twice. Look at the style that the plan "
-            "gives to this module ('replicated_with_grad_allreduce', 'sequence_parallel')."
-        )
-    yield from _of_shards(found)
-    if cuts:
-        parts = "micro-batches" if sizes.data == 1 else "replicas or micro-batches"
-        yield (
-            f"a loss that is no mean over the samples or labels of the batch: {parts} are "
-            "averaged. Say where the labels are (BatchLayout(labels=...)); a sum, a class-weighted "
-            "mean, a loss between samples (contrastive), entries without a batch dim, and values "
-            "that blocks leave on attributes or hooks need num_microbatches=1, or no such axis."
-        )
+    if difference.factor is not None and kind in ("gradient", "weight"):
+        what = "gradient" if kind == "gradient" else "update"
+        yield f"the {what} is {difference.factor:.4g} times that of one process."
+    if kind == "gradient" and found.sizes.tensor > 1:
+        styles, module = found.resolved.styles, name.rpartition(".")[0]
+        style = f"the style {styles[module]!r}" if module in styles else "no style"
+        yield f"the plan gives {module or 'the module'} {style} for tensor parallelism."
 
 
-def _of_shards(found: Findings) -> Iterator[str]:
-    """Yield what may go wrong where ranks see a part of the tokens, or of a layer."""
-    sizes, module = found.sizes, found.module
+def _of_backward(difference: Difference, found: Findings) -> Iterator[str]:
+    """Yield what tells causes of another loss or gradient apart."""
+    sizes = found.sizes
+    if sizes.data > 1 or sizes.pipeline > 1:
+        cures = ["num_microbatches=1"] * (sizes.pipeline > 1)
+        cures += ["data_parallel_size=1"] * (sizes.data > 1)
+        yield (
+            f"{' and '.join(cures)}. If the step is equal then, the loss is no mean over the "
+            "samples or labels of the batch: say how it weighs (BatchLayout(labels=...), "
+            "BatchLayout(loss_weight=...)); a loss between samples, entries without a batch dim "
+            "and values that blocks leave on attributes or in hooks stay equal in this way only."
+        )
     if sizes.context > 1:
         yield (
-            "context parallelism: a rank sees its tokens only. Positions that the plan does not "
-            "name (ParallelPlan(positions=...)), masks made in the blocks, and mixers that are no "
-            "attention (convolutions, state spaces) need their neighbors."
+            "context_parallel_size=1. If the step is equal then, something needs tokens of other "
+            "ranks: positions that the plan does not name (ParallelPlan(positions=...)), masks "
+            "made in the blocks, mixers that are no attention (convolutions, state spaces)."
         )
     if sizes.tensor > 1:
-        missing = [
-            name
-            for name, _ in module.named_parameters()
-            if name.rpartition(".")[0] not in found.resolved.styles
-        ]
-        named = f"no style matches {missing[0]}, among others; " if missing else ""
         yield (
-            f"tensor parallelism: {named}a module takes a shard for the whole, or pools over "
-            "tokens of which a rank holds a part. Mend the plan (`lightning-par plan` prints "
-            "it), or use sequence_parallel=False."
+            "sequence_parallel=False. If the step is equal then, something pools over tokens of "
+            "which a rank holds a part; if not, a style of tensor parallelism takes a shard for "
+            "the whole, or leaves out or repeats a sum over ranks: `lightning-par plan` prints "
+            "the styles."
+        )
+    if difference.kind == "gradient":
+        yield (
+            "without hooks on weights and modules (register_hook, "
+            "register_full_backward_hook), if there are some: a rank calls them with a part."
         )
 
 
-def _of_update(difference: Difference, found: Findings) -> Iterator[str]:
-    """Yield what may explain weights that differ after equal gradients."""
+def _of_update(found: Findings) -> Iterator[str]:
+    """Yield what tells causes of other weights after equal gradients apart."""
     hooks = [name for name in _HOOKS if is_overridden(name, found.module, pl.LightningModule)]
     by = [*(f"{type(found.module).__name__}.{name}" for name in hooks), *found.callbacks]
-    if difference.factor is not None and difference.kind == "weight":
+    if found.optimizers:
+        names = ", ".join(kind.__name__ for kind in found.optimizers)
         yield (
-            f"the update is {difference.factor:.4g} times that of one process: a learning rate "
-            f"that depends on the number of processes (here {found.sizes.world_size}), or a norm "
-            "over a part of the model. All ranks together train one model on one batch."
+            f"torch.optim.SGD in place of {names}. If the step is equal then, what {names} does to "
+            "one weight depends on others (a norm over all parameters, a whole matrix, a line "
+            "search), of which a rank holds a part: use an optimizer that works entry by entry."
         )
-    names = ", ".join(kind.__name__ for kind in found.optimizers)
-    yield (
-        f"the optimizer ({names}): all gradients were equal, so what it does to one weight depends "
-        "on others (a norm over all parameters, a whole matrix, a line search), of which a rank "
-        "holds a part. Use an optimizer that works entry by entry, such as AdamW."
-    )
     if by:
         yield (
-            f"a hook that reads or changes gradients or weights: {', '.join(by)}. A rank holds a "
-            "part of them only; clip with Trainer(gradient_clip_val=...)."
+            f"without {', '.join(by)}. If the step is equal then, that reads or changes gradients "
+            "or weights, of which a rank holds a part; clip with Trainer(gradient_clip_val=...)."
         )
+    yield (
+        f"to print the learning rate and other options of the optimizer: one that depends on the "
+        f"number of processes (here {found.sizes.world_size}) has to be that of one process, as "
+        "all ranks together train one model on one batch."
+    )

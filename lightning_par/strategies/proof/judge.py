@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.tensor import DTensor
 
+from lightning_par.strategies.optimizers.reach import declared_reach, LOOKS_ACROSS
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.causes import explain, Findings
 from lightning_par.strategies.proof.comparison import (
@@ -287,7 +288,11 @@ class Judge:
             resolved=self.model.resolved,
             zero_stage=self.options.zero_stage,
             draws=one.draws,
-            optimizers=[type(o) for o in trainer.optimizers],
+            optimizers=[
+                type(optimizer)
+                for optimizer in trainer.optimizers
+                if declared_reach(optimizer) != "entry" or hasattr(optimizer, LOOKS_ACROSS)
+            ],
             callbacks=self.skeleton.callback_names,
         )
         return explain(difference, found)

@@ -242,6 +242,7 @@ class BatchWeigher:
         alternatives: Other rules, which weighed all samples alike so far, as `rule` did.
         sums: Names of logged values that are sums over the samples, as the loss is.
         by_samples: Names of those that are means over the samples, as the loss is not.
+        judged: Names of those of which it is known, or was said that it is not.
         fills: Whether the batch of this replica repeats a sample of another one, and weighs 0.
     """
 
@@ -251,6 +252,7 @@ class BatchWeigher:
         self.alternatives: tuple[LossRule, ...] = ()
         self.sums: frozenset[str] = frozenset()
         self.by_samples: frozenset[str] = frozenset()
+        self.judged: frozenset[str] = frozenset()
         self.fills = False
         self._ranks, self._replicas = sizes.shares, sizes.data
         self._device_type = mesh.device_type

@@ -43,6 +43,7 @@ from lightning_par.errors import (
 )
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.components.step_writes import StepWrites
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
@@ -53,6 +54,13 @@ from lightning_par.strategies.step.batch_weights import (
 from lightning_par.strategies.step.look.loss_rule import Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.metrics import MetricsOfBatch
+from lightning_par.strategies.step.returned import (
+    counts_in,
+    merge_results,
+    merge_training,
+    returned_numbers,
+    warn_of_results,
+)
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
 from lightning_par.strategies.step.step_traces import (
     combine_logs,
@@ -60,10 +68,9 @@ from lightning_par.strategies.step.step_traces import (
     numbers_of,
     record_logs,
     replay_logs,
-    StepAttributes,
 )
 
-__all__ = ["PipelinedSteps", "check_tokens", "loss_of", "merge_results"]
+__all__ = ["PipelinedSteps", "check_tokens", "loss_of"]
 
 StepContext = Callable[[], AbstractContextManager[Any]]
 """Precision plugin's context of a step."""
@@ -188,6 +195,7 @@ class PipelinedSteps:
             value = self._sequence.mean(value, weights.own)
         self._check_stub(value, signatures, torch.stack(weights.scales))
         replay_logs(self.module, logs, weights, sum(sizes))
+        self._name_unknown(extras, len(parts))
         loss = self._deferred_loss(value, parameters, computed, factor)
         output = loss if extras is None else {**extras, "loss": loss}
         return output, weights.total > 0
@@ -281,7 +289,9 @@ class PipelinedSteps:
             ends = sorted(run.results) if name == "training_step" else []
             losses: list[tuple[float, ...]]
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
-            made, leaves = [numbers_of(each) for each in calls], self._attributes.names_changed()
+            returned = [returned_numbers(name, run.results[i]) for i in sorted(run.results)]
+            made = [numbers_of([*c, *r]) for c, r in zip(calls, returned, strict=True)]
+            leaves = self._attributes.names_changed()
             values, seen = sight.metrics.values(), sight.losses.seen
             writes = self._writes.take()[0] or sight.has_written()
             found = Seen(
@@ -398,8 +408,7 @@ class PipelinedSteps:
             results = [run.results[i] for i in sorted(run.results)]
             extras = None
             if isinstance(results[0], Mapping):
-                others = [{k: v for k, v in r.items() if k != "loss"} for r in results]
-                extras = map_tensors(merge_results(others, shares), Tensor.detach)
+                extras = map_tensors(merge_training(results, weights), Tensor.detach)
             names = weights.sums, weights.by_samples
             logs = combine_logs(calls, shares, *names, weights.sizes)
             left = self._attributes.changes(), self._writes.take()
@@ -409,6 +418,13 @@ class PipelinedSteps:
         self._take_attributes(left)
         self._writes.write("training_step", written, len(calls))
         return value, extras, logs
+
+    def _name_unknown(self, extras: Mapping[str, Any] | None, count: int) -> None:
+        """Say once which counts may be those of one of the micro-batches."""
+        if extras and count > 1:
+            unknown = {*counts_in(extras)} - self._weigher.judged
+            self._weigher.judged |= unknown
+            warn_of_results(unknown)
 
     def _begin_step(self) -> None:
         self._attributes.begin()
@@ -535,39 +551,6 @@ def put_gradients(
         if grad is None:
             continue
         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-
-
-def merge_results(results: Sequence[Any], weights: Tensor) -> Any:
-    """Merge what a step returned for every micro-batch.
-
-    Mappings and tuples merge entry by entry, tensors with dims and lists are joined along dim 0,
-    scalars give their mean, and values that are all equal stay; anything else becomes a list.
-
-    Args:
-        results: In order of the micro-batches.
-        weights: [m], for the means.
-    """
-    first = results[0]
-    if isinstance(first, Mapping):
-        return {key: merge_results([r[key] for r in results], weights) for key in first}
-    if isinstance(first, tuple):
-        parts = [merge_results(list(p), weights) for p in zip(*results, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
-    if isinstance(first, list):
-        return [item for result in results for item in result]
-    if isinstance(first, Tensor):
-        return torch.cat(list(results)) if first.ndim else _mean(results, weights)
-    if isinstance(first, float):
-        return float(_mean([torch.tensor(r) for r in results], weights))
-    return first if all(result == first for result in results) else list(results)
-
-
-def _mean(values: Sequence[Tensor], weights: Tensor) -> Tensor:
-    stacked = torch.stack([v.detach() for v in values])
-    if not stacked.is_floating_point():
-        return stacked.float().mean()
-    mean, total = weighted_mean(stacked, weights.to(stacked.device))
-    return torch.where(total > 0, mean.to(stacked.dtype), stacked.mean())
 
 
 def check_tokens(batch: Any, layout: BatchLayout, *, has_labels: bool) -> None:

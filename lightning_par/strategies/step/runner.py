@@ -47,6 +47,7 @@ from lightning_par.strategies.step.look.silence import silent
 from lightning_par.strategies.step.look.trial import Trial
 from lightning_par.strategies.step.look.uncut_batch import run_parts
 from lightning_par.strategies.step.look.untouched import untouched
+from lightning_par.strategies.step.look.world_size import compares_world_sizes
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.parameter_reads import ParameterReads
@@ -442,7 +443,7 @@ class StepRunner:
         if is_random:
             return
         others = self._first_look.judge_logs(seen, parts, known.count)
-        if others:
+        if others or any(each.startswith(f"{name}()") for each in self._weigher.sums):
             known.count = 1
         if self._has_replicas:
             self._first_look.warn_of_logs(name, others)
@@ -505,6 +506,7 @@ class StepRunner:
             ([batch], [dims.size or 1]) if self.pipeline is None else self.pipeline.cut(batch, dims)
         )
 
+    @compares_world_sizes(lambda runner: runner._mesh.sizes)
     def _look(
         self,
         name: str,
@@ -518,9 +520,8 @@ class StepRunner:
     ) -> tuple[Seen, bool]:
         """Run a step on some samples, and on parts of them, without leaving a trace.
 
-        The `size` is that of the whole batch, or 0 where the step may fail in the look alone.
-        Samples that are `made` are not those of the batch. Updates of metrics on all ranks of a
-        `group` count together.
+        The `size` is that of the batch, or 0 where the step may fail in the look alone. Samples
+        that are `made` are no part of it. Updates of metrics on ranks of a `group` count together.
 
         **Communicates**: what the step does, and what `StepRandom.judge` does.
         """

@@ -1,37 +1,25 @@
-"""What the user's step leaves besides its loss: what it logs, and attributes of the module.
+"""What the user's step logs.
 
 `self.log` under a mesh gives the values of the whole batch, known to every rank. Micro-batches are
 combined with the weights of the loss. With ``sync_dist=True`` the replicas are, too, so that a mean
 is the mean that one process would have logged.
-
-Note [Attributes of a step]: what a step does after the blocks is done on the last pipeline stage
-only, and hooks on every rank read what it has left in the module, such as a list of outputs at the
-end of an epoch. So the others take over what the last stage has changed. A step runs once per
-micro-batch: a list gets an entry of each of them.
-
-Length: logs and attributes of a step are told, compared and sent by the same rules.
 """
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
+from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_par.dtensor import whole
 from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.data.filled_batch import log_nothing
 from lightning_par.strategies.step.batch_weights import BatchWeights, weigh, weighted_mean
-from lightning_par.strategies.step.look.untouched import LEFT_ALONE
-from lightning_par.upstream.tensor import count_of_changes
 from lightning_par.upstream.torchmetrics import last_batch_value, set_last_batch_value
 
 __all__ = [
@@ -40,7 +28,6 @@ __all__ = [
     "SAME_KIND",
     "SUM_OF_PARTS",
     "LogCall",
-    "StepAttributes",
     "adjust_logs",
     "combine_logs",
     "compare_parts",
@@ -385,216 +372,3 @@ def replay_logs(
         if isinstance(value, Tensor):
             value = value.to(torch.get_default_dtype()).to(module.device)
         module.log(call.name, value, **options)
-
-
-# Attributes of the module -------------------------------------------------------------------------
-
-_OWN = frozenset(vars(nn.Module()))
-_PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
-
-
-_DEPTH, _FEW = 4, 32
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A value before a step, and what tells whether it has changed in place."""
-
-    value: Any
-    content: Any
-
-    @classmethod
-    def of(cls, value: Any, depth: int = _DEPTH) -> "_Held":
-        """Note a value.
-
-        Args:
-            value: Of an attribute, or of what is in one.
-            depth: How far containers and objects in it are followed; they may refer to each other.
-        """
-        content: Any = None
-        if isinstance(value, list):
-            # Few entries are lists or objects that go on changing, such as one list per loader;
-            # many are outputs of steps, which do not.
-            entries = enumerate(value) if depth > 0 and len(value) <= _FEW else ()
-            inside = {at: cls.of(v, depth - 1) for at, v in entries if _is_open(v)}
-            content = len(value), inside
-        elif isinstance(value, dict) or _is_object(value):
-            now = value if isinstance(value, dict) else vars(value)
-            content = {k: cls.of(v, depth - 1) for k, v in now.items()} if depth else None
-        elif isinstance(value, Tensor) and not value.is_inference():
-            content = count_of_changes(value)
-        return cls(value, content)
-
-
-@dataclass(frozen=True)
-class _Appended:
-    """What came to a list, and what has changed in its entries: index -> change."""
-
-    items: list[Any]
-    changes: dict[int, Any]
-
-
-@dataclass(frozen=True)
-class _Entries:
-    """What has changed in a dict: key -> change."""
-
-    changes: dict[Any, Any]
-
-
-@dataclass(frozen=True)
-class _Replaced:
-    """A new value."""
-
-    value: Any
-
-
-class StepAttributes:
-    """Gives the stages of a pipeline what the user's step has left in the module on the last one.
-
-    Taken over are tensors, arrays, numbers and text in attributes and buffers of the
-    LightningModule itself, in lists, tuples, dicts and objects of the user's classes at any depth,
-    and in such containers of its submodules. Other values stay what they are on each stage.
-
-    Args:
-        module: The user's LightningModule.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        # Submodules of the user's that hold no parameters of a stage, such as a store of outputs.
-        self._parts = {
-            place: part for place, part in module.named_modules() if not place or _keeps_lists(part)
-        }
-        self._before: dict[Any, _Held] = {}
-
-    def begin(self) -> None:
-        """Note what is there before a step."""
-        self._before = {name: _Held.of(value) for name, value in self._held()}
-
-    def changes(self) -> dict[Any, Any]:
-        """Return what the step has changed, for `take` on the other stages."""
-        return _changes(self._before, dict(self._held()))
-
-    def names_changed(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the step has changed."""
-        return tuple(".".join(filter(None, place)) for place in self.changes())
-
-    def take(self, changes: dict[Any, Any]) -> None:
-        """Have what the last stage has, in the place of what the step did here.
-
-        Args:
-            changes: Those of the last stage.
-        """
-        held = dict(self._held())
-        for (place, attribute), change in changes.items():
-            name = place, attribute
-            if place not in self._parts:  # in a block of another stage
-                continue
-            value = _take(change, self._before.get(name), held.get(name))
-            if value is not held.get(name):
-                setattr(self._parts[place], attribute, value)
-
-    def _held(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        for place, part in self._parts.items():
-            for name, value in vars(part).items():
-                if name not in _OWN and not name.startswith("_"):
-                    yield (place, name), value
-            if not place:
-                yield from ((("", n), b) for n, b in part.named_buffers(recurse=False))
-
-
-def _keeps_lists(part: nn.Module) -> bool:
-    """Whether a submodule of the user's keeps lists, dicts or objects beside no parameters."""
-    is_ours = type(part).__module__.partition(".")[0] in LEFT_ALONE
-    if is_ours or isinstance(part, Metric) or next(part.parameters(), None) is not None:
-        return False
-    kept = ((name, v) for name, v in vars(part).items() if name not in _OWN)
-    return any(not name.startswith("_") and _is_open(v) for name, v in kept)
-
-
-def _changes(before: dict[Any, _Held], now: dict[Any, Any]) -> dict[Any, Any]:
-    found = ((key, _change(before.get(key), value)) for key, value in now.items())
-    return {key: change for key, change in found if change is not None}
-
-
-def _change(before: _Held | None, value: Any) -> Any:
-    """Return what has changed in a value, if that can be sent."""
-    if before is not None and before.value is value:
-        if isinstance(value, dict) or _is_object(value):
-            if before.content is None:
-                return None
-            now = value if isinstance(value, dict) else vars(value)
-            changes = _changes(before.content, now)
-            return _Entries(changes) if changes else None
-        if isinstance(value, list) and len(value) >= before.content[0]:
-            length, inside = before.content
-            changes = _changes(inside, {at: value[at] for at in inside})
-            items = _sendable(value[length:])
-            if items is None or not (items or changes):
-                return None
-            return _Appended(items, changes)
-        if before.content == _Held.of(value).content:
-            return None
-    sent = _sendable([value])
-    return None if sent is None else _Replaced(sent[0])
-
-
-def _sendable(values: list[Any]) -> list[Any] | None:
-    """Return values with whole tensors, or None if one of them cannot be sent."""
-    found = []
-    for value in values:
-        made: Any
-        if isinstance(value, Tensor):
-            made = whole(value.detach())
-        elif isinstance(value, _PLAIN):
-            made = value
-        elif type(value) in (list, tuple):
-            made = _sendable(list(value))
-            made = made if made is None else type(value)(made)
-        elif type(value) is dict:
-            entries = _sendable(list(value.values()))
-            made = None if entries is None else dict(zip(value, entries, strict=True))
-        else:
-            return None
-        if made is None and value is not None:
-            return None
-        found.append(made)
-    return found
-
-
-def _take(change: Any, before: _Held | None, value: Any) -> Any:
-    """Return a value with the changes of the last stage; lists and dicts are changed in place."""
-    if isinstance(change, _Replaced):
-        return change.value
-    if isinstance(change, _Appended):
-        if before is None or before.value is not value:
-            return change.items
-        length, inside = before.content
-        for at, entry in change.changes.items():
-            value[at] = _take(entry, inside.get(at), value[at])
-        value[length:] = change.items
-        return value
-    contents = {} if before is None else before.content
-    if before is None or before.value is not value:
-        value = {}
-    target = value if isinstance(value, dict) else vars(value)
-    for key, entry in change.changes.items():
-        target[key] = _take(entry, contents.get(key), target.get(key))
-    return value
-
-
-def _is_open(value: Any) -> bool:
-    """Whether a step may change a value in place, without a sign that is cheap to compare."""
-    return isinstance(value, list | dict) or _is_object(value)
-
-
-def _is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the user's, such as a meter."""
-    kind = type(value)
-    package = kind.__module__.partition(".")[0]
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, nn.Module | Tensor | type)
-        and not callable(value)
-        and package not in LEFT_ALONE
-        and package not in sys.stdlib_module_names - {"__main__"}
-    )

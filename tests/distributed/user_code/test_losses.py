@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, Tensor
 from torch.nn import functional as F
 
@@ -326,6 +327,33 @@ def a_factor_that_is_zero_at_first() -> Any:
         return losses.mean() + 0.2 * max(0, module.trainer.global_step - 1) * losses.max()
 
     return of_loss(loss)
+
+
+def of_world(factor: Any) -> Any:
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) * factor(self)
+
+    return Module(), token_pairs()
+
+
+_OF_WORLD = r"training_step computes the loss=.* from the number of processes .*all_gather"
+
+
+@CASES.add(refused={"tp2 pp2 cp2": _OF_WORLD}, strategy={"verify": False})
+def times_the_number_of_processes() -> Any:
+    return of_world(lambda module: module.trainer.world_size)
+
+
+@CASES.add(refused={"pp2": _OF_WORLD}, strategy={"verify": False})
+def times_the_number_of_ranks() -> Any:
+    return of_world(lambda _: dist.get_world_size() if dist.is_initialized() else 1)
+
+
+@CASES.add(equal="tp2 pp2", strategy={"verify": False})
+def times_the_number_of_replicas() -> Any:
+    """As the refusal advises."""
+    return of_world(lambda module: module.all_gather(torch.ones(1, device=module.device)).numel())
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())

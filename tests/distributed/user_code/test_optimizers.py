@@ -1,5 +1,6 @@
 """Optimizers whose updates look at more than an entry of a weight, known classes and others."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -356,6 +357,11 @@ def learning_rate_by_the_number_of_processes() -> Any:
 @CASES.add(refused={"zero3": r"computes lr=0\.2 .*get_world_size"})
 def learning_rate_by_the_ranks_of_torch() -> Any:
     return of_processes(lambda _: 0.1 * (dist.get_world_size() if dist.is_initialized() else 1))
+
+
+@CASES.add(refused={"tp2": r"computes lr=0\.2 .*environ\['WORLD_SIZE'\]"})
+def learning_rate_by_a_variable() -> Any:
+    return of_processes(lambda _: 0.1 * int(os.environ.get("WORLD_SIZE", "1")))
 
 
 @CASES.add(equal="tp2 zero3")

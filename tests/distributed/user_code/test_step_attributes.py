@@ -1,5 +1,9 @@
 """What steps collect in attributes of the module, for hooks at the end of an epoch."""
 
+import re
+import warnings
+from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +13,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_par import Hybrid3DStrategy
+from lightning_par import BatchLayout, Hybrid3DStrategy, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, token_pairs
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
@@ -45,17 +49,22 @@ class Collecting(PlainModule):
         self.losses: list[Tensor] = []
         self.outputs: dict[str, list[Tensor]] = {"guesses": [], "labels": []}
         self.correct, self.summary = 0, ""
+        self.window, self.classes = deque[int](maxlen=20), set[int]()
         self.register_buffer("total", torch.zeros((), dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen = len(batch[0])
         loss = super().training_step(batch, batch_idx)
         self.losses.append(loss)
+        self.window.extend(batch[1][:, 0].tolist())
+        self.classes.update(batch[1].flatten().tolist())
         self.total += loss.detach() * self.seen
         return loss
 
     def on_train_epoch_end(self) -> None:
         self.log("mean", torch.stack(self.losses).mean())
+        self.log("window", sum(n * v for n, v in enumerate(self.window)) + len(self.window) / 2)
+        self.log("classes", float(sum(self.classes)))
         self.log("total", self.total)
         self.losses.clear()
 
@@ -112,3 +121,68 @@ def test_every_rank_reads_what_one_process_has_collected(layout: str, schedule: 
     for found, found_total, _ in run_ranks(_train, world, layout, schedule, timeout=180):
         assert found == pytest.approx(metrics, rel=1e-6)
         assert found_total == pytest.approx(total)
+
+
+class Returning(PlainModule):
+    """Returns numbers beside the loss, for hooks that read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.had: dict[str, float] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        count, right = batch[1].numel(), logits.argmax(-1) == batch[1]
+        found = {"count": count, "tensor": torch.tensor(count), "pair": (len(batch[0]), 0.5)}
+        found |= {"right": int(right.sum()), "share": float(right.double().mean())}
+        return {"loss": loss, "width": batch[0].shape[1], **found}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", self.loss(batch))
+        return {"count": batch[1].numel(), "most": int(batch[1].sum(1).max())}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        (size, half), others = outputs["pair"], outputs
+        kept = {name: v for name, v in others.items() if name not in ("pair", "loss")}
+        self.had = {**kept, "size": size, "half": half}
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.had |= {f"val_{name}": value for name, value in outputs.items()}
+
+
+def _return(
+    rank: int, world: int, layout: str | None, plan: dict[str, Any], kind: Any = Returning
+) -> dict[str, Any]:
+    seed_everything(0, verbose=False)
+    strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout], **plan)
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true", max_steps=2)
+    module, data = kind().double(), DataLoader(token_pairs(), 8)
+    trainer.fit(module, data, DataLoader(token_pairs()[:8], 8))
+    return {name: (type(value), float(value)) for name, value in module.had.items()}
+
+
+class Undivided(Returning):
+    """Has the look compare nothing."""
+
+    def parallel_plan(self) -> ParallelPlan:
+        return replace(super().parallel_plan(), batch=BatchLayout(local_statistics=True))
+
+
+def _warned(rank: int, world: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        _return(rank, world, "pp2", {}, Undivided)
+    return [str(warning.message) for warning in caught]
+
+
+def test_counts_that_nothing_tells_are_named() -> None:
+    told = " ".join(run_ranks(_warned, 2, timeout=180)[0])
+    assert re.search(r"training_step\(\)\['count'\].* is not known .*num_microbatches=1", told)
+
+
+@pytest.mark.parametrize("verify", ["auto", False])
+def test_numbers_that_a_pipelined_step_returns_are_those_of_the_batch(verify: Any) -> None:
+    one = _return(0, 1, None, {})
+    torch.set_default_dtype(torch.float32)
+    for found in run_ranks(_return, 2, "pp2", {"verify": verify}, timeout=180):
+        assert found == one

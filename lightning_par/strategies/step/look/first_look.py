@@ -36,6 +36,7 @@ from lightning_par.strategies.step.look.loss_rule import (
 from lightning_par.strategies.step.look.seen_losses import labels_seen, rules_seen
 from lightning_par.strategies.step.look.uncut_batch import cure_of_uncut, run_parts, RunParts
 from lightning_par.strategies.step.metrics import compare_metrics, OF_METRIC
+from lightning_par.strategies.step.returned import warn_of_results
 from lightning_par.strategies.step.step_traces import (
     compare_parts,
     MEAN_OF_SAMPLES,
@@ -203,6 +204,8 @@ class FirstLook:
                 self.warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
         elif divides:
             self._decisions.add("loss", self._weigher.rule.name, "as declared")
+            if self._layout.loss_weight is not None and not is_random:
+                self.warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
         if divides and dims.size is not None:
             entries = ", ".join(path or "the batch" for path in dims.dims)
             self._decisions.add("batch dim", f"{dims.size} samples of {entries}")
@@ -416,6 +419,8 @@ class FirstLook:
             weighted = torch.tensor(weights, dtype=torch.float64)
             counts = [count for _, count in parts[1:]]
             kinds = compare_parts(logs, weighted, self.tolerance(), counts)
+            # A number that is 0 is the sum of parts as well as their mean.
+            self._weigher.judged |= {call.name for call in logs[0] if call.value}
             kinds |= compare_metrics(*seen.metrics, self.tolerance())
         held = [kinds]
         if self._mesh.sizes.data > 1:
@@ -441,7 +446,9 @@ class FirstLook:
         get something else from parts than from a batch.
         """
         metrics = {name for name in names if name.startswith(OF_METRIC)}
-        logged = names - metrics
+        returned = {name for name in names if name.startswith(f"{step}()")}
+        logged = names - metrics - returned
+        warn_of_results(returned)
         if metrics:
             rank_zero_warn(
                 f"{step} updates the metrics {', '.join(sorted(metrics))} with something else for "

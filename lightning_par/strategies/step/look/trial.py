@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.step.look.loss_rule import Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
@@ -17,7 +18,6 @@ from lightning_par.strategies.step.step_traces import (
     LogCall,
     numbers_of,
     record_logs,
-    StepAttributes,
 )
 
 __all__ = ["Trial"]

@@ -5,7 +5,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from lightning_par.strategies.step.pipelined_step import merge_results
+from lightning_par.strategies.step.returned import merge_results
 
 Output = namedtuple("Output", ["logits", "count"])
 WEIGHTS = torch.tensor([3.0, 5.0, 0.0], dtype=torch.float64)
