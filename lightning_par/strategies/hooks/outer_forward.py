@@ -18,6 +18,8 @@ from lightning_par.strategies.step.runner import StepRunner
 
 __all__ = ["wrap_outer_forwards"]
 
+_JIT: Any = torch.jit
+
 
 def wrap_outer_forwards(
     module: nn.Module, resolved: ResolvedPlan, steps: StepRunner, sharding: Sharding
@@ -52,7 +54,7 @@ def wrap_outer_forwards(
 
     def in_hooks(lacks: str, inner: Forward) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.jit.is_tracing():
+            if _JIT.is_tracing():
                 raise ConfigurationError(
                     "LP418",
                     "the module is traced on a mesh, as by a logger with log_graph=True, on one "

@@ -48,7 +48,8 @@ def noting_world_size(places: list[str], count: int | None = None) -> Iterator[N
         whole = group is None or group is dist.group.WORLD
         return int(read("dist.get_world_size()", lambda: found)) if whole else found
 
-    variable: Any = os._Environ.__getitem__
+    environment: Any = type(os.environ)
+    variable = environment.__getitem__
 
     def of_environment(environ: Any, key: str) -> str:
         if key != _VARIABLE:
@@ -56,7 +57,7 @@ def noting_world_size(places: list[str], count: int | None = None) -> Iterator[N
         return str(read(f"os.environ[{key!r}]", lambda: variable(environ, key)))
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(os._Environ, "__getitem__", of_environment))
+        stack.enter_context(replaced(environment, "__getitem__", of_environment))
         for name in _SIZES:
             stack.enter_context(replaced(pl.Trainer, name, of_trainer(name)))
         stack.enter_context(diverted(sizes, of_torch))
