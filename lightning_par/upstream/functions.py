@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, cast
 
-__all__ = ["diverted", "replaced"]
+__all__ = ["copied_function", "diverted", "replaced"]
 
 _TARGET = "lightning_par_diverted"
 
@@ -39,6 +39,16 @@ def diverted(function: Callable[..., Any], to: Callable[..., Any]) -> Iterator[N
         inner.__code__, inner.__defaults__, inner.__kwdefaults__ = kept
         del inner.__globals__[name]
         inner.__globals__.update(before)  # of an outer one, if there is one
+
+
+def copied_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a function, by which what it is `diverted` to can call the original.
+
+    Args:
+        function: A function written in Python, perhaps decorated; not diverted yet.
+    """
+    inner = cast(FunctionType, inspect.unwrap(function))
+    return FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__)
 
 
 @contextmanager

@@ -9,13 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
-from inspect import unwrap
-from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_par.upstream.functions import diverted
+from lightning_par.upstream.functions import copied_function, diverted
 
 __all__ = ["as_replica"]
 
@@ -46,8 +44,7 @@ def _told(function: Callable[..., Any], value: int) -> Callable[..., int]:
     """Return a function that gives `value` to the code of data sets, in this thread only: others
     save checkpoints, or watch ranks.
     """
-    inner, thread = unwrap(function), threading.get_ident()
-    original = FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__)
+    original, thread = copied_function(function), threading.get_ident()
 
     def tell(group: Any = None) -> int:
         caller = str(sys._getframe(2).f_globals.get("__name__", ""))

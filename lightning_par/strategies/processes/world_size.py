@@ -4,14 +4,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
-from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lightning_par.strategies.processes.world_collectives import user_frame
-from lightning_par.upstream.functions import diverted, replaced
+from lightning_par.upstream.functions import copied_function, diverted, replaced
 
 __all__ = ["noting_world_size"]
 
@@ -41,7 +40,7 @@ def noting_world_size(places: list[str], count: int | None = None) -> Iterator[N
         return property(lambda trainer: read(f"trainer.{name}", lambda: given.fget(trainer)))
 
     sizes = dist.get_world_size
-    plain = FunctionType(sizes.__code__, sizes.__globals__, "plain", sizes.__defaults__)
+    plain = copied_function(sizes)
 
     def of_torch(group: Any = None) -> int:
         found = plain(group)
