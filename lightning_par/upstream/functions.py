@@ -41,14 +41,16 @@ def diverted(function: Callable[..., Any], to: Callable[..., Any]) -> Iterator[N
         inner.__globals__.update(before)  # of an outer one, if there is one
 
 
-def copied_function(function: Callable[..., Any]) -> Callable[..., Any]:
+def copied_function(function: Callable[..., Any]) -> FunctionType:
     """Return a copy of a function, by which what it is `diverted` to can call the original.
 
     Args:
         function: A function written in Python, perhaps decorated; not diverted yet.
     """
     inner = cast(FunctionType, inspect.unwrap(function))
-    return FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__)
+    made = FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__)
+    made.__kwdefaults__ = inner.__kwdefaults__
+    return made
 
 
 @contextmanager

@@ -5,7 +5,6 @@ Ranks of one replica have the same samples. A sum or a gather over all ranks, wh
 replica; behind the blocks of a pipeline only the ranks of its last stage would get there.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
@@ -23,7 +22,7 @@ from lightning_par.engine.collectives import all_gather, gather_partial
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
-from lightning_par.upstream.functions import diverted
+from lightning_par.upstream.functions import copied_function, diverted
 
 __all__ = ["check_world_collectives", "gather_over_replicas", "user_frame"]
 
@@ -103,10 +102,8 @@ def check_world_collectives(sizes: ParallelSizes, activity: Activity) -> Iterato
     with ExitStack() as stack:
         for name in (*_COUNTING, *_TOGETHER):
             function = getattr(dist.distributed_c10d, name)  # also while `dist` has another
-            inner = inspect.unwrap(function)
-            original = FunctionType(inner.__code__, inner.__globals__, name, inner.__defaults__)
-            original.__kwdefaults__ = inner.__kwdefaults__
             check = partial(_check, sizes, activity, name)
+            original = copied_function(function)
             stack.enter_context(diverted(function, _checked(original, check)))
         yield
 
