@@ -18,7 +18,7 @@ no error of this package, or a hang, fails the test.
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -35,10 +35,11 @@ from lightning_par.errors import LightningParError
 from tests.support.parity import own_parameters, quiet_trainer
 from tests.support.ranks.api import run_ranks
 
-__all__ = ["LAYOUTS", "Case", "Cases"]
+__all__ = ["LAYOUTS", "Case", "Cases", "train_case", "world_of"]
 
 _ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": _ONES,
     "tp2": {**_ONES, "tensor_parallel_size": 2},
     "tp2_whole_sequence": {**_ONES, "tensor_parallel_size": 2, "sequence_parallel": False},
     "pp2": {**_ONES, "pipeline_parallel_size": 2},
@@ -138,7 +139,7 @@ class Cases:
 
     def check(self, case: str, layout: str, refusal: str | None) -> None:
         """Assert that a case on a layout equals one process, or is refused on every rank."""
-        world = 4 if layout in ("tp2pp2", "zero1tp2") else 2
+        world = world_of(layout)
         results = run_ranks(_train_rank, world, self._file, case, layout, timeout=180)
         refusals = [result.get("refused") for result in results]
         if refusal is not None:
@@ -164,6 +165,11 @@ class Cases:
             assert all(result["held"] < wanted["held"] for result in results), "nothing is sharded"
 
 
+def world_of(layout: str) -> int:
+    """Return the number of ranks of a layout."""
+    return {"one": 1, "tp2pp2": 4, "zero1tp2": 4}.get(layout, 2)
+
+
 class _Losses(Callback):
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -179,19 +185,33 @@ class _Losses(Callback):
 
 def _train_rank(rank: int, world: int, file: str, name: str, layout: str) -> dict[str, Any]:
     case = importlib.import_module(file).CASES.cases[name]
-    return _train(case, layout, rank, world)
+    return train_case(case, layout, rank, world)
 
 
 @cache
 def _one_process(file: str, name: str) -> dict[str, Any]:
     try:
-        return _train(importlib.import_module(file).CASES.cases[name], None, 0, 1)
+        return train_case(importlib.import_module(file).CASES.cases[name], None, 0, 1)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _train(case: Case, layout: str | None, rank: int, world: int) -> dict[str, Any]:
-    """Train 4 steps; the module logs its loss as "loss"."""
+def train_case(
+    case: Case, layout: str | None, rank: int, world: int, *, watches: Sequence[Callback] = ()
+) -> dict[str, Any]:
+    """Train 4 steps; the module logs its loss as "loss".
+
+    Args:
+        case: What is trained.
+        layout: A name of `LAYOUTS`; None: a plain Trainer.
+        rank: Of this process.
+        world: Number of processes.
+        watches: More callbacks.
+
+    Returns:
+        The logged losses, the whole weights (on rank 0), and the number of entries of parameters
+        that this rank held; or "refused", with the text of the error.
+    """
     seed_everything(0, verbose=False)
     module, samples, *rest = case.make()
     replicas = 2 if (layout or "").startswith("zero") else 1
@@ -204,7 +224,7 @@ def _train(case: Case, layout: str | None, rank: int, world: int) -> dict[str, A
     )
     losses = _Losses()
     options = dict(case.trainer() if callable(case.trainer) else case.trainer)
-    callbacks = [*options.pop("callbacks", []), losses]
+    callbacks = [*options.pop("callbacks", []), losses, *watches]
     strategy = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout], **case.strategy)
     try:
         trainer = quiet_trainer(

@@ -1,0 +1,1 @@
+"""Records of what the package decides, to show that a change of its structure changed nothing."""
