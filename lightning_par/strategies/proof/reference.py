@@ -8,8 +8,10 @@ import functools
 import io
 import logging
 import os
+import socket
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +36,9 @@ from lightning_par.engine.rng import (
 from lightning_par.strategies.proof.record import StartValues, StepRecord
 from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.setup.replaced_parameters import replace_parameters
+from lightning_par.strategies.step.look.outside import outside_kept
 from lightning_par.strategies.step.look.silence import silent
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.lightning import TunerExit
 from lightning_par.upstream.tensor import count_of_changes
 
@@ -168,13 +172,14 @@ def run_alone(
     """
     record = StepRecord()
     try:
-        with _single_process(device, user):
+        with _single_process(device, user), ExitStack() as stack:
             alone = _Alone(device, given, record, originals, user.optimizers)
             trainer = _trainer_like(user, alone, plugin)
             _continue(trainer, given.start)
             module, callbacks = skeleton.fill(given.start.tensors, trainer)
             trainer.callbacks += _quiet(callbacks)  # type: ignore[attr-defined]
             _prepare(module, user, given, record, device)
+            stack.enter_context(outside_kept([*module.modules(), *callbacks]))
             count = user.num_training_batches
             sized = None if count == float("inf") else max(int(count), len(given.batches))
             trainer.fit(module, _Batches(given.batches, sized))
@@ -317,9 +322,33 @@ def _single_process(device: torch.device, user: pl.Trainer) -> Iterator[None]:
         logging.disable(logging.CRITICAL)
         stack.enter_context(silent(user.loggers))
         stack.enter_context(redirect_stderr(io.StringIO()))
+        stack.enter_context(_without_sockets())
         hidden = {n: os.environ.pop(n) for n in _RANK_VARIABLES if n in os.environ}
         stack.callback(os.environ.update, hidden)
         stack.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
         dist.group.WORLD = None
         stack.enter_context(torch.enable_grad())
+        yield
+
+
+@contextmanager
+def _without_sockets() -> Iterator[None]:
+    """Inside, what this thread sends through a socket is an error: it was sent on the mesh already.
+
+    To drop it would leave a client waiting for an answer.
+    """
+    thread = threading.get_ident()
+
+    def refusing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any) -> Any:
+            if threading.get_ident() == thread:
+                raise RuntimeError(f"it calls socket.{name}, which would send the same twice")
+            return plain(*args)
+
+        return method
+
+    with ExitStack() as stack:
+        for name in ("connect", "send", "sendall", "sendto"):
+            method = refusing(name, getattr(socket.socket, name))
+            stack.enter_context(replaced(socket.socket, name, method))
         yield

@@ -1,9 +1,13 @@
 """What a step says and writes to the outside is there as often as in one process."""
 
+import contextlib
 import os
+import re
+import socket
 import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -227,3 +231,100 @@ def test_a_step_on_micro_batches_writes_for_each_which_is_said(tmp_path: Path) -
 def test_what_cannot_be_sent_to_rank_0_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BaseException, match="cannot pickle 'generator'"):
         run_ranks(_train_on_two_stages, 2, WritingGenerators, os.fspath(tmp_path), timeout=180)
+
+
+SEEN: list[Any] = []
+PLACE = SimpleNamespace(batches=[], count=0)
+TOTAL = 0
+
+
+class Counting(PlainModule):
+    """Notes what happens everywhere but in itself, as a short script does."""
+
+    calls = 0
+    losses: ClassVar[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        global TOTAL
+        TOTAL += 1
+        type(self).calls += 1
+        loss: Tensor = super().training_step(batch, batch_idx)
+        SEEN.append(("step", self.global_step))
+        PLACE.batches.append(batch_idx)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        SEEN.append(("start", batch_idx))
+        PLACE.count += 1
+
+
+def _count(rank: int, world: int, layout: str | None) -> Any:
+    global TOTAL
+    seed_everything(0, verbose=False)
+    Counting.calls, TOTAL, PLACE.count = 0, 0, 0
+    for held in (SEEN, PLACE.batches, Counting.losses):
+        held.clear()
+    clipped: list[int] = []
+
+    class Closing(Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            clipped.append(len(clipped))
+
+    trainer = quiet_trainer(
+        devices=world,
+        strategy="auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout]),
+        precision="64-true",
+        max_steps=3,
+        callbacks=[Closing()],
+        proves=True,
+    )
+    replicas = 2 if "zero" in (layout or "") else 1
+    try:
+        trainer.fit(Counting().double(), DataLoader(token_pairs(), 8 // replicas))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return SEEN, vars(PLACE), Counting.calls, TOTAL, clipped, len(Counting.losses)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero1", "zero3"])
+def test_what_a_script_counts_outside_of_its_module_is_as_in_one_process(layout: str) -> None:
+    wanted = run_ranks(_count, 1, None)[0]
+    found = run_ranks(_count, 2, layout)[0]
+    assert len(wanted[0]) == 6
+    assert found == wanted
+
+
+class Sending(Callback):
+    """Sends a word to a socket after each batch."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"batch", ("127.0.0.1", self.port))
+
+
+def _send(rank: int, world: int) -> Any:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(("127.0.0.1", 0))
+        strategy = Hybrid3DStrategy(**LAYOUTS["tp2"])
+        sending = Sending(receiver.getsockname()[1])
+        trainer = quiet_trainer(
+            devices=world, strategy=strategy, max_steps=3, callbacks=[sending], proves=True
+        )
+        with warnings.catch_warnings(record=True):
+            trainer.fit(PlainModule(), DataLoader(token_pairs(), 8))
+        receiver.setblocking(False)
+        count = 0
+        with contextlib.suppress(BlockingIOError):
+            while receiver.recv(64):
+                count += 1
+        return count, strategy.parallel_model.proof.outcome
+
+
+def test_a_hook_sends_to_a_socket_once_and_the_proof_says_that_it_was_not_made() -> None:
+    count, outcome = run_ranks(_send, 2)[0]
+    assert count == 3
+    assert re.search(r"not proved.*socket\.sendto", outcome), outcome

@@ -1,0 +1,115 @@
+"""Contents of values that can change: kept, and put back in place."""
+
+import copy
+import io
+import random
+import sys
+from argparse import Namespace
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn, Tensor
+
+__all__ = ["LEFT_ALONE", "copy_of", "is_container", "is_foreign", "refill", "restore_of"]
+
+LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
+"""Packages whose objects no step is expected to change; those of Python are, too."""
+
+
+def is_foreign(module_name: str) -> bool:
+    """Return whether a module is part of Python or of a package of `LEFT_ALONE`."""
+    package = module_name.partition(".")[0]
+    return package in LEFT_ALONE or package in sys.stdlib_module_names
+
+
+def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
+    """Return a function that gives a mutable value its present contents again, at any depth.
+
+    Args:
+        value: Of an attribute, or of what is in one.
+        seen: Ids of the containers and objects that have such a function, or need none.
+    """
+    if isinstance(value, io.IOBase):
+        return _restore_file(value, seen)
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    is_weight = isinstance(value, nn.Parameter)
+    is_kept = is_weight or (isinstance(value, Tensor) and (value.is_meta or value.requires_grad))
+    held = value if is_container(value) else _attributes(value)
+    copied = value if is_kept else copy_of(value if held is None else held)
+    if copied is value or id(value) in seen:
+        return lambda: None
+    if isinstance(value, Tensor):
+        return partial(value.data.copy_, copied)
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, copied)
+    if isinstance(value, np.ndarray):
+        return partial(np.copyto, value, copied)
+    seen.add(id(value))
+    inside = copied.values() if isinstance(copied, dict) else copied
+    items = [restore_of(item, seen) for item in inside]
+
+    def restore() -> None:
+        refill(held, copied)
+        for restore_item in items:
+            restore_item()
+
+    return restore
+
+
+def _restore_file(file: Any, seen: set[int]) -> Callable[[], Any]:
+    """Return a function that takes back what is written to an open file from now on."""
+    if id(file) in seen or file.closed or not (file.writable() and file.seekable()):
+        return lambda: None
+    seen.add(id(file))
+    file.flush()
+    place = file.tell()
+
+    def restore() -> None:
+        if not file.closed:
+            file.seek(place)
+            file.truncate()
+
+    return restore
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object, such as a meter or metric in a list, if a step may change
+    it; None for values and for what belongs to the run.
+    """
+    of_user = isinstance(value, nn.Module | SimpleNamespace | Namespace)
+    if not of_user and is_foreign(type(value).__module__):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def copy_of(value: Any) -> Any:
+    """Return what a mutable value holds; any other as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return copy.copy(value) if is_container(value) else value
+
+
+def is_container(value: Any) -> bool:
+    """Return whether a value is a container of Python whose contents can be put back."""
+    return isinstance(value, list | deque | defaultdict) or type(value) in (dict, set, Counter)
+
+
+def refill(value: Any, items: Any) -> None:
+    """Give a container these items and no others."""
+    value.clear()
+    if isinstance(value, list | deque):
+        value.extend(items)
+    else:
+        value.update(items)
