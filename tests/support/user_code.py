@@ -52,9 +52,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2_offload": {**_ONES, "zero_stage": 2, "offload_options": {}},
     "zero1tp2": {**_ONES, "tensor_parallel_size": 2, "zero_stage": 1},
     "zero1ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 1},
+    "zero3ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 3},
     "cp2": {**_ONES, "context_parallel_size": 2},
 }
-"""Name of a layout -> options of the strategy. The zero layouts have two replicas."""
+"""Name of a layout -> options of the strategy. The zero layouts have two replicas, but zero3ep2 has
+four: two hold the same experts.
+"""
 _SHARDS = ("tp2", "zero1", "zero3", "zero1tp2")
 _STEPS = 4
 
@@ -167,7 +170,7 @@ class Cases:
 
 def world_of(layout: str) -> int:
     """Return the number of ranks of a layout."""
-    return {"one": 1, "tp2pp2": 4, "zero1tp2": 4}.get(layout, 2)
+    return {"one": 1, "tp2pp2": 4, "zero1tp2": 4, "zero3ep2": 4}.get(layout, 2)
 
 
 class _Losses(Callback):
@@ -215,6 +218,7 @@ def train_case(
     seed_everything(0, verbose=False)
     module, samples, *rest = case.make()
     replicas = 2 if (layout or "").startswith("zero") else 1
+    replicas = 4 if layout == "zero3ep2" else replicas
     sampler = None
     if replicas > 1:
         replica = rank * replicas // world

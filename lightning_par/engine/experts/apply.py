@@ -33,6 +33,7 @@ from lightning_par.errors import either, PlanError, raise_problems
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.sizes import ParallelSizes
+from lightning_par.upstream.functions import replaced
 
 __all__ = [
     "ExpertParallel",
@@ -138,12 +139,13 @@ def check_experts(model: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes
     if not found:
         raise PlanError(
             "LP206",
-            f"{asked}: the plan of {type(model).__name__} names no experts; return "
-            'ParallelPlan(experts=("blocks.*.experts",)) from its parallel_plan(), or use '
-            "expert_parallel_size=1.",
+            f"{asked}: the plan of {type(model).__name__} names no experts. Name modules "
+            "that hold the parameters of all experts, stacked in dim 0, and have a method "
+            'compute(rows, counts): return ParallelPlan(experts=("blocks.*.experts",)) from its '
+            "parallel_plan(). Or use expert_parallel_size=1.",
         )
     problems = [
-        f"{asked}: {name} is a {type(module).__name__} without compute(rows, counts, beside)."
+        f"{asked}: {name} is a {type(module).__name__} without compute(rows, counts)."
         for name, module in found.items()
         if not callable(getattr(module, "compute", None))
     ]
@@ -183,7 +185,38 @@ def apply_expert_parallel(
             if next(child.parameters(recurse=False), None) is not None:
                 wrap_forward(child, partial(_with_local_parameters, child), "local_parameters")
         dispatch_tokens(module, mesh.expert_mesh.get_group("ep"), max_rows)
+        _compute_in_a_call(module)
     return ExpertParallel(mesh=mesh.expert_mesh, modules=modules, parameters=frozenset(names))
+
+
+def _compute_in_a_call(module: nn.Module) -> None:
+    """Let `module.compute` run inside of a call of its module, also where code around it calls it.
+
+    Only a call has what a computation with this rank's parameters needs: hooks of FSDP2, which
+    gather them, and a forward that sees local tensors.
+    """
+    compute: Forward = module.compute  # type: ignore[assignment]
+    is_called = False
+
+    def around(inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_called
+            is_called = True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                is_called = False
+
+        return forward
+
+    def compute_in_a_call(*args: Any, **kwargs: Any) -> Any:
+        if is_called:
+            return compute(*args, **kwargs)
+        with replaced(module, "forward", _with_local_parameters(module, compute)):
+            return module(*args, **kwargs)
+
+    wrap_forward(module, around, "compute")
+    module.compute = compute_in_a_call  # type: ignore[assignment]
 
 
 def apply_replica_sums(model: nn.Module, resolved: ResolvedPlan, group: dist.ProcessGroup) -> None:

@@ -19,6 +19,7 @@ or padded); for padded parts DeepEP's low-latency dispatch, whose buffers hold a
 tokens, too.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,8 @@ def dispatch_tokens(
     """Wrap `module.compute`, so that it gets the rows of all ranks for the local experts.
 
     Args:
-        module: Changed in place; it has ``compute(rows, counts, beside)``.
+        module: Changed in place; it has ``compute(rows, counts)``, which gives rows, or
+            ``compute(rows, counts, beside)``, which also gives what ``beside()`` does.
         group: The ``ep`` axis.
         max_rows: Rows of every part, the same on every rank, see Note [Padded parts]; None: each
             part has the rows that tokens chose.
@@ -57,12 +59,13 @@ def dispatch_tokens(
     **Communicates**: E numbers, then A D values out and back over ``ep``, less those that stay;
     the values once more in the backward. With `max_rows`, n max_rows D in place of A D.
     """
-    inner: Callable[..., tuple[Tensor, Any]] = module.compute  # type: ignore[assignment]
+    inner: Callable[..., Any] = module.compute  # type: ignore[assignment]
+    takes_beside = len(inspect.signature(inner).parameters) > 2
     ranks = group.size()
 
     def compute(
         x: Tensor, counts: Tensor, beside: _Beside = None, capacity: int | None = None
-    ) -> tuple[Tensor, Any]:
+    ) -> Any:
         if max_rows is None:
             routes = _exact_routes(counts, group)
         else:
@@ -74,11 +77,16 @@ def dispatch_tokens(
         pending = routes.parts.start(leaving)
         other = None if beside is None else beside()
         rows = apply_function(_Exchange, leaving, [pending], routes.parts, float(ranks))
-        answers, _ = inner(routes.by_expert.apply(rows), routes.counts)
+        sorted_rows = routes.by_expert.apply(rows)
+        if takes_beside:  # it was called already
+            answers, _ = inner(sorted_rows, routes.counts, lambda: None)
+        else:
+            answers = inner(sorted_rows, routes.counts)
         answers = routes.by_expert.inverse().apply(answers)
         home = routes.parts.reverse()
         out = apply_function(_Exchange, answers, [home.start(answers)], home, 1.0 / ranks)
-        return routes.unpack(out, len(x)), other
+        found = routes.unpack(out, len(x))
+        return (found, other) if takes_beside else found
 
     module.compute = compute  # type: ignore[assignment]
 

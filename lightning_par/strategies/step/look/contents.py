@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
 
 __all__ = ["LEFT_ALONE", "copy_of", "is_container", "is_foreign", "refill", "restore_of"]
 
@@ -47,11 +48,11 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
     if copied is value or id(value) in seen:
         return lambda: None
     if isinstance(value, Tensor):
-        return partial(value.data.copy_, copied)
+        return partial(_restore_tensor, value, copied)
     if isinstance(value, torch.Generator):
         return partial(value.set_state, copied)
     if isinstance(value, np.ndarray):
-        return partial(np.copyto, value, copied)
+        return partial(np.copyto, value, copied) if value.flags.writeable else lambda: None
     seen.add(id(value))
     inside = copied.values() if isinstance(copied, dict) else copied
     items = [restore_of(item, seen) for item in inside]
@@ -62,6 +63,13 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
             restore_item()
 
     return restore
+
+
+@torch.no_grad()
+def _restore_tensor(value: Tensor, copied: Tensor) -> None:
+    """Write only what has changed: an expanded tensor, or one on read-only memory, has not."""
+    if isinstance(value, DTensor) or not torch.equal(value.data, copied):
+        value.data.copy_(copied)
 
 
 def _restore_file(file: Any, seen: set[int]) -> Callable[[], Any]:
