@@ -328,8 +328,15 @@ def shard_model(
 
 
 def _shard(unit: nn.Module, **options: Any) -> None:
-    """Shard a unit; parameters keep the attributes that users have set."""
+    """Shard a unit; parameters keep the attributes that users have set.
+
+    FSDP2 takes only parameters that are contiguous, which those of a model in `channels_last` or of
+    a transposed matrix are not; they become so, with the values that they have.
+    """
     held = [(m._parameters, n, p) for m in unit.modules() for n, p in m._parameters.items()]
+    for parameter in unit.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
     fully_shard(unit, **options)
     for parameters, name, before in held:
         if before is not None:

@@ -423,6 +423,31 @@ def _scaled(self: Any, x: Any) -> Any:
     return x + self.mlp(self.norm(x)) * self.scale
 
 
+class Pictures(pl.LightningModule):
+    """A convolution net in `channels_last`, whose weights are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
+        self.net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images = batch[0].to(memory_format=torch.channels_last)
+        loss = F.cross_entropy(self.net(images), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@CASES.add(equal="zero1 zero3", large="zero0 pp2 zero2_offload")
+def weights_in_channels_last() -> Any:
+    images = torch.randn(32, 3, 8, 8, dtype=torch.float64)
+    return Pictures(), [(image, torch.tensor(i % 5)) for i, image in enumerate(images)]
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""

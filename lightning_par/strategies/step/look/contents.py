@@ -92,6 +92,8 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object, such as a meter or metric in a list, if a step may change
     it; None for values and for what belongs to the run.
     """
+    if isinstance(value, type):
+        return None
     of_user = isinstance(value, nn.Module | SimpleNamespace | Namespace)
     if not of_user and is_foreign(type(value).__module__):
         return None

@@ -5,9 +5,11 @@ look and the proof run the user's code once more than one process does; what it 
 put back. Found are the names that the code itself uses, and those of functions that it calls.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -72,7 +74,7 @@ class _References:
     def add_class(self, kind: type) -> None:
         """Add the attributes and methods of a class and of those that it is derived from."""
         for base in kind.__mro__:
-            if id(base) in self._seen or is_foreign(base.__module__):
+            if id(base) in self._seen or not _is_of_user(base.__module__):
                 continue
             self._seen.add(id(base))
             attributes = dict(vars(base))
@@ -88,7 +90,7 @@ class _References:
                 self.add_function(inner)
         if not isinstance(value, FunctionType) or id(value) in self._seen:
             return
-        if is_foreign(value.__module__ or ""):
+        if not _is_of_user(value.__module__):
             return
         self._seen.add(id(value))
         names = set(_names_of(value.__code__))
@@ -105,7 +107,7 @@ class _References:
                 value = namespace[name]
                 self.restores.append(partial(namespace.__setitem__, name, value))
                 self._add(value)
-                if isinstance(value, ModuleType) and not is_foreign(value.__name__):
+                if isinstance(value, ModuleType) and _is_of_user(value.__name__):
                     self._add_names(vars(value), names)
 
     def _add_cell(self, cell: CellType) -> None:
@@ -127,6 +129,18 @@ class _References:
             return
         elif not is_container(value) or len(value) <= _LARGEST:
             self.restores.append(restore_of(value, self._seen))
+
+
+@cache
+def _is_of_user(module_name: str | None) -> bool:
+    """Whether a module is no part of Python or of a package that was installed."""
+    module = sys.modules.get(module_name or "")
+    if module is None or module_name == "__main__":
+        return module is not None
+    folders = {"site-packages", "dist-packages"}.intersection(
+        Path(getattr(module, "__file__", None) or "").parts
+    )
+    return not folders and not is_foreign(module.__name__)
 
 
 def _names_of(code: CodeType) -> Iterator[str]:
