@@ -69,7 +69,7 @@ def _reader(found: list[tuple[nn.Module, str]]) -> Any:
 _SIGNS = re.compile(
     "shape '.*' is invalid for input|shapes cannot be multiplied"
     "|must match the size of tensor|expected .* to have .* channels|normalized_shape"
-    "|expected scalar type .* DTensor"
+    "|expected scalar type .* DTensor|to match target batch_size|Expected target size"
 )
 
 
@@ -83,6 +83,10 @@ _CURES = {
         "'split_sequence' come from ids [1, T], and what reads all tokens (a pool, a mask of the "
         "batch) stands behind 'sequence_gather_output' or inside 'gather_sequence'"
     ),
+    "target": (
+        "Under sequence parallelism a rank has a part of the tokens between blocks: logits that "
+        "meet the labels come from a 'vocab_head', or from behind 'sequence_gather_output'"
+    ),
     "shapes cannot be multiplied": (
         "'vocab_head' is for logits of every token; a head behind a pool is 'replicated'"
     ),
@@ -95,7 +99,7 @@ _MOST_LAYERS = 8
 _IN_PLACE = "_ToTorchTensor is a view and its base or another view of its base has been modified"
 
 
-def explain_shards(model: nn.Module, error: RuntimeError) -> PlanError | None:
+def explain_shards(model: nn.Module, error: Exception) -> PlanError | None:
     """Return which module failed, and which style to give, where a shard met what wants it whole.
 
     Args:

@@ -586,7 +586,7 @@ class StepRunner:
         with self._random.user_step(key, microbatch):
             try:
                 yield
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 refuse = None if self.pipeline is None else self._random.refuse
                 raise_explained(self.module, error, refuse)
             finally:

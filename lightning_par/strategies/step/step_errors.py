@@ -21,7 +21,7 @@ _MIXED = re.compile(r"(aten\.\w+)\S* got mixed torch\.Tensor and DTensor")
 
 
 def raise_explained(
-    module: nn.Module, error: RuntimeError, refuse: Callable[[LightningParError], bool] | None
+    module: nn.Module, error: Exception, refuse: Callable[[LightningParError], bool] | None
 ) -> None:
     """Raise what to do about an error of torch in a step, or the error itself.
 
@@ -31,6 +31,8 @@ def raise_explained(
         refuse: Under a pipeline: notes an error for all ranks, on which nothing may have failed,
             and returns whether that was done; then nothing is raised.
     """
+    if isinstance(error, LightningParError):
+        raise error
     told: LightningParError | None
     told = explain_mixing(module, error) or explain_shards(module, error)
     if told is None and refuse is not None:
@@ -42,7 +44,7 @@ def raise_explained(
     raise told from error
 
 
-def _explain_inner_gradients(error: RuntimeError) -> ConfigurationError | None:
+def _explain_inner_gradients(error: Exception) -> ConfigurationError | None:
     """Return what to do about a step that asks for gradients by itself, under a pipeline.
 
     Args:
@@ -62,7 +64,7 @@ def _explain_inner_gradients(error: RuntimeError) -> ConfigurationError | None:
     )
 
 
-def explain_mixing(module: nn.Module, error: RuntimeError) -> PlanError | None:
+def explain_mixing(module: nn.Module, error: Exception) -> PlanError | None:
     """Return which module mixes the two, and what to do; None if torch says something else.
 
     Args:

@@ -262,7 +262,10 @@ def loss_times_a_norm() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="zero3", refused={"pp2": ELSEWHERE})
+@CASES.add(
+    equal="zero3",
+    refused={"pp2": ELSEWHERE, "tp2": "the step cannot compute .*'sequence_gather_output'"},
+)
 def logits_from_the_embedding_by_hand() -> Any:
     class Module(PlainModule):
         def loss(self, batch: Any) -> Any:

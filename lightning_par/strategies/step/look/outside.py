@@ -6,16 +6,17 @@ put back. Found are the names that the code itself uses, and those of functions 
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
-from torch import nn
+from torch import nn, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_par.strategies.step.look.contents import is_container, is_foreign, restore_of
@@ -125,10 +126,18 @@ class _References:
             self.add_class(value)
         elif isinstance(value, FunctionType | property | staticmethod | classmethod | partial):
             self.add_function(value)
-        elif isinstance(value, (ModuleType, *_OF_THE_RUN)):
+        elif isinstance(value, (ModuleType, *_OF_THE_RUN)) or _is_of_a_package(value):
             return
         elif not is_container(value) or len(value) <= _LARGEST:
             self.restores.append(restore_of(value, self._seen))
+
+
+def _is_of_a_package(value: Any) -> bool:
+    """Whether a value is an object of an installed package, such as the run of a logger, which may
+    have threads of its own.
+    """
+    kept = isinstance(value, Tensor | SimpleNamespace | Namespace) or is_container(value)
+    return not kept and hasattr(value, "__dict__") and not _is_of_user(type(value).__module__)
 
 
 @cache
