@@ -214,8 +214,7 @@ class GradientPath:
         yield action("clip", Phase.CLIP, self._clip)
 
     def _walk(self, phase: Phase, passage: _Passage) -> None:
-        watch = self.norms.watch
-        with nullcontext() if watch is None else watch.paused():
+        with self.norms.paused():
             for action in self.actions:
                 if action.phase is phase and action.run is not None:
                     action.run(passage)
