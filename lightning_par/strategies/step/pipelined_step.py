@@ -37,7 +37,6 @@ from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_c
 from lightning_par.errors import (
     ConfigurationError,
     NonFiniteError,
-    PipelineError,
     PlanError,
     raise_problems,
 )
@@ -279,13 +278,13 @@ class PipelinedSteps:
         calls: list[list[LogCall]] = [[] for _ in batches]
         key = ("first look",)
         self._attributes.begin()
-        try:
-            with torch.no_grad():
-                run = self._forward_only(name, context, batches, rest, key, calls, sight.followed)
-        except PipelineError as error:
-            raise refusal() or error from None  # of a stage that gave the next one nothing
+        has_failed = lambda: refusal() is not None  # noqa: E731
+        with torch.no_grad():
+            run = self._forward_only(
+                name, context, batches, rest, key, calls, sight.followed, has_failed
+            )
         found = None
-        if run.results and refusal() is None:
+        if len(run.results) == len(batches) and not has_failed():
             ends = sorted(run.results) if name == "training_step" else []
             losses: list[tuple[float, ...]]
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
@@ -310,11 +309,12 @@ class PipelinedSteps:
         key: Any,
         calls: list[list[LogCall]],
         followed: Callable[[int], AbstractContextManager[Any]] | None = None,
+        has_failed: Callable[[], bool] = lambda: False,
     ) -> PipelineRun:
         step = self._stepper(name, context, parts, rest, key, calls, followed)
         signatures = [signature(part, "evaluation") for part in parts]
         schedule = forward_only(self._rank_of_stage, len(parts))
-        return self.executor.run(schedule, step, signatures, None)
+        return self.executor.run(schedule, step, signatures, None, has_failed=has_failed)
 
     def cut(
         self, batch: Any, dims: BatchDims, count: int | None = None

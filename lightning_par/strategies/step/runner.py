@@ -136,7 +136,7 @@ class StepRunner:
         self.module, self.sequence, self.reads = module, sequence, reads
         self.seed, self.evaluations, self.manual = seed, 0, manual
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
-        self._in_step = self._is_checked = False
+        self._in_step, self._is_checked, self._proves = False, False, options.verify is not False
         # Loaders are seeded by global rank: what they shuffle may differ within a replica.
         first = dist.get_global_rank(mesh.replica_group, 0)
         self._broadcast = TreeBroadcast(mesh.replica_group, first)
@@ -506,7 +506,7 @@ class StepRunner:
             ([batch], [dims.size or 1]) if self.pipeline is None else self.pipeline.cut(batch, dims)
         )
 
-    @compares_world_sizes(lambda runner: runner._mesh.sizes)
+    @compares_world_sizes(lambda runner: (runner._mesh, runner._proves))
     def _look(
         self,
         name: str,
