@@ -152,7 +152,8 @@ class StepRunner:
         self._on_host = WeightsOnHost(module, self._weigher, self._cut)
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher, decisions)
         self.form, self._skipped = self._first_look.form, SkippedSteps(module, mesh)
-        self._trial = Trial(module, sharding, manual, partial(self._user_step, _LOOK), self._run)
+        look = partial(self._user_step, _LOOK)
+        self._trial = Trial(module, mesh, sharding, manual, look, self._run)
         self._divided_look: DividedLook | None = None
         if sequence is not None:
             self._divided_look = DividedLook(
@@ -558,13 +559,13 @@ class StepRunner:
     def _whole(
         self, name: str, context: StepContext, args: Sequence[Any], key: Any, dims: BatchDims
     ) -> Any:
-        step: Callable[..., Any] = getattr(self.module, name)
         tokens = self._tokens_of(args[0])
         random = self._random.step(dims.size or 1, tokens=tokens, share=self._share)
         backwards = name == "training_step" and self.manual.is_used
         call = self._sharding.call_with_backwards if backwards else self._sharding.call
-        with context(), random, self._user_step(key, 0):
-            output = call(partial(self._run, step, args))
+        counted = self._trial.counts.summed(name, fills=self._weigher.fills)
+        with context(), random, self._user_step(key, 0), counted:
+            output = call(partial(self._run, getattr(self.module, name), args))
             if self.sequence is not None:
                 self.sequence.check()
         return output
@@ -575,8 +576,7 @@ class StepRunner:
 
     @contextmanager
     def _microbatch_step(self, key: Any, microbatch: int) -> Iterator[None]:
-        step = self._user_step(key, microbatch)
-        with step, self.reads.in_step():
+        with self._user_step(key, microbatch), self.reads.in_step():
             yield
 
     @contextmanager

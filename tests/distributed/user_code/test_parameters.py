@@ -1,6 +1,8 @@
 """Steps that read, or write, parameters of the model themselves."""
 
 import copy
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +15,8 @@ from torch.nn import functional as F
 
 from lightning_par import BatchLayout, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
-from tests.support.user_code import Cases
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import _train_rank, Cases
 
 CASES = Cases(__name__)
 ELSEWHERE = r"step uses net\..* at test_parameters.py:\d+, which is on another pipeline stage"
@@ -421,6 +424,71 @@ def weight_of_a_block_without_a_style() -> Any:
 
 def _scaled(self: Any, x: Any) -> Any:
     return x + self.mlp(self.norm(x)) * self.scale
+
+
+class Counting(nn.Module):
+    """Counts the tokens that it gets, and keeps a running mean of them."""
+
+    counts: Tensor
+    mean: Tensor
+
+    def __init__(self, *, keeps_mean: bool) -> None:
+        super().__init__()
+        self.keeps_mean = keeps_mean
+        self.register_buffer("counts", torch.zeros(8, dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> None:
+        self.counts += torch.bincount(tokens.flatten() % 8, minlength=8)
+        self.steps += 1
+        if self.keeps_mean:
+            self.mean.lerp_(tokens.to(self.mean.dtype).mean(), 0.1)
+
+
+def counting(*, keeps_mean: bool) -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counting = Counting(keeps_mean=keeps_mean)
+
+        def loss(self, batch: Any) -> Tensor:
+            self.counting(batch[0])
+            return super().loss(batch)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            counts = self.counting.counts
+            rate = float((counts * torch.arange(8)).sum() / counts.sum()) / 50
+            self.trainer.optimizers[0].param_groups[0]["lr"] = rate + float(self.counting.mean)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2 zero1", large="zero3 zero1tp2", strategy={"verify": False})
+def a_buffer_that_counts_the_samples() -> Any:
+    return counting(keeps_mean=False)
+
+
+@CASES.add(equal="zero1")
+def a_buffer_that_counts_the_samples_proved() -> Any:
+    return counting(keeps_mean=False)
+
+
+@CASES.add(strategy={"verify": False})
+def a_buffer_with_a_running_mean() -> Any:
+    return counting(keeps_mean=True)
+
+
+def _warned(rank: int, world: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _train_rank(rank, world, __name__, "a_buffer_with_a_running_mean", "zero1")
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_running_mean_of_each_replica_is_named() -> None:
+    told = " ".join(run_ranks(_warned, 2, timeout=180)[0])
+    assert re.search(r"the buffer counting\.mean from its samples", told)
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
