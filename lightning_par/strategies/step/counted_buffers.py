@@ -3,11 +3,11 @@
 Note [Counted buffers]: each replica adds to such a buffer what its own samples give, where one
 process adds up all of them. A look at the step, on some samples and on their parts, tells which
 buffers are sums over samples: those that the parts, one after the other, leave as the whole does.
-What a step then adds to them is summed over the replicas. Others, such as running means, are named.
+What a step then adds to them is summed over the replicas. Others, such as running means, are
+refused.
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_par.engine.collectives import all_reduce
+from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 
 __all__ = ["CountedBuffers", "buffers_of"]
@@ -50,22 +51,26 @@ class CountedBuffers:
     Args:
         module: The user's LightningModule on this rank.
         mesh: Its replicas see other samples.
+        takes_parts: Whether statistics of a part of the samples are accepted.
 
     Attributes:
         is_known: Whether a look has told which buffers are summed.
     """
 
-    def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelMesh, *, takes_parts: bool) -> None:
         self._module, self._mesh = module, mesh
-        self.is_known = mesh.sizes.world_size == 1
+        self.is_known = takes_parts or mesh.sizes.world_size == 1
         self._summed: list[str] = []
 
     def learn(self, before: Mapping[str, Tensor], ends: Sequence[Mapping[str, Tensor]]) -> None:
-        """Find the buffers that are sums over samples, and name those of another kind.
+        """Find the buffers that are sums over samples.
 
         Args:
             before: The buffers before the step.
             ends: Those after it on some samples, and after their parts, one after the other.
+
+        Raises:
+            ConfigurationError: On all ranks, if there are others that ranks change in their own way.
 
         **Communicates**: names and what changed, over all ranks.
         """
@@ -84,23 +89,23 @@ class CountedBuffers:
                 told.append(name)
             elif self._mesh.sizes.data > 1:
                 self._summed.append(name)
-        dist.all_gather_object(every, told)  # rank 0 tells
+        dist.all_gather_object(every, told)
         told = sorted(set().union(*every))
         if told:
-            self._warn(told)
+            self._refuse(told)
 
-    def _warn(self, names: Sequence[str]) -> None:
+    def _refuse(self, names: Sequence[str]) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        if self._mesh.rank:
-            return
-        warnings.warn(  # Lightning keeps silent while a step is looked at
+        raise ConfigurationError(
+            "LP325",
             f"training_step changes the buffer {names[0]}{more} from its samples. On "
             f"{self._mesh.sizes} each rank does so from its own samples or tokens, and how they "
-            "join is not known, so that ranks have other values than one process. Add up in it "
-            "what samples give (self.count += counts, in float64 or integers), which is summed "
-            "over the replicas, and compute means of it in on_train_batch_end; tokens that tensor "
-            "parallelism divides are whole with sequence_parallel=False.",
-            stacklevel=1,
+            "join is not known, so that it would not be that of one process. Add up in it what "
+            "samples give (self.total += x.sum(); self.count += len(x)), which is summed over the "
+            "replicas, and divide in on_train_batch_end; tokens that tensor parallelism divides "
+            "are whole with sequence_parallel=False. To accept what a part gives, as DDP does, "
+            "declare ParallelPlan(batch=BatchLayout(local_statistics=True)). No weight was "
+            "changed.",
         )
 
     @contextmanager

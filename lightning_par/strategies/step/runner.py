@@ -153,7 +153,7 @@ class StepRunner:
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher, decisions)
         self.form, self._skipped = self._first_look.form, SkippedSteps(module, mesh)
         look = partial(self._user_step, _LOOK)
-        self._trial = Trial(module, mesh, sharding, manual, look, self._run)
+        self._trial = Trial(module, mesh, batch_layout, sharding, manual, look, self._run)
         self._divided_look: DividedLook | None = None
         if sequence is not None:
             self._divided_look = DividedLook(

@@ -1,8 +1,6 @@
 """Steps that read, or write, parameters of the model themselves."""
 
 import copy
-import re
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,8 +13,7 @@ from torch.nn import functional as F
 
 from lightning_par import BatchLayout, ParallelPlan
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
-from tests.support.ranks.api import run_ranks
-from tests.support.user_code import _train_rank, Cases
+from tests.support.user_code import Cases
 
 CASES = Cases(__name__)
 ELSEWHERE = r"step uses net\..* at test_parameters.py:\d+, which is on another pipeline stage"
@@ -474,21 +471,37 @@ def a_buffer_that_counts_the_samples_proved() -> Any:
     return counting(keeps_mean=False)
 
 
-@CASES.add(strategy={"verify": False})
+@CASES.add(
+    equal="tp2",
+    refused={"zero1": r"the buffer counting\.mean from its samples.*total \+= x.*local_statistics"},
+    strategy={"verify": False},
+)
 def a_buffer_with_a_running_mean() -> Any:
     return counting(keeps_mean=True)
 
 
-def _warned(rank: int, world: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _train_rank(rank, world, __name__, "a_buffer_with_a_running_mean", "zero1")
-    return [str(warning.message) for warning in caught]
+class CountingNet(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].counting = Counting(keeps_mean=False)
+        self.blocks[1].register_forward_pre_hook(count_hidden)
 
 
-def test_a_running_mean_of_each_replica_is_named() -> None:
-    told = " ".join(run_ranks(_warned, 2, timeout=180)[0])
-    assert re.search(r"the buffer counting\.mean from its samples", told)
+def count_hidden(block: Any, args: Any) -> None:
+    block.counting((args[0].detach().abs().sum(-1) * 100).long())
+
+
+@CASES.add(
+    refused={"tp2": r"counting\.counts.*sequence_parallel=False"}, strategy={"verify": False}
+)
+def tokens_that_a_block_counts() -> Any:
+    return PlainModule(CountingNet()), token_pairs()
+
+
+@CASES.add(equal="tp2_whole_sequence zero1", strategy={"verify": False})
+def whole_tokens_that_a_block_counts() -> Any:
+    """As the refusal advises."""
+    return PlainModule(CountingNet()), token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.mesh import ParallelMesh
+from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.step.counted_buffers import buffers_of, CountedBuffers
 from lightning_par.strategies.step.look.loss_rule import Seen
@@ -32,6 +33,7 @@ class Trial:
     Args:
         module: The user's LightningModule.
         mesh: Mesh of this run.
+        layout: What is declared of its batches.
         sharding: Surrounds every forward and backward.
         manual: Steps that run their own backwards, if they do.
         user_step: Surrounds the step on the batch of a number.
@@ -45,6 +47,7 @@ class Trial:
         self,
         module: pl.LightningModule,
         mesh: ParallelMesh,
+        layout: BatchLayout,
         sharding: Sharding,
         manual: ManualSteps,
         user_step: Callable[[int], AbstractContextManager[None]],
@@ -52,7 +55,8 @@ class Trial:
     ) -> None:
         self._module, self._sharding, self._manual = module, sharding, manual
         self._user_step, self._run = user_step, run
-        self.counts, self._divides = CountedBuffers(module, mesh), mesh.sizes.data > 1
+        self.counts = CountedBuffers(module, mesh, takes_parts=layout.local_statistics)
+        self._divides = mesh.sizes.data > 1
 
     def run(
         self,
