@@ -35,7 +35,9 @@ _CURES = {
 }
 
 
-def compares_world_sizes(about: Callable[[Any], tuple[ParallelMesh, bool]]) -> Any:
+def compares_world_sizes(
+    about: Callable[[Any], tuple[ParallelMesh, bool]],
+) -> Callable[[Look], Look]:
     """Decorate a method that runs a step without a trace, whose first argument is its name, so that
     it refuses losses and logged numbers that depend on the number of processes, and losses that
     depend on the rank.
