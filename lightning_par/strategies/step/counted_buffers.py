@@ -70,7 +70,7 @@ class CountedBuffers:
             ends: Those after it on some samples, and after their parts, one after the other.
 
         Raises:
-            ConfigurationError: On all ranks, if there are others that ranks change in their own way.
+            ConfigurationError: On all ranks, if there are others that samples change.
 
         **Communicates**: names and what changed, over all ranks.
         """

@@ -321,7 +321,7 @@ class StepRunner:
                 has_valid_labels=weigher.has_valid_labels(args[0]) if weights is None else None,
                 is_zero_weight=is_zero_weight,
             )
-            with adjust_logs(self.module, weights), self.manual.running(step):
+            with adjust_logs(self.module, weights, samples), self.manual.running(step):
                 output = self._whole("training_step", context, args, key, dims)
             if not self.manual.is_used and self._skipped.is_skipped(output):
                 self._sharding.release()

@@ -245,6 +245,20 @@ def shortened(counts: Any) -> list[Any]:
     return pairs
 
 
+@CASES.add(equal="zero1 pp2", large="zero3 tp2")
+def a_value_logged_with_the_number_that_it_is_a_mean_of() -> Any:
+    class Module(PlainModule):
+        batch = BatchLayout(loss_weight="samples")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits, counts = self.net(batch[0]), batch[0] % 3 == 0
+            found = (logits.logsumexp(-1) * counts).sum() / counts.sum()
+            self.log("loss", found, batch_size=int(counts.sum()), sync_dist=True)
+            return logits.square().mean()
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal="zero1", trainer={"precision": "bf16-mixed"}, tolerance=2e-3)
 def counts_that_differ_by_one_at_first_in_bfloat16() -> Any:
     module, *_ = of_loss(by_hand)
