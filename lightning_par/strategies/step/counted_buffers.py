@@ -55,12 +55,13 @@ class CountedBuffers:
 
     Attributes:
         is_known: Whether a look has told which buffers are summed.
+        names: Those buffers.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, *, takes_parts: bool) -> None:
         self._module, self._mesh = module, mesh
         self.is_known = takes_parts or mesh.sizes.world_size == 1
-        self._summed: list[str] = []
+        self.names: list[str] = []
 
     def learn(self, before: Mapping[str, Tensor], ends: Sequence[Mapping[str, Tensor]]) -> None:
         """Find the buffers that are sums over samples.
@@ -88,7 +89,7 @@ class CountedBuffers:
             if not is_same or not (is_sum or self._mesh.sizes.data == 1):
                 told.append(name)
             elif self._mesh.sizes.data > 1:
-                self._summed.append(name)
+                self.names.append(name)
         dist.all_gather_object(every, told)
         told = sorted(set().union(*every))
         if told:
@@ -118,10 +119,10 @@ class CountedBuffers:
 
         **Communicates**: the buffers, over the replicas.
         """
-        if not self._summed or step != "training_step":
+        if not self.names or step != "training_step":
             yield
             return
-        before = {name: self._module.get_buffer(name).clone() for name in self._summed}
+        before = {name: self._module.get_buffer(name).clone() for name in self.names}
         yield
         with torch.no_grad():
             for name, value in before.items():

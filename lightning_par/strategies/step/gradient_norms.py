@@ -50,6 +50,10 @@ class GradientNorms:
         canonical: FQN of every parameter of the whole model -> its canonical FQN.
         elsewhere: Ids of parameters that another rank counts.
         device: Device of this rank.
+
+    Attributes:
+        watch: Looks for combined gradients while hooks run for the first time.
+        pause_view: Ends, for a while, the whole view of a hook that has one.
     """
 
     def __init__(
@@ -68,9 +72,8 @@ class GradientNorms:
         self._quiet: set[str] = set()  # hooks that asked for nothing in their first run
         self._groups: list[set[int]] = []
         self._calls = 0
-        # Looks for combined gradients while hooks run for the first time.
-        self._watch: AcrossParameters | None = None
-        self._pause_view: Callable[[], AbstractContextManager[None]] | None = None
+        self.watch: AcrossParameters | None = None
+        self.pause_view: Callable[[], AbstractContextManager[None]] | None = None
 
     def of_parameters(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Return FQN -> norm of every parameter that has a gradient, the same on every rank.
@@ -106,9 +109,9 @@ class GradientNorms:
         self._groups = [{id(p) for p in g["params"]} for o in optimizers for g in o.param_groups]
         with ExitStack() as stack:
             if pipelined and name not in self._quiet:
-                self._watch = AcrossParameters(name, self._module, _CURE)
-                stack.enter_context(self._watch)
-                stack.callback(setattr, self, "_watch", None)
+                self.watch = AcrossParameters(name, self._module, _CURE)
+                stack.enter_context(self.watch)
+                stack.callback(setattr, self, "watch", None)
             total, of_module = self._unwatched(self._total), self._unwatched(self._of)
             stack.enter_context(diverted(torch.nn.utils.get_total_norm, total))
             stack.enter_context(diverted(grad_norm, of_module))
@@ -136,20 +139,20 @@ class GradientNorms:
             pause: Lets this package see those of this rank.
         """
         with self.paused():
-            self._pause_view = pause
+            self.pause_view = pause
             try:
                 yield
             finally:
-                self._pause_view = None
+                self.pause_view = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Surrounds what this package does itself while hooks run."""
         with ExitStack() as stack:
-            if self._watch is not None:
-                stack.enter_context(self._watch.paused())
-            if self._pause_view is not None:
-                stack.enter_context(self._pause_view())
+            if self.watch is not None:
+                stack.enter_context(self.watch.paused())
+            if self.pause_view is not None:
+                stack.enter_context(self.pause_view())
             yield
 
     def _draws(self) -> list[Tensor]:
@@ -221,7 +224,7 @@ class GradientNorms:
         kind = self._kind(grads, owners)
         if self._stages > 1:
             is_one = kind == _PART and len(grads) == 1  # no other stage has a part of it
-            if is_one and self._pause_view is None:
+            if is_one and self.pause_view is None:
                 norm = whole(torch.linalg.vector_norm(grads[0], norm_type))
                 return norm.to(grads[0].dtype)
             self._agree(kind, asked)
@@ -279,7 +282,7 @@ class GradientNorms:
         kinds, every = self._exchange(kind, self._checksum(asked))
         if _END in kinds:
             self._refuse("the stages do not ask for the same number of norms")
-        if self._pause_view is not None and len({*every}) == 1:
+        if self.pause_view is not None and len({*every}) == 1:
             return  # all have named the same gradients
         asking = {k for k in kinds if k != _NOTHING}
         if len([k for k in kinds if k != _NOTHING]) > 1 and (_PART in asking or len(asking) > 1):

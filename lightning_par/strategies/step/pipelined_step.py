@@ -363,7 +363,7 @@ class PipelinedSteps:
         followed: Callable[[int], AbstractContextManager[Any]] | None = None,
     ) -> Callable[[int], Any]:
         step, value_of = getattr(self.module, name), self._metrics.value
-        trains = name == "training_step"
+        trains, looks = name == "training_step", followed is not None
 
         def run(index: int) -> Any:
             logs = record_logs(self.module, calls[index], value_of, on_step=trains)
@@ -371,7 +371,8 @@ class PipelinedSteps:
             written, user_step = self._writes.in_step(), self._user_step(key, index)
             with context(), logs, follow, user_step, written:
                 result = step(parts[index], *rest)
-                self._left[index] = self._attributes.numbers()
+                if looks or self._told:
+                    self._left[index] = self._attributes.numbers()
                 return result
 
         return run

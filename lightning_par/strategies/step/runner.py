@@ -559,11 +559,11 @@ class StepRunner:
     def _whole(
         self, name: str, context: StepContext, args: Sequence[Any], key: Any, dims: BatchDims
     ) -> Any:
-        tokens = self._tokens_of(args[0])
-        random = self._random.step(dims.size or 1, tokens=tokens, share=self._share)
-        backwards = name == "training_step" and self.manual.is_used
-        call = self._sharding.call_with_backwards if backwards else self._sharding.call
-        counted = self._trial.counts.summed(name, fills=self._weigher.fills)
+        random = self._random.step(dims.size or 1, 1, self._tokens_of(args[0]), self._share)
+        is_manual = name == "training_step" and self.manual.is_used
+        call = self._sharding.call_with_backwards if is_manual else self._sharding.call
+        counts, fills = self._trial.counts, self._weigher.fills
+        counted = counts.summed(name, fills=fills) if counts.names else nullcontext()
         with context(), random, self._user_step(key, 0), counted:
             output = call(partial(self._run, getattr(self.module, name), args))
             if self.sequence is not None:

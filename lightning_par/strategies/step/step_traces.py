@@ -227,9 +227,10 @@ def _joined(
     """Return the mean over the replicas of a value that is logged with its own weight, for a step;
     other values as they are. Lightning weighs in the mean over an epoch only.
     """
+    if not samples or not _weighs_itself(value, options, samples):
+        return value
     strategy: Any = module.trainer.strategy
-    divides = samples and module.trainer.training and strategy.mesh.sizes.data > 1
-    if not divides or not _weighs_itself(value, options, samples):
+    if not module.trainer.training or strategy.mesh.sizes.data == 1:
         return value
     value = torch.as_tensor(value, device=module.device)
     kind = value.dtype if value.is_floating_point() else torch.get_default_dtype()
