@@ -53,6 +53,10 @@ PROOFS: dict[str, str] = {
         hooks::masks_on_weights uncommon_steps::an_average_that_the_module_keeps
         distributed/test_weight_averaging.py::test_averages_and_their_checkpoints_equal_one_process
         """,
+    "hooks between backward and step (`on_after_backward`, `on_before_optimizer_step`): names, "
+    "numbers, norms, arrays of all weights and gradients": """
+        gradients::what_all_weights_and_gradients_give gradients::histograms_on_rank_zero_alone
+        gradients::norm_over_all_by_hand hooks::arrays_of_parts_before_the_update""",
     "norms after the closure in an `optimizer_step` of your own": """
         hooks::update_left_out_by_the_norm hooks::norm_by_hand_after_the_closure""",
     "`ModelPruning`": "hooks::pruning_by_the_callback hooks::masks_on_weights",
@@ -90,6 +94,12 @@ PROOFS: dict[str, str] = {
     "gathers or reduces by itself": """
         collectives::test_samples_of_all_replicas_are_gathered_and_counted_once
         collectives::test_a_collective_that_counts_samples_twice_is_refused""",
+    "a loss that depends on the rank (`self.global_rank`, `trainer.is_global_zero`)": """
+        losses::a_loss_that_rank_zero_doubles losses::a_loss_that_lightnings_rank_zero_doubles
+        losses::test_what_replicas_compute_with_their_number_is_named_where_nothing_is_proved""",
+    "a buffer that a step adds to from its samples, such as tokens of each expert": """
+        parameters::a_buffer_that_counts_the_samples parameters::a_buffer_with_a_running_mean
+        parameters::tokens_that_a_block_counts""",
     "BatchNorm": """
         losses::batch_norm losses::synchronized_batch_norm
         losses::test_statistics_of_parts_are_accepted""",

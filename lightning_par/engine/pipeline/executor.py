@@ -18,10 +18,11 @@ from torch import Tensor
 from lightning_par.engine.activity import Activity
 from lightning_par.engine.clock import Clock, HostClock
 from lightning_par.engine.pipeline.actions import Action, ActionKind, Schedule, TimedAction
-from lightning_par.engine.pipeline.p2p import PendingMessage
+from lightning_par.engine.pipeline.p2p import NOTHING, PendingMessage
 from lightning_par.engine.pipeline.split_backward import Deferred, WeightGradients
 from lightning_par.engine.pipeline.stage import MicroBatchState, Stage
 from lightning_par.engine.pipeline.stage_links import StageLink
+from lightning_par.errors import PipelineError
 
 __all__ = ["PipelineExecutor", "PipelineHooks", "PipelineRun"]
 
@@ -140,6 +141,7 @@ class PipelineExecutor:
         scaled_loss_of: Callable[[int, Any], Tensor] | None,
         around: Callable[[int], AbstractContextManager[bool]] = lambda _: nullcontext(True),
         replay: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+        has_failed: Callable[[], bool] = lambda: False,
     ) -> PipelineRun:
         """Run every action of this rank.
 
@@ -152,11 +154,14 @@ class PipelineExecutor:
             around: Context around the backward of a micro-batch's loss; its value says whether the
                 gradients count, and the previous stage gets 0 for those that do not.
             replay: Context around every backward of a micro-batch, which may recompute blocks.
+            has_failed: Whether an error of the user's step was noted, to be raised on all ranks
+                after the run: a stage that then has no result says so to the next one, which waits
+                for it. Without a backward only.
 
         **Communicates**: every activation once to the next stage, every gradient of one once to the
         previous.
         """
-        walk = _Walk(self, step, signatures, scaled_loss_of, around, replay)
+        walk = _Walk(self, step, signatures, scaled_loss_of, around, replay, has_failed)
         walk.go(schedule.actions[schedule.rank_of_stage[self.stages[0].index]])
         self.activity.begin("end of the pipeline's schedule")
         for link in self.links.values():
@@ -176,12 +181,13 @@ class _Walk:
         scaled_loss_of: Callable[[int, Any], Tensor] | None,
         around: Callable[[int], AbstractContextManager[bool]],
         replay: Callable[[int], AbstractContextManager[None]],
+        has_failed: Callable[[], bool],
     ) -> None:
         self.stages = {stage.index: stage for stage in executor.stages}
         self.links, self.hooks = executor.links, executor.hooks
         self.gradients, self.activity = executor.gradients, executor.activity
         self.step, self.signatures, self.scaled_loss_of = step, signatures, scaled_loss_of
-        self.around, self.replay = around, replay
+        self.around, self.replay, self.has_failed = around, replay, has_failed
         self.run = PipelineRun(clock=executor.clock)
         self.flying: dict[tuple[int, int], _InFlight] = {}
 
@@ -262,14 +268,25 @@ class _Walk:
     def _forward(self, action: Action, pending: PendingMessage | None) -> None:
         stage, index, flight = self.stages[action.stage], action.microbatch, _InFlight()
         trains = self.scaled_loss_of is not None
-        if pending is not None:
+        failed = pending is not None and pending.header == NOTHING
+        if pending is not None and not failed:
             flight.state.received, flight.received = pending.unpack(with_grad=trains)
 
         def forward() -> Any:
             result = stage.run(flight.state, lambda: self.step(index))
             return result if stage.is_last else stage.outgoing(flight.state)
 
-        result = forward() if self.hooks is None else self.hooks.call(forward)
+        try:
+            if not failed:
+                result = forward() if self.hooks is None else self.hooks.call(forward)
+        except PipelineError:
+            failed = self.has_failed()
+            if not failed:
+                raise
+        if failed:
+            if not stage.is_last:
+                self.links[stage.index].activations.send_nothing(self.signatures[index])
+            return
         if stage.is_last:
             self.run.results[index] = result
             if self.scaled_loss_of is not None:

@@ -34,7 +34,10 @@ from lightning_par.engine.tensor_tree import (
 from lightning_par.errors import PipelineError
 from lightning_par.upstream.pytree import tree_leaves
 
-__all__ = ["Channel", "PendingMessage"]
+__all__ = ["NOTHING", "Channel", "PendingMessage"]
+
+NOTHING, _ = pack(None)
+"""Header of a message of a stage whose step has failed, while the others wait for it."""
 
 
 @dataclass(eq=False)
@@ -168,6 +171,22 @@ class Channel:
         self.send_tensors([t.detach() for t in tensors])
         return tensors
 
+    def send_nothing(self, signature: Hashable) -> None:
+        """Tell the target, which waits for a message, that there is none: the step has failed.
+
+        Args:
+            signature: As in `send_message`. Where its header is known, zeros are sent: the target
+                has posted its receive.
+        """
+        known = self._sent.get(signature)
+        if known is None:
+            self.send_message(None, signature)
+            del self._sent[signature]
+        else:
+            self.send_tensors(
+                [torch.zeros(s.shape, dtype=s.dtype, device=self._device) for s in known.specs]
+            )
+
     def send_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Send bare tensors to the target, without waiting."""
         # What was sent has to stay in memory until it has left.
@@ -208,9 +227,9 @@ class Channel:
         """Post the receives of a message; waits for the header if it is the first of its
         signature.
         """
-        if signature not in self._seen:
-            self._seen[signature] = self.receive_header(signature)
-        header = self._seen[signature]
+        header = self._seen.get(signature) or self.receive_header(signature)
+        if header != NOTHING:
+            self._seen[signature] = header
         pending = self.post_tensors(header.specs)
         pending.header = header
         return pending

@@ -37,6 +37,10 @@ class LocalChannel:
         self._queue.append(PendingMessage([t.detach() for t in tensors], [], header))
         return tensors
 
+    def send_nothing(self, signature: Hashable) -> None:
+        """Queue that there is no tree; see `Channel.send_nothing`."""
+        self.send_message(None, signature)
+
     def send_gradients(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> None:
         """Queue gradients for the other stage; see `Channel.send_gradients`."""
         held = torch.tensor([g is not None for g in grads])

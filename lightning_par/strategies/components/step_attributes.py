@@ -8,8 +8,9 @@ micro-batch: a list gets an entry of each of them.
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -113,9 +114,25 @@ class StepAttributes:
         """Note what is there before a step."""
         self._before = {name: _Held.of(value) for name, value in self._held()}
 
-    def changes(self) -> dict[Any, Any]:
-        """Return what the step has changed, for `take` on the other stages."""
-        return _changes(self._before, dict(self._held()))
+    def changes(self, numbers: Mapping[str, float] = MappingProxyType({})) -> dict[Any, Any]:
+        """Return what the step has changed, for `take` on the other stages.
+
+        Args:
+            numbers: Attributes of the LightningModule that it gets first.
+        """
+        vars(self._parts[""]).update(numbers)
+        found = _changes(self._before, dict(self._held()))
+        return found | {("", name): _Replaced(value) for name, value in numbers.items()}
+
+    def numbers(self, *, before: bool = False) -> dict[str, float]:
+        """Return the plain numbers in attributes of the LightningModule.
+
+        Args:
+            before: Those before the step.
+        """
+        values = {name: held.value for name, held in self._before.items()} if before else None
+        held = (dict(self._held()) if values is None else values).items()
+        return {n: v for (place, n), v in held if not place and type(v) in (int, float)}
 
     def names_changed(self) -> tuple[str, ...]:
         """Return the names of the attributes that the step has changed."""

@@ -30,6 +30,8 @@ _BETWEEN_STEPS = frozenset(
         *("on_fit_start", "on_before_zero_grad", "on_sanity_check_start", "on_sanity_check_end"),
     }
 )
+_ON_GRADIENTS = frozenset({"on_after_backward", "on_before_optimizer_step"})
+"""Under a pipeline; elsewhere a rank has a part of every gradient, which is a DTensor there."""
 
 
 class UserHooks:
@@ -57,6 +59,8 @@ class UserHooks:
         self.close()
         self._model, self._trainer, self._reads = model, trainer, model.steps.reads
         self._view = WholeView(model.module, model.mesh, device)
+        gradients = _ON_GRADIENTS if model.mesh.sizes.pipeline > 1 else ()
+        self._surrounded = _BETWEEN_STEPS.union(gradients)
         # A callback that one rank has alone must not wait for the others.
         own = [*self._own_hooks()]
         found = [own] * model.mesh.sizes.world_size
@@ -69,7 +73,7 @@ class UserHooks:
 
     def _own_hooks(self) -> Iterator[str]:
         for owner in (self._model.module, *self._trainer.callbacks):
-            hooks = (name for name in _BETWEEN_STEPS if hasattr(owner, name))
+            hooks = (name for name in self._surrounded if hasattr(owner, name))
             yield from (_label(owner, name) for name in hooks if self._is_user(owner, name))
 
     def _is_user(self, owner: Any, name: str) -> bool:
@@ -110,14 +114,14 @@ class UserHooks:
             return call()
         if name == "optimizer_step" and self._is_user(module, name):
             return self._in_update(partial(inner, trainer, name), *args)
-        if name not in _BETWEEN_STEPS or not self._is_user(module, name):
+        if name not in self._surrounded or not self._is_user(module, name):
             return call()
         return self._between_steps(name, module, call)
 
     def _of_callbacks(self, inner: Any, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of all callbacks as Lightning does."""
         with ExitStack() as stack:
-            if trainer is self._trainer and name in _BETWEEN_STEPS:
+            if trainer is self._trainer and name in self._surrounded:
                 for callback in trainer.callbacks:
                     if self._is_user(callback, name):
                         hook = _Hook(callback, name, self._between_steps)
@@ -133,7 +137,12 @@ class UserHooks:
         self._seen.add(label)
         if name.endswith("epoch_end"):
             self._model.sharding.release()  # evaluation steps may have gathered parameters
-        with self._reads.in_hook(self._view), self._view.around(label, is_first=is_first):
+        with ExitStack() as stack:
+            if name in _ON_GRADIENTS:
+                norms = self._model.gradients.norms
+                stack.enter_context(norms.in_view(self._reads.paused))
+            stack.enter_context(self._reads.in_hook(self._view))
+            stack.enter_context(self._view.around(label, is_first=is_first))
             return call()
 
     def _in_update(self, call: Callable[..., Any], *args: Any) -> Any:

@@ -1,7 +1,8 @@
 """What code of a user's outside of the steps sees of a divided module.
 
 Note [Whole view]: a hook between two steps takes norms of weights, averages them into a shadow,
-adds noise, saves them. All ranks run it alike, as one process would, so inside of it
+adds noise, saves them; one before a step does so with gradients. All ranks run it alike, as one
+process would, so inside of it
 
 - a module lists the parameters of all pipeline stages. One of another stage has a shape and no
   value, and so has what is computed from it. Such values belong to that stage: only its ranks
@@ -24,6 +25,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -70,14 +72,17 @@ _TO_PYTHON = _names(
 )
 """Functions whose result is no tensor, or has a shape that depends on values."""
 _ALIASES = _names("detach view view_as squeeze select __getitem__ alias expand")
-_DRAWS = _names("rand_like randn_like randint_like bernoulli")
+_DRAWS = _names("rand_like randn_like randint_like")
+_DRAWS_BY_VALUES = _names("bernoulli multinomial normal poisson binomial dropout alpha_dropout")
 _DRAWS_IN_PLACE = _names(
     "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 )
 _CURE = (
     "trainer.strategy.full_parameter(name) gives a whole weight, and trainer.strategy."
     "gather_state_dict() all of them on rank 0; every rank has to call them, outside of "
-    "`if trainer.is_global_zero`. Go over module.named_parameters(), which lists the same on all."
+    "`if trainer.is_global_zero`. Go over module.named_parameters(), which lists the same on all; "
+    "a logger writes on rank 0 alone, so give it arrays that every rank has made before: "
+    "p.detach().numpy(), p.grad.numpy()."
 )
 
 
@@ -347,7 +352,7 @@ class WholeView(TorchFunctionMode):
         stages = {stage for t in parts if (stage := self._stage_of(t)) is not None}
         if name in _DRAWS or name in _DRAWS_IN_PLACE:
             return self._draw(func, name, args, kwargs)
-        if name in _TO_PYTHON or is_masked(name, args):
+        if name in _TO_PYTHON | _DRAWS_BY_VALUES or is_masked(name, args):
             args, kwargs = self.values((args, kwargs))
             return func(*args, **kwargs)
         if target is not None and not self._is_part(target):
@@ -378,7 +383,7 @@ class WholeView(TorchFunctionMode):
         """Draw random numbers for the whole of a tensor, on every rank."""
         like = args[0]
         plain = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-        drawn = func(plain, *args[1:], **kwargs)
+        drawn = func(plain, *self.values(args[1:]), **self.values(kwargs))
         if name in _DRAWS:
             return drawn
         self._again(Tensor.copy_, like, drawn)
@@ -441,6 +446,12 @@ def _is_number(value: Any) -> bool:
 def _told(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Run a function that asks for no value."""
     if name.startswith("register_") and isinstance(args[0], AbsentParameter):
+        rank_zero_warn(
+            f"{name}(...){user_line()}: a hook on the gradient of a weight runs on the pipeline "
+            "stage that holds it, and what it records stays on the ranks of that stage. To record "
+            "gradients, read p.grad of module.named_parameters() in on_before_optimizer_step, "
+            "which sees those of all stages."
+        )
         return torch.utils.hooks.RemovableHandle(OrderedDict())
     with plain_functions():
         return func(*args, **kwargs)

@@ -1,63 +1,123 @@
-"""Where the user's code reads the number of processes."""
+"""Where the user's code reads the number of processes, or which of them it runs in."""
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_par.strategies.processes.world_collectives import user_frame
 from lightning_par.upstream.functions import copied_function, diverted, replaced
 
-__all__ = ["noting_world_size"]
-
-_SIZES = ("world_size", "num_devices", "num_nodes")
-_VARIABLE = "WORLD_SIZE"
+__all__ = ["noting_rank", "noting_world_size"]
 
 
-@contextmanager
-def noting_world_size(places: list[str], count: int | None = None) -> Iterator[None]:
-    """Inside, note where code of the user's reads the number of processes; it reads at most
-    `count`, if that is given.
+@dataclass(frozen=True)
+class _Number:
+    """A number that tells processes apart, and the ways to read it.
+
+    Attributes:
+        properties: Class, what its objects are called in a message, and names of properties.
+        function: Function of torch, of a group.
+        method: Method of a group.
+        variables: Variables of the environment.
+    """
+
+    properties: Sequence[tuple[type, str, str]]
+    function: Callable[..., int]
+    method: str
+    variables: Sequence[str]
+
+
+_SIZE = _Number(
+    properties=(
+        (pl.Trainer, "trainer", "world_size num_devices num_nodes"),
+        (ParallelStrategy, "trainer.strategy", "world_size"),
+    ),
+    function=dist.get_world_size,
+    method="size",
+    variables=("WORLD_SIZE",),
+)
+_RANK = _Number(
+    properties=(
+        (pl.Trainer, "trainer", "global_rank local_rank node_rank is_global_zero"),
+        (pl.LightningModule, "self", "global_rank local_rank"),
+        (ParallelStrategy, "trainer.strategy", "local_rank node_rank is_global_zero"),
+    ),
+    function=dist.get_rank,
+    method="rank",
+    variables=("RANK", "LOCAL_RANK", "NODE_RANK"),
+)
+
+
+def noting_world_size(places: list[str], count: int | None = None) -> Any:
+    """Return a context in which it is noted where code of the user's reads the number of processes;
+    it reads at most `count`, if that is given.
 
     Args:
         places: Gets a text for each.
         count: The largest number that it reads.
     """
+    return _noting(_SIZE, places, count)
 
+
+def noting_rank(places: list[str], rank: int | None = None) -> Any:
+    """Return a context in which it is noted where code of the user's reads which process it runs
+    in; it reads at most `rank`, if that is given.
+
+    Args:
+        places: Gets a text for each.
+        rank: The largest number that it reads.
+    """
+    return _noting(_RANK, places, rank)
+
+
+@contextmanager
+def _noting(number: _Number, places: list[str], most: int | None) -> Iterator[None]:
     def read(name: str, original: Callable[[], Any]) -> Any:
         frame = user_frame(sys._getframe(2))
+        found = original()
         if frame is None:
-            return original()
+            return found
         places.append(f"{name} in line {frame.f_lineno} of {frame.f_code.co_filename}")
-        return original() if count is None else min(int(original()), count)
+        if most is None:
+            return found
+        return most == 0 if isinstance(found, bool) else min(int(found), most)
 
-    def of_trainer(name: str) -> property:
-        given: Any = getattr(pl.Trainer, name)
-        return property(lambda trainer: read(f"trainer.{name}", lambda: given.fget(trainer)))
+    def of_object(owner: Any, label: str, name: str) -> property:
+        given = getattr(owner, name)
+        return property(lambda it: read(f"{label}.{name}", lambda: given.fget(it)))
 
-    sizes = dist.get_world_size
-    plain = copied_function(sizes)
+    plain, method = copied_function(number.function), getattr(dist.ProcessGroup, number.method)
 
-    def of_torch(group: Any = None) -> int:
-        found = plain(group)
-        whole = group is None or group is dist.group.WORLD
-        return int(read("dist.get_world_size()", lambda: found)) if whole else found
+    def of_torch(group: Any = None) -> Any:
+        is_whole = group is None or group is dist.group.WORLD
+        name = f"dist.{plain.__name__}()"
+        return read(name, lambda: plain(group)) if is_whole else plain(group)
+
+    def of_group(group: Any) -> Any:
+        name = f"dist.group.WORLD.{number.method}()"
+        is_whole = group is dist.group.WORLD
+        return read(name, lambda: method(group)) if is_whole else method(group)
 
     environment: Any = type(os.environ)
     variable = environment.__getitem__
 
     def of_environment(environ: Any, key: str) -> str:
-        if key != _VARIABLE:
+        if key not in number.variables:
             return str(variable(environ, key))
         return str(read(f"os.environ[{key!r}]", lambda: variable(environ, key)))
 
     with ExitStack() as stack:
         stack.enter_context(replaced(environment, "__getitem__", of_environment))
-        for name in _SIZES:
-            stack.enter_context(replaced(pl.Trainer, name, of_trainer(name)))
-        stack.enter_context(diverted(sizes, of_torch))
+        stack.enter_context(replaced(dist.ProcessGroup, number.method, of_group))
+        for owner, label, names in number.properties:
+            for name in names.split():
+                stack.enter_context(replaced(owner, name, of_object(owner, label, name)))
+        stack.enter_context(diverted(number.function, of_torch))
         yield

@@ -46,6 +46,7 @@ from lightning_par.strategies.hooks.outer_forward import wrap_outer_forwards
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.proof.first_step import FirstStepProof, take_skeleton
+from lightning_par.strategies.proof.skeleton import Skeleton
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.step.absent_parameter import About
@@ -112,7 +113,7 @@ def parallelize(  # house: the order, in one place
         sequence=parts.sequence,
         executor=executor if parts.stages else None,
         rank_of_stage=parts.rank_of_stage,
-        options=options,
+        options=options if _is_proved(skeleton, mesh) else replace(options, verify=False),
         device=device,
         seed=seed,
         activity=processes.activity,
@@ -138,6 +139,14 @@ def parallelize(  # house: the order, in one place
         states=states,
         groups={**mesh.named_groups(), **mesh.links},
     )
+
+
+def _is_proved(skeleton: Skeleton | str | None, mesh: ParallelMesh) -> bool:
+    """Return whether rank 0 can prove the first step."""
+    found = torch.tensor(isinstance(skeleton, Skeleton), dtype=torch.int)
+    if mesh.sizes.world_size > 1:
+        dist.broadcast(found, 0)
+    return bool(found)
 
 
 def _watch_reads(

@@ -13,7 +13,9 @@ from lightning_par.strategies.step.absent_parameter import user_line
 
 __all__ = ["AcrossParameters"]
 
-_TO_PYTHON = frozenset({Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__})
+_TO_PYTHON = frozenset(
+    {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__float__, Tensor.__int__}
+)
 
 
 class AcrossParameters(TorchFunctionMode):

@@ -5,12 +5,14 @@ Note [Hooks of a step]: while the hooks between the backward and the optimizer r
 `torch.nn.utils.get_total_norm`, by which `clip_grad_norm_` clips, and Lightning's `grad_norm` give
 the norms of the whole model. Under a pipeline a norm is that of all stages if every stage asks for
 all its gradients, or for the same group of an optimizer; of one stage, if the others ask for none.
-Anything else is refused, as is a hook that combines gradients of several parameters itself, or that
-draws random numbers for them: a stage has those of its own only.
+Anything else is refused, as is a hook that draws random numbers for gradients, or that combines
+those of several parameters itself: a stage has those of its own only. A hook in a whole view (Note
+[Whole view] in `hooks/whole_view.py`) names the same gradients on all stages, and may combine them.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, contextmanager, ExitStack
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from lightning_par.dtensor import local_part, whole
 from lightning_par.engine.data.gradient_reduction import is_counted_here
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.step.absent_parameter import AbsentParameter
 from lightning_par.strategies.step.across_parameters import AcrossParameters
 from lightning_par.strategies.step.step_errors import explain_mixing
 from lightning_par.upstream.functions import diverted
@@ -49,8 +52,8 @@ class GradientNorms:
         device: Device of this rank.
 
     Attributes:
-        watch: Looks for combined gradients while hooks run for the first time; this package pauses
-            it for what it does itself.
+        watch: Looks for combined gradients while hooks run for the first time.
+        pause_view: Ends, for a while, the whole view of a hook that has one.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class GradientNorms:
         self._groups: list[set[int]] = []
         self._calls = 0
         self.watch: AcrossParameters | None = None
+        self.pause_view: Callable[[], AbstractContextManager[None]] | None = None
 
     def of_parameters(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Return FQN -> norm of every parameter that has a gradient, the same on every rank.
@@ -121,11 +125,35 @@ class GradientNorms:
         if drawn is not None and not all(map(torch.equal, drawn, self._draws())):
             self._refuse_draws(name)
         if pipelined and name not in self._quiet:
-            kinds = self._exchange(_END)
+            kinds, _ = self._exchange(_END)
             if any(kind != _END for kind in kinds):
                 self._refuse("the stages do not ask for the same number of norms")
             if not self._calls:
                 self._quiet.add(name)
+
+    @contextmanager
+    def in_view(self, pause: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Surrounds one of these hooks that sees the gradients of all stages.
+
+        Args:
+            pause: Lets this package see those of this rank.
+        """
+        with self.paused():
+            self.pause_view = pause
+            try:
+                yield
+            finally:
+                self.pause_view = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Surrounds what this package does itself while hooks run."""
+        with ExitStack() as stack:
+            if self.watch is not None:
+                stack.enter_context(self.watch.paused())
+            if self.pause_view is not None:
+                stack.enter_context(self.pause_view())
+            yield
 
     def _draws(self) -> list[Tensor]:
         """Return the states of the generators from which hooks draw."""
@@ -148,7 +176,7 @@ class GradientNorms:
 
     def _unwatched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if self.watch is None else self.watch.paused():
+            with self.paused():
                 return function(*args, **kwargs)
 
         return run
@@ -190,14 +218,16 @@ class GradientNorms:
     ) -> Tensor:
         """Do what `torch.nn.utils.get_total_norm` does, for gradients over the whole mesh."""
         self._calls += 1
-        grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        asked = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        grads = [grad for grad in asked if not isinstance(grad, AbsentParameter)]
         owners = {id(p.grad): id(p) for p in self._module.parameters() if p.grad is not None}
         kind = self._kind(grads, owners)
         if self._stages > 1:
-            if kind == _PART and len(grads) == 1:  # of one parameter: no other stage has a part
+            is_one = kind == _PART and len(grads) == 1  # no other stage has a part of it
+            if is_one and self.pause_view is None:
                 norm = whole(torch.linalg.vector_norm(grads[0], norm_type))
                 return norm.to(grads[0].dtype)
-            self._agree(kind)
+            self._agree(kind, asked)
         # What is no gradient of the model is taken to be alike on every rank.
         square = torch.zeros(1, 1, dtype=torch.float64, device=self._device)
         powers = [self._power(g, norm_type, owners.get(id(g))) for g in grads]
@@ -207,7 +237,7 @@ class GradientNorms:
         total = self._root(self._reduce(square, norm_type)[0, 0], norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite.")
-        return total.to(grads[0].dtype) if grads else total
+        return total.to(asked[0].dtype) if asked else total
 
     def _power(self, grad: Tensor, norm_type: float, owner: int | None) -> Tensor:
         """Return what this rank adds to the sum of powers of all entries, or to their maximum."""
@@ -239,21 +269,31 @@ class GradientNorms:
         groups = [number for number, group in enumerate(self._groups) if group & held == asked]
         return _GROUPS + groups[0] if groups else _PART
 
-    def _exchange(self, kind: int) -> list[int]:
+    def _exchange(self, kind: int, names: int = 0) -> tuple[list[int], list[int]]:
         group = self._mesh.group("pp")
-        kinds = torch.zeros(group.size(), dtype=torch.int)  # between the hosts, which ask
-        kinds[group.rank()] = kind
-        dist.all_reduce(kinds, group=group)
-        return kinds.tolist()
+        told = torch.zeros(2, group.size(), dtype=torch.int64)  # between the hosts, which ask
+        told[:, group.rank()] = torch.tensor([kind, names])
+        dist.all_reduce(told, group=group)
+        kinds, every = told.tolist()
+        return kinds, every
 
-    def _agree(self, kind: int) -> None:
+    def _agree(self, kind: int, asked: Sequence[Tensor]) -> None:
         """Refuse a norm that stages ask for with parts that do not belong together."""
-        kinds = self._exchange(kind)
+        kinds, every = self._exchange(kind, self._checksum(asked))
         if _END in kinds:
             self._refuse("the stages do not ask for the same number of norms")
+        if self.pause_view is not None and len({*every}) == 1:
+            return  # all have named the same gradients
         asking = {k for k in kinds if k != _NOTHING}
         if len([k for k in kinds if k != _NOTHING]) > 1 and (_PART in asking or len(asking) > 1):
             self._refuse("every stage asks for the norm of some gradients of its own")
+
+    def _checksum(self, asked: Sequence[Tensor]) -> int:
+        """Return a number of the names of gradients, of whatever stage."""
+        named = self._module.named_parameters()
+        names = {id(p.grad): f"{self._canonical[n]}.grad" for n, p in named if p.grad is not None}
+        known = (g.fqn if isinstance(g, AbsentParameter) else names.get(id(g), "") for g in asked)
+        return zlib.crc32(" ".join(sorted(known)).encode())
 
     def _refuse(self, what: str) -> None:
         raise ConfigurationError(

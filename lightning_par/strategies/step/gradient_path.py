@@ -214,8 +214,9 @@ class GradientPath:
         yield action("clip", Phase.CLIP, self._clip)
 
     def _walk(self, phase: Phase, passage: _Passage) -> None:
-        watch = self.norms.watch
-        with nullcontext() if watch is None else watch.paused():
+        norms = self.norms
+        in_hooks = norms.watch is not None or norms.pause_view is not None
+        with norms.paused() if in_hooks else nullcontext():
             for action in self.actions:
                 if action.phase is phase and action.run is not None:
                     action.run(passage)

@@ -37,7 +37,6 @@ from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_c
 from lightning_par.errors import (
     ConfigurationError,
     NonFiniteError,
-    PipelineError,
     PlanError,
     raise_problems,
 )
@@ -56,6 +55,8 @@ from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.returned import (
     counts_in,
+    left_numbers,
+    merge_left,
     merge_results,
     merge_training,
     returned_numbers,
@@ -134,6 +135,7 @@ class PipelinedSteps:
         self._metrics.follow()
         self._writes = StepWrites(module, executor.stages, self._source, self._group)
         self._attributes_sent = TreeBroadcast(self._group, self._source)
+        self._left, self._told = dict[int, dict[str, float]](), frozenset[str]()
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 
     def training(
@@ -278,19 +280,26 @@ class PipelinedSteps:
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
         key = ("first look",)
+        self._left.clear()
         self._attributes.begin()
-        try:
-            with torch.no_grad():
-                run = self._forward_only(name, context, batches, rest, key, calls, sight.followed)
-        except PipelineError as error:
-            raise refusal() or error from None  # of a stage that gave the next one nothing
+
+        def has_failed() -> bool:
+            return refusal() is not None
+
+        with torch.no_grad():
+            run = self._forward_only(
+                name, context, batches, rest, key, calls, sight.followed, has_failed
+            )
         found = None
-        if run.results and refusal() is None:
+        if len(run.results) == len(batches) and not has_failed():
             ends = sorted(run.results) if name == "training_step" else []
             losses: list[tuple[float, ...]]
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
             returned = [returned_numbers(name, run.results[i]) for i in sorted(run.results)]
-            made = [numbers_of([*c, *r]) for c, r in zip(calls, returned, strict=True)]
+            before, ends = self._attributes.numbers(before=True), sorted(self._left)
+            left = left_numbers(name, before, [self._left[i] for i in ends])
+            self._told |= {call.name for calls in left for call in calls}
+            made = [numbers_of([*c, *r, *n]) for c, r, n in zip(calls, returned, left, strict=True)]
             leaves = self._attributes.names_changed()
             values, seen = sight.metrics.values(), sight.losses.seen
             writes = self._writes.take()[0] or sight.has_written()
@@ -310,11 +319,12 @@ class PipelinedSteps:
         key: Any,
         calls: list[list[LogCall]],
         followed: Callable[[int], AbstractContextManager[Any]] | None = None,
+        has_failed: Callable[[], bool] = lambda: False,
     ) -> PipelineRun:
         step = self._stepper(name, context, parts, rest, key, calls, followed)
         signatures = [signature(part, "evaluation") for part in parts]
         schedule = forward_only(self._rank_of_stage, len(parts))
-        return self.executor.run(schedule, step, signatures, None)
+        return self.executor.run(schedule, step, signatures, None, has_failed=has_failed)
 
     def cut(
         self, batch: Any, dims: BatchDims, count: int | None = None
@@ -353,14 +363,17 @@ class PipelinedSteps:
         followed: Callable[[int], AbstractContextManager[Any]] | None = None,
     ) -> Callable[[int], Any]:
         step, value_of = getattr(self.module, name), self._metrics.value
-        trains = name == "training_step"
+        trains, looks = name == "training_step", followed is not None
 
         def run(index: int) -> Any:
             logs = record_logs(self.module, calls[index], value_of, on_step=trains)
             follow = nullcontext() if followed is None else followed(index)
             written, user_step = self._writes.in_step(), self._user_step(key, index)
             with context(), logs, follow, user_step, written:
-                return step(parts[index], *rest)
+                result = step(parts[index], *rest)
+                if looks or self._told:
+                    self._left[index] = self._attributes.numbers()
+                return result
 
         return run
 
@@ -411,7 +424,9 @@ class PipelinedSteps:
                 extras = map_tensors(merge_training(results, weights), Tensor.detach)
             names = weights.sums, weights.by_samples
             logs = combine_logs(calls, shares, *names, weights.sizes)
-            left = self._attributes.changes(), self._writes.take()
+            ends = [self._left[i] for i in sorted(self._left)]
+            numbers = merge_left(self._told, ends, weights) if len(ends) > 1 else {}
+            left = self._attributes.changes(numbers), self._writes.take()
             found = value, extras, logs, left
         run.results.clear()
         value, extras, logs, (left, written) = self._results.broadcast(found)
@@ -427,6 +442,7 @@ class PipelinedSteps:
             warn_of_results(unknown)
 
     def _begin_step(self) -> None:
+        self._left.clear()
         self._attributes.begin()
         self._writes.take()  # what a look has left that came to no end
         self._metrics.is_new = True

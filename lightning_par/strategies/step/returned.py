@@ -4,8 +4,9 @@ Numbers are told apart as logged ones are, see `compare_parts`: a count of the s
 those of the micro-batches, an accuracy their mean.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,7 +15,15 @@ from torch import Tensor
 from lightning_par.strategies.step.batch_weights import BatchWeights, weighted_mean
 from lightning_par.strategies.step.step_traces import combine_logs, LogCall
 
-__all__ = ["counts_in", "merge_results", "merge_training", "returned_numbers", "warn_of_results"]
+__all__ = [
+    "counts_in",
+    "left_numbers",
+    "merge_left",
+    "merge_results",
+    "merge_training",
+    "returned_numbers",
+    "warn_of_results",
+]
 
 
 def returned_numbers(step: str, result: Any) -> list[LogCall]:
@@ -94,11 +103,71 @@ def warn_of_results(names: Collection[str]) -> None:
     if names:
         rank_zero_warn(
             f"{', '.join(sorted(names))} is not known to be the mean or the sum of what the "
-            "micro-batches of a pipeline return: a hook gets their mean, or the one number that "
-            "all of them return, where one process may have another. Return a tensor with a dim "
-            "for the samples, whose parts are joined, or log the number (reduce_fx='sum' adds "
+            "micro-batches of a pipeline return, or leave in an attribute: a hook gets their mean, "
+            "the one number that all of them return, or the last one, where one process may have "
+            "another. Return a tensor with a dim for the samples, whose parts are joined, or log "
+            "the number (reduce_fx='sum' adds "
             "counts); or use num_microbatches=1."
         )
+
+
+def left_numbers(
+    step: str, before: Mapping[str, float], ends: Sequence[Mapping[str, float]]
+) -> list[list[LogCall]]:
+    """Return the numbers that a step has left in attributes on some samples and on their parts, as
+    if it logged their mean. Those that add up what they get are right as they are, and left out.
+
+    Args:
+        step: Its name, which begins that of a number: ``training_step().self.count``.
+        before: Name of an attribute -> its number before the step.
+        ends: The same after it on the whole, and after each part, one after the other.
+    """
+
+    def is_told(name: str) -> bool:
+        values, start = [end.get(name) for end in ends], before.get(name)
+        if None in values or all(value == start for value in values):
+            return False
+        first, last = cast(float, values[0]), cast(float, values[-1])
+        return start is None or len(ends) == 1 or not math.isclose(last - first, first - start)
+
+    return [
+        [
+            LogCall(name=f"{step}().self.{name}", value=value, **_LOGGED)
+            for name, value in end.items()
+            if is_told(name)
+        ]
+        for end in ends
+    ]
+
+
+def merge_left(
+    names: Collection[str], ends: Sequence[Mapping[str, float]], weights: BatchWeights
+) -> dict[str, float]:
+    """Return what `training_step` leaves in attributes, for the batch.
+
+    Args:
+        names: Of `left_numbers`.
+        ends: Name of an attribute -> its number, after each micro-batch.
+        weights: Of the micro-batches; it knows which numbers are sums.
+    """
+    start = "training_step().self."
+    calls = [
+        [
+            LogCall(name=start + name, value=value, **_LOGGED)
+            for name, value in end.items()
+            if start + name in names
+        ]
+        for end in ends
+    ]
+    known = weights.sums, weights.by_samples
+    found = {}
+    for call in combine_logs(calls, weights.shares, *known, weights.sizes):
+        name, value = call.name.removeprefix(start), float(call.value)
+        of_parts = [end[name] for end in ends if name in end]
+        found[name] = value
+        if isinstance(of_parts[-1], int):
+            found[name] = round(value) if call.name in weights.sums else of_parts[-1]
+    return found
 
 
 def merge_results(

@@ -136,7 +136,7 @@ class StepRunner:
         self.module, self.sequence, self.reads = module, sequence, reads
         self.seed, self.evaluations, self.manual = seed, 0, manual
         self._batch_layout, self._sharding, self._activity = batch_layout, sharding, activity
-        self._in_step = self._is_checked = False
+        self._in_step, self._is_checked, self._proves = False, False, options.verify is not False
         # Loaders are seeded by global rank: what they shuffle may differ within a replica.
         first = dist.get_global_rank(mesh.replica_group, 0)
         self._broadcast = TreeBroadcast(mesh.replica_group, first)
@@ -152,7 +152,8 @@ class StepRunner:
         self._on_host = WeightsOnHost(module, self._weigher, self._cut)
         self._first_look = FirstLook(module, mesh, batch_layout, self._weigher, decisions)
         self.form, self._skipped = self._first_look.form, SkippedSteps(module, mesh)
-        self._trial = Trial(module, sharding, manual, partial(self._user_step, _LOOK), self._run)
+        look = partial(self._user_step, _LOOK)
+        self._trial = Trial(module, mesh, batch_layout, sharding, manual, look, self._run)
         self._divided_look: DividedLook | None = None
         if sequence is not None:
             self._divided_look = DividedLook(
@@ -320,7 +321,7 @@ class StepRunner:
                 has_valid_labels=weigher.has_valid_labels(args[0]) if weights is None else None,
                 is_zero_weight=is_zero_weight,
             )
-            with adjust_logs(self.module, weights), self.manual.running(step):
+            with adjust_logs(self.module, weights, samples), self.manual.running(step):
                 output = self._whole("training_step", context, args, key, dims)
             if not self.manual.is_used and self._skipped.is_skipped(output):
                 self._sharding.release()
@@ -506,7 +507,7 @@ class StepRunner:
             ([batch], [dims.size or 1]) if self.pipeline is None else self.pipeline.cut(batch, dims)
         )
 
-    @compares_world_sizes(lambda runner: runner._mesh.sizes)
+    @compares_world_sizes(lambda runner: (runner._mesh, runner._proves))
     def _look(
         self,
         name: str,
@@ -558,13 +559,13 @@ class StepRunner:
     def _whole(
         self, name: str, context: StepContext, args: Sequence[Any], key: Any, dims: BatchDims
     ) -> Any:
-        step: Callable[..., Any] = getattr(self.module, name)
-        tokens = self._tokens_of(args[0])
-        random = self._random.step(dims.size or 1, tokens=tokens, share=self._share)
-        backwards = name == "training_step" and self.manual.is_used
-        call = self._sharding.call_with_backwards if backwards else self._sharding.call
-        with context(), random, self._user_step(key, 0):
-            output = call(partial(self._run, step, args))
+        random = self._random.step(dims.size or 1, 1, self._tokens_of(args[0]), self._share)
+        is_manual = name == "training_step" and self.manual.is_used
+        call = self._sharding.call_with_backwards if is_manual else self._sharding.call
+        counts, fills = self._trial.counts, self._weigher.fills
+        counted = counts.summed(name, fills=fills) if counts.names else nullcontext()
+        with context(), random, self._user_step(key, 0), counted:
+            output = call(partial(self._run, getattr(self.module, name), args))
             if self.sequence is not None:
                 self.sequence.check()
         return output
@@ -575,8 +576,7 @@ class StepRunner:
 
     @contextmanager
     def _microbatch_step(self, key: Any, microbatch: int) -> Iterator[None]:
-        step = self._user_step(key, microbatch)
-        with step, self.reads.in_step():
+        with self._user_step(key, microbatch), self.reads.in_step():
             yield
 
     @contextmanager

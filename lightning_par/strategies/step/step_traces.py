@@ -7,7 +7,7 @@ is the mean that one process would have logged.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,7 +157,8 @@ def compare_parts(
         return math.isclose(one, other, rel_tol=tolerance, abs_tol=nothing) or one != one
 
     known = [[call for call in calls if _name_of(call) in _REDUCTIONS] for calls in logs]
-    combined = {call.name: float(call.value) for call in combine_logs(known[1:], weights)}
+    together = combine_logs(known[1:], weights, samples=samples)
+    combined = {call.name: float(call.value) for call in together}
     counts = torch.tensor([*samples], dtype=weights.dtype) if samples else weights
     alike = bool(torch.allclose(counts / counts.sum(), weights / weights.sum()))
     means = {call.name: float(call.value) for call in combine_logs(known[1:], counts)}
@@ -183,21 +184,60 @@ def compare_parts(
 
 
 @contextmanager
-def adjust_logs(module: pl.LightningModule, weights: BatchWeights | None) -> Iterator[None]:
+def adjust_logs(
+    module: pl.LightningModule, weights: BatchWeights | None, samples: int = 0
+) -> Iterator[None]:
     """Weight what is logged with ``sync_dist=True`` so that Lightning's mean over replicas is the
     global mean.
+
+    Args:
+        module: The user's LightningModule.
+        weights: Of the batch of this replica; None: all replicas weigh the same.
+        samples: Its number, in training.
+
+    **Communicates**: in training two numbers over the replicas, for a mean that is logged with a
+    ``batch_size`` other than the number of samples.
     """
-    if weights is None:
-        yield
-        return
     original = module.log
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        value = _joined(module, value, options, weights, samples)
         value, options = _weighted(name, value, options, weights)
         original(name, value, *args, **options)
 
-    with _shadow_log(module, log):
+    with nullcontext() if weights is None and not samples else _shadow_log(module, log):
         yield
+
+
+def _weighs_itself(value: Any, options: dict[str, Any], samples: int) -> bool:
+    """Whether a mean for the step is logged with another weight than the number of samples."""
+    size, kind = options.get("batch_size"), reduction_name(options.get("reduce_fx", "mean"))
+    is_mean = kind in ("mean", "avg") and not isinstance(value, Metric)
+    is_joined = bool(options.get("sync_dist")) and options.get("on_step") is not False
+    return size is not None and int(size) != samples and is_mean and is_joined
+
+
+def _joined(
+    module: pl.LightningModule,
+    value: Any,
+    options: dict[str, Any],
+    weights: BatchWeights | None,
+    samples: int,
+) -> Any:
+    """Return the mean over the replicas of a value that is logged with its own weight, for a step;
+    other values as they are. Lightning weighs in the mean over an epoch only.
+    """
+    if not samples or not _weighs_itself(value, options, samples):
+        return value
+    strategy: Any = module.trainer.strategy
+    if not module.trainer.training or strategy.mesh.sizes.data == 1:
+        return value
+    value = torch.as_tensor(value, device=module.device)
+    kind = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    size = 0 if weights is not None and weights.fills else options["batch_size"]
+    own = torch.tensor(float(size), dtype=torch.float64, device=value.device)
+    total, count = strategy.reduce(torch.stack([weigh(value.double(), own), own]), reduce_op="sum")
+    return (total / count).to(kind)
 
 
 def _weighted(
@@ -290,15 +330,18 @@ def combine_logs(
     for name, pairs in by_name.items():
         last = pairs[-1][1]
         value = last.value
+        sizes: list[Any] = [c.options.get("batch_size") for _, c in pairs]
+        counted = [samples[index] for index, _ in pairs] if samples else sizes
         if last.metric is None:
             used = torch.stack([weights[index] for index, _ in pairs])
             if name in by_samples:
-                used = used.new_tensor([float(samples[index]) for index, _ in pairs])
+                used = used.new_tensor([float(count) for count in counted])
+            if None not in sizes and sizes != counted:  # each says what it is a mean of
+                used = used.new_tensor([float(size) for size in sizes])
             values = torch.stack([_number(call.value, weights) for _, call in pairs])
             kind = last.options.get("reduce_fx", "mean")
             adds = name in sums and reduction_name(kind) in ("mean", "avg")
             value = combine_values(values, used, "sum" if adds else kind)
-        sizes = [c.options.get("batch_size") for _, c in pairs]
         options = last.options
         if any(size is not None for size in sizes):
             options = {**options, "batch_size": sum(size or 0 for size in sizes)}
@@ -367,7 +410,8 @@ def replay_logs(
             set_last_batch_value(metric, call.value)
             module.log(call.name, metric, **{"batch_size": batch_size, **call.options})  # type: ignore[arg-type]
             continue
-        value, options = _weighted(call.name, call.value, call.options, weights)
+        value = _joined(module, call.value, call.options, weights, batch_size)
+        value, options = _weighted(call.name, value, call.options, weights)
         options = {"batch_size": batch_size, **options}
         if isinstance(value, Tensor):
             value = value.to(torch.get_default_dtype()).to(module.device)

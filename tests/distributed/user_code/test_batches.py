@@ -1,7 +1,7 @@
 """Batches of any kind, as data loaders of users give them."""
 
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -269,6 +269,40 @@ def a_batch_dim_that_is_declared() -> Any:
         batch = BatchLayout(batch_dims={"0": 1, "1": 1})
 
     return Module(), token_pairs(48), time_first
+
+
+class ThreeKinds(PlainModule):
+    """Positions of three kinds, [3, B, T], in batches of three samples; the step reads the last
+    kind before the model: of a part of the batch, the first stage fails.
+    """
+
+    batch = BatchLayout()
+
+    def parallel_plan(self) -> ParallelPlan:
+        return replace(super().parallel_plan(), batch=self.batch)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, kinds, y = batch
+        scores = self.net((x + kinds[0] + kinds[2]) % 8)
+        return F.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def three_kinds(samples: Any) -> Any:
+    x, y = stack(samples)
+    return x, torch.arange(3)[:, None, None] + torch.arange(x.shape[1]).expand(len(x), -1), y
+
+
+@CASES.add(refused={"pp2": r"runs on all 3.*BatchLayout\(batch_dims="}, batch_size=3)
+def kinds_of_positions_as_many_as_samples() -> Any:
+    return ThreeKinds(), token_pairs(24), three_kinds
+
+
+@CASES.add(equal="pp2", batch_size=3)
+def kinds_of_positions_whose_batch_dim_is_declared() -> Any:
+    class Module(ThreeKinds):
+        batch = BatchLayout(batch_dims={"1": 1})
+
+    return Module(), token_pairs(24), three_kinds
 
 
 class HalfLabeled(PlainModule):

@@ -128,7 +128,8 @@ class Lbfgs(PlainModule):
 class ScaledByWorld(PlainModule):
     def configure_optimizers(self) -> Any:
         # Of the group, which nobody watches.
-        processes = dist.group.WORLD.size() if dist.is_initialized() else 1
+        group = dist.group.WORLD
+        processes = len(dist.get_process_group_ranks(group)) if dist.is_initialized() else 1
         return torch.optim.SGD(self.parameters(), lr=0.1 * processes)
 
 

@@ -94,7 +94,7 @@ def backward_hooks_inside_blocks() -> Any:
     return with_backward_hooks("mlp")
 
 
-@CASES.add(equal="tp2", refused={"pp2": "asks for the norm of some gradients of its own.*strategy"})
+@CASES.add(equal="tp2 pp2", large="tp2pp2")
 def matrices_clipped() -> Any:
     return hooked(lambda m: clip([p for p in m.parameters() if p.ndim == 2], 0.02))
 
@@ -134,17 +134,23 @@ def norm_logged_by_lightning() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2 zero3", refused={"pp2": r"combines .* at test_gradients.py:\d+: under a pip"})
+def scale_by_hand(module: nn.Module) -> None:
+    norm = torch.stack([g.norm() for g in grads(module)]).norm()
+    for grad in grads(module):
+        grad.mul_(0.05 / norm)
+
+
+@CASES.add(equal="tp2 zero3 pp2", large="tp2pp2")
 def norm_over_all_by_hand() -> Any:
-    def act(module: nn.Module) -> None:
-        norm = torch.stack([g.norm() for g in grads(module)]).norm()
-        for grad in grads(module):
-            grad.mul_(0.05 / norm)
-
-    return hooked(act)
+    return hooked(scale_by_hand)
 
 
-@CASES.add(equal="tp2", refused={"pp2": r"combines .*strategy.gradient_norms\(\)"})
+@CASES.add(equal="tp2", refused={"pp2": r"combines .* at test_gradients.py:\d+: under a pip"})
+def norm_over_all_by_hand_where_gradients_are_clipped() -> Any:
+    return hooked(scale_by_hand, "configure_gradient_clipping")
+
+
+@CASES.add(equal="tp2 pp2")
 def norm_over_all_in_numbers() -> Any:
     def act(module: nn.Module) -> None:
         norm = sum(g.norm().item() ** 2 for g in grads(module)) ** 0.5
@@ -220,6 +226,34 @@ def centralized_gradients() -> Any:
         for grad in grads(module):
             if grad.ndim > 1:
                 grad.sub_(grad.mean(1, keepdim=True))
+
+    return hooked(act)
+
+
+@CASES.add(equal="pp2", large="tp2pp2")
+def what_all_weights_and_gradients_give() -> Any:
+    """Names, numbers, histograms, norms of a choice, and gradients that are replaced or removed."""
+
+    class Module(PlainModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            named = dict(self.named_parameters())
+            seen = sum(p.numel() for p in named.values()) / 1e5 + len(named) / 10
+            arrays = {n: p.grad.detach().cpu().numpy() for n, p in named.items()}
+            seen += sum(float(abs(a).max()) for a in arrays.values())
+            seen += float(torch.histc(named["net.head.weight"].detach(), 5, -1, 1)[2]) / 100
+            seen += float(clip(self.net.head.parameters(), 0.1))
+            seen += float(clip([p for n, p in named.items() if "norm" in n], 1e-3))
+            for name, p in named.items():
+                p.grad = None if name.endswith("down.bias") else p.grad / (1 + seen)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(refused={"pp2": r"ranks ask .* a logger writes on rank 0 alone"})
+def histograms_on_rank_zero_alone() -> Any:
+    def act(module: PlainModule) -> None:
+        if module.trainer.is_global_zero:
+            [p.grad.numpy() for p in module.parameters()]
 
     return hooked(act)
 

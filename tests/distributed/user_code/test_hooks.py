@@ -203,6 +203,7 @@ def noise_and_bounds_on_weights() -> Any:
             for p in self.parameters():
                 p.add_(torch.randn(p.shape, generator=draws, dtype=p.dtype), alpha=0.01)
                 p.add_(torch.randn_like(p), alpha=0.01)
+                p.add_(torch.bernoulli(torch.full_like(p, 0.2)), alpha=0.01)
                 if p.ndim > 1:
                     p.mul_((1.0 / p.norm(dim=1, keepdim=True)).clamp(max=1.0))
                 p.data.clamp_(-0.5, 0.5)

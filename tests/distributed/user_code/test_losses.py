@@ -1,5 +1,7 @@
 """Losses that are not the mean over the samples."""
 
+import re
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch.nn import functional as F
 from lightning_par import BatchLayout
 from tests.distributed.user_code.test_batches import per_sample, stack, Undeclared
 from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
-from tests.support.user_code import Cases
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import _train_rank, Cases
 
 CASES = Cases(__name__)
 
@@ -242,6 +245,20 @@ def shortened(counts: Any) -> list[Any]:
     return pairs
 
 
+@CASES.add(equal="zero1 pp2", large="zero3 tp2")
+def a_value_logged_with_the_number_that_it_is_a_mean_of() -> Any:
+    class Module(PlainModule):
+        batch = BatchLayout(loss_weight="samples")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits, counts = self.net(batch[0]), batch[0] % 3 == 0
+            found = (logits.logsumexp(-1) * counts).sum() / counts.sum()
+            self.log("loss", found, batch_size=int(counts.sum()), sync_dist=True)
+            return logits.square().mean()
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal="zero1", trainer={"precision": "bf16-mixed"}, tolerance=2e-3)
 def counts_that_differ_by_one_at_first_in_bfloat16() -> Any:
     module, *_ = of_loss(by_hand)
@@ -350,6 +367,34 @@ def times_the_number_of_ranks() -> Any:
     return of_world(lambda _: dist.get_world_size() if dist.is_initialized() else 1)
 
 
+@CASES.add(refused={"pp2": _OF_WORLD}, strategy={"verify": False})
+def times_the_number_of_ranks_that_the_strategy_has() -> Any:
+    return of_world(lambda module: getattr(module.trainer.strategy, "world_size", 1))
+
+
+@CASES.add(refused={"tp2": _OF_WORLD}, strategy={"verify": False})
+def times_the_size_of_the_group_of_all_ranks() -> Any:
+    return of_world(lambda _: dist.group.WORLD.size() if dist.is_initialized() else 1)
+
+
+_OF_RANK = r"training_step computes the loss=.* from its rank .*test_losses.*Leave the rank out"
+
+
+@CASES.add(refused={"tp2 pp2_one_microbatch": _OF_RANK}, strategy={"verify": False})
+def a_loss_that_rank_zero_doubles() -> Any:
+    return of_world(lambda _: 1 if dist.is_initialized() and dist.get_rank() else 2)
+
+
+@CASES.add(refused={"tp2": _OF_RANK}, strategy={"verify": False})
+def a_loss_that_lightnings_rank_zero_doubles() -> Any:
+    return of_world(lambda module: 2 if module.trainer.is_global_zero else 1)
+
+
+@CASES.add(equal="tp2 pp2", strategy={"verify": False})
+def a_step_that_asks_for_its_rank() -> Any:
+    return of_world(lambda module: 2 if module.global_rank == 0 or module.trainer else 1)
+
+
 @CASES.add(equal="tp2 pp2", strategy={"verify": False})
 def times_the_number_of_replicas() -> Any:
     """As the refusal advises."""
@@ -360,6 +405,21 @@ def times_the_number_of_replicas() -> Any:
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""
     CASES.check(case, layout, refusal)
+
+
+def _warned(rank: int, world: int, case: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _train_rank(rank, world, __name__, case, "zero1")
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("case", ["times_the_number_of_processes", "a_loss_that_rank_zero_doubles"])
+def test_what_replicas_compute_with_their_number_is_named_where_nothing_is_proved(
+    case: str,
+) -> None:
+    told = " ".join(run_ranks(_warned, 2, case, timeout=180)[0])
+    assert re.search(r"the loss=.* is not proved: verify=\"first_step\"", told)
 
 
 @pytest.mark.parametrize("layout", ["pp2", "zero1"])

@@ -180,6 +180,30 @@ def test_counts_that_nothing_tells_are_named() -> None:
     assert re.search(r"training_step\(\)\['count'\].* is not known .*num_microbatches=1", told)
 
 
+class Leaving(Returning):
+    """Leaves numbers of the batch in attributes, for hooks that read them."""
+
+    tokens, share, seen = 32, 0.0, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.tokens, self.width = batch[1].numel(), batch[0].shape[1]
+        logits = self.net(batch[0])
+        self.seen += batch[1].numel()
+        self.share = float((logits.argmax(-1) == batch[1]).double().mean())
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.had = {name: getattr(self, name) for name in ("tokens", "width", "share", "seen")}
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+def test_numbers_that_a_step_leaves_in_attributes_are_those_of_the_batch(layout: str) -> None:
+    one = _return(0, 1, None, {}, Leaving)
+    torch.set_default_dtype(torch.float32)
+    for found in run_ranks(_return, 2, layout, {"verify": False}, Leaving, timeout=180):
+        assert found == {name: (kind, pytest.approx(n)) for name, (kind, n) in one.items()}
+
+
 @pytest.mark.parametrize("verify", ["auto", False])
 def test_numbers_that_a_pipelined_step_returns_are_those_of_the_batch(verify: Any) -> None:
     one = _return(0, 1, None, {})

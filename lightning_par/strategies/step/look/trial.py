@@ -6,9 +6,13 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.mesh import ParallelMesh
+from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.step_attributes import StepAttributes
+from lightning_par.strategies.step.counted_buffers import buffers_of, CountedBuffers
 from lightning_par.strategies.step.look.loss_rule import Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.look.untouched import StateOfParts, untouched
@@ -28,15 +32,22 @@ class Trial:
 
     Args:
         module: The user's LightningModule.
+        mesh: Mesh of this run.
+        layout: What is declared of its batches.
         sharding: Surrounds every forward and backward.
         manual: Steps that run their own backwards, if they do.
         user_step: Surrounds the step on the batch of a number.
         run: Calls the step with its arguments.
+
+    Attributes:
+        counts: Buffers that replicas add to.
     """
 
     def __init__(
         self,
         module: pl.LightningModule,
+        mesh: ParallelMesh,
+        layout: BatchLayout,
         sharding: Sharding,
         manual: ManualSteps,
         user_step: Callable[[int], AbstractContextManager[None]],
@@ -44,6 +55,8 @@ class Trial:
     ) -> None:
         self._module, self._sharding, self._manual = module, sharding, manual
         self._user_step, self._run = user_step, run
+        self.counts = CountedBuffers(module, mesh, takes_parts=layout.local_statistics)
+        self._divides = mesh.sizes.data > 1
 
     def run(
         self,
@@ -67,6 +80,9 @@ class Trial:
         losses, logs, leaves = [], [], tuple[str, ...]()
         state, attributes = StateOfParts(self._module), StepAttributes(self._module)
         attributes.begin()
+        divides = len(batches) > 1 or not self._divides
+        learns = name == "training_step" and divides and not self.counts.is_known
+        before, ends = buffers_of(self._module) if learns else {}, list[dict[str, Tensor]]()
         for index, batch in enumerate(batches):
             calls: list[LogCall] = []
             step = partial(self._run, getattr(self._module, name), (batch, *rest))
@@ -80,7 +96,11 @@ class Trial:
                 # Also after an error that `user_step` keeps: what is put back are the shards.
                 self._sharding.release()
                 leaves = leaves if index else attributes.names_changed()
+                if learns:
+                    ends.append(buffers_of(self._module))
             logs.append(numbers_of(calls))
+        if learns:
+            self.counts.learn(before, ends)
         metrics, seen = sight.metrics.values(), sight.losses.seen
         return Seen(losses=losses, logs=logs, metrics=metrics, calls=seen, leaves=leaves)
 
