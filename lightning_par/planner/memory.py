@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from lightning_par.engine.pipeline.schedules import SCHEDULES
 from lightning_par.planner.shapes import Implementation, Layout, Recompute, TransformerShape
 from lightning_par.planner.traced_shape import TracedPart, TracedShape
 
@@ -120,20 +121,12 @@ def in_flight(schedule: str, ranks: int, microbatches: int, virtual: int = 1) ->
         schedule: A key of `SCHEDULES`.
         ranks: p.
         microbatches: m.
-        virtual: Stages of a rank under "interleaved".
+        virtual: Stages of a rank.
     """
-    p, m, v = ranks, microbatches, max(2, virtual)
-    if p == 1:
+    if ranks == 1:
         return (1.0,)
-    peaks: dict[str, list[float]] = {
-        "gpipe": [float(m)] * p,
-        "1f1b": [float(p - r) for r in range(p)],
-        "interleaved": [(2 * (p - 1 - r) + (v - 1) * p + 1) / v for r in range(p)],
-        "zb-h1": [float(p)] * p,
-        "zb-h2": [float(2 * p - 1)] * p,
-        "zbv": [float(p)] * p,
-    }
-    return tuple(min(float(m), peak) for peak in peaks[schedule])
+    peak = SCHEDULES[schedule].peak_in_flight
+    return tuple(min(float(microbatches), peak(r, ranks, virtual)) for r in range(ranks))
 
 
 def predict_memory(
@@ -179,7 +172,7 @@ class _RankMemory:
         self.spans = layout.spans(shape.layers)
         self.counts = [sum(end - start for start, end in spans) for spans in self.spans]
         self.flight = in_flight(
-            layout.schedule, sizes.pipeline, layout.microbatches, layout.virtual
+            layout.schedule, sizes.pipeline, layout.microbatches, layout.stages_per_rank
         )
         self.kept = block_activations(shape, layout, code)
         self.first_blocks: list[float] = []  # bytes kept of the first 0, 1, ... traced blocks

@@ -31,7 +31,7 @@ def strategy_settings(layout: Layout) -> dict[str, Any]:
         chosen["sequence_parallel"] = False
     if sizes.pipeline > 1:
         chosen |= {"schedule": layout.schedule, "num_microbatches": layout.microbatches}
-        if layout.schedule == "interleaved":
+        if layout.in_rounds:
             chosen["virtual_pipeline_size"] = layout.stages_per_rank
         if layout.blocks:
             chosen["stage_blocks"] = list(layout.blocks)

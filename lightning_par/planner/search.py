@@ -120,7 +120,7 @@ class Planner:
 
     def timeline(self, layout: Layout) -> tuple[tuple[TimedAction, ...], ...]:
         """Return the predicted actions of every rank of a pipeline, with their times in seconds."""
-        virtual = layout.virtual if layout.schedule == "interleaved" else None
+        virtual = layout.virtual if layout.in_rounds else None
         schedule = build_schedule(
             layout.schedule, layout.sizes.pipeline, layout.microbatches, virtual
         )

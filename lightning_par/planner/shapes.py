@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import get_args, Literal
 
-from lightning_par.engine.pipeline.schedules import place_stages, splits_backward
+from lightning_par.engine.pipeline.schedules import place_stages, SCHEDULES, splits_backward
 from lightning_par.errors import ConfigurationError, either, MeshError, raise_problems
 from lightning_par.sizes import ParallelSizes
 
@@ -191,7 +191,7 @@ class Layout:
         microbatches: Micro-batches of a step on each replica.
         zero_stage: What replicas shard, 0 to 3.
         schedule: A key of `engine.pipeline.schedules.SCHEDULES`.
-        virtual: Stages of a rank under "interleaved".
+        virtual: Stages of a rank, where the schedule lets one choose them.
         recompute: What blocks compute again in the backward.
         sequence_parallel: Whether the parts between tensor-parallel layers are sharded, too.
         offload: Whether the optimizer and its states are on the host.
@@ -228,7 +228,15 @@ class Layout:
         """Stages that a pipeline rank holds."""
         if self.sizes.pipeline == 1:
             return 1
-        return {"interleaved": max(2, self.virtual), "zbv": 2}.get(self.schedule, 1)
+        row = SCHEDULES.get(self.schedule)
+        if row is None:
+            return 1
+        return max(row.stages_per_rank, self.virtual) if row.chosen else row.stages_per_rank
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the stages of a rank take turns with rounds of micro-batches, as interleaved."""
+        return self.schedule in SCHEDULES and SCHEDULES[self.schedule].chosen
 
     @property
     def stages(self) -> int:
@@ -296,7 +304,7 @@ class Layout:
     def __str__(self) -> str:
         words = [str(self.sizes), f"zero {self.zero_stage}"]
         if self.sizes.pipeline > 1:
-            count = f" x{self.stages_per_rank}" if self.schedule == "interleaved" else ""
+            count = f" x{self.stages_per_rank}" if self.in_rounds else ""
             words.append(self.schedule + count)
         words += [f"{self.microbatches} x {self.micro_batch}", f"recompute {self.recompute}"]
         if self.sizes.tensor > 1 and not self.sequence_parallel:

@@ -264,7 +264,7 @@ class StepCost:
             # Gradients are whole in the last backward only; weights are gathered by the first
             # forward.
             traffic, hides = self.replicas(), hides / m
-            if layout.schedule == "interleaved":
+            if layout.in_rounds:
                 # A stage is done long before its rank is: the last round covers the others.
                 hides *= min(m, layout.sizes.pipeline)
         # What is hidden takes a part of the memory's bandwidth and of the processors.

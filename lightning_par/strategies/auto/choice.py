@@ -15,11 +15,12 @@ import torch
 
 from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.memory.measured import available_memory
+from lightning_par.engine.pipeline.schedules import SCHEDULES
 from lightning_par.errors import ConfigurationError, LightningParError, MeshError
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.block_trace import shape_of
-from lightning_par.planner.layouts import divisors, LayoutSpace, PIPELINED
+from lightning_par.planner.layouts import divisors, LayoutSpace
 from lightning_par.planner.profiles import DeviceProfile, implementation
 from lightning_par.planner.run_settings import strategy_settings
 from lightning_par.planner.search import Candidate, Planner
@@ -56,7 +57,6 @@ CHOSEN = (
     "stage_blocks",
 )
 """Options that a choice sets, unless they are given."""
-_PREDICTED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv")
 _TOLD = 3
 """Refusals that an error tells."""
 
@@ -208,7 +208,7 @@ class LayoutChooser:
         Raises:
             ConfigurationError: The model has no shape that it could read, or the GPU no profile.
         """
-        if self.options.schedule not in _PREDICTED:
+        if self.options.schedule not in SCHEDULES:
             raise ConfigurationError(
                 "LP907", f"the schedule {self.options.schedule!r} is written by hand"
             )
@@ -303,7 +303,7 @@ class LayoutChooser:
                 accumulated=self._accumulated,
                 pieces=self._pieces,
                 sequence_parallel=self._data.is_even if wish.sequence_parallel else True,
-                schedules=PIPELINED if wish.schedule else (options.schedule,),
+                schedules=None if wish.schedule else (options.schedule,),
                 accepts=accepts,
             )
 
