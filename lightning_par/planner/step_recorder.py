@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_par.plan.inference.tracing import called_around, tensors_in
 from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.plan.tensor_styles import StyleSpec, TENSOR_STYLES
 from lightning_par.planner.traced_shape import (
     Amount,
     Cut,
@@ -30,12 +31,6 @@ from lightning_par.upstream.tensor import storage_key
 
 __all__ = ["AFTER", "BEFORE", "RecordedPart", "StepRecorder"]
 
-_WHOLE = ("gather_sequence", "experts", "whole_sequence", "whole_inside")
-"""Styles of modules that compute on all tokens."""
-_SHARDS = ("colwise", "colwise_alone", "colwise_transposed", "fused_qkv_transposed", "vocab_head")
-"""Styles of modules whose output is a shard."""
-_SUMS = ("rowwise", "rowwise_transposed", "vocab_embedding")
-"""Styles of modules whose partial outputs are summed."""
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 """Operators that read as much of a table as they return."""
 _WRITES = ("fill_", "zero_", "copy_", "bernoulli_")
@@ -175,20 +170,19 @@ class StepRecorder(FlopCounter):
 
     def _leave(self, fqn: str, outputs: list[Tensor]) -> None:
         """Follow a module of a style: its output is a shard, or is whole again."""
-        style = self._resolved.styles.get(fqn)
+        given = self._style(fqn).output
         words = sum(t.numel() for t in outputs[:1])
-        if style in _SHARDS:
-            cut: Cut = "tensor"
-        elif style in _SUMS or style == "colwise_gather_output":
-            cut = self._region(style in _SUMS)
-            if style in _SUMS:
-                self._part.summed += words
-                self._part.sums += 1
-            else:
-                self._part.gathered += words
-                self._part.gathers += 1
-        else:
+        if given is None:
             return
+        cut: Cut = "tensor"
+        if given == "summed":
+            cut = self._region(leaves=True)
+            self._part.summed += words
+            self._part.sums += 1
+        elif given == "gathered":
+            cut = self._region()
+            self._part.gathered += words
+            self._part.gathers += 1
         for tensor in outputs:
             self._cuts[self._key(tensor)] = cut
 
@@ -207,8 +201,10 @@ class StepRecorder(FlopCounter):
             return "whole"
         if leaves:
             return "tokens"
-        styles = (self._resolved.styles.get(fqn) for fqn in self._stack)
-        return "whole" if any(style in _WHOLE for style in styles) else "tokens"
+        return "whole" if any(self._style(fqn).inside for fqn in self._stack) else "tokens"
+
+    def _style(self, fqn: str) -> StyleSpec:
+        return TENSOR_STYLES[self._resolved.styles.get(fqn, "replicated")]
 
     # What an operator does ------------------------------------------------------------------------
 
@@ -318,12 +314,12 @@ class StepRecorder(FlopCounter):
         weights = [t for t in given[:3] if self._key(t) in self._parameters]
         others = [t for t in given[:3] if self._key(t) not in self._parameters]
         divided: Any = {"tensor": "rows", "tokens": "tokens", "whole": "nothing"}[cut]
-        style = self._resolved.styles.get(self._stack[-1]) if self._stack else None
-        if style in (*_SHARDS, "colwise_gather_output"):
+        makes = self._style(self._stack[-1]).output if self._stack else None
+        if makes == "summed":
+            divided = "inner"
+        elif makes is not None:
             divided, cut = "columns", "tensor"
             self._gather(others[0])
-        elif style in _SUMS:
-            divided = "inner"
         # Of two activations, the second one needs a gradient as a weight does.
         second = [*weights, *others[1:]][:1]
         self._part.products.append(
@@ -338,7 +334,7 @@ class StepRecorder(FlopCounter):
         )
         self._part.kernels += 1
         # Partial sums are whole before they are scattered.
-        self._part.add("kept", "whole" if style in _SUMS else cut, out.numel())
+        self._part.add("kept", "whole" if makes == "summed" else cut, out.numel())
 
     def _gather(self, tensor: Tensor) -> None:
         """Count what a divided layer takes as whole: it is gathered before, and kept so."""
