@@ -22,11 +22,11 @@ from lightning_par.plan.inference.infer import infer_plan
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from lightning_par.planner.block_trace import length_of_step, shape_of
+from lightning_par.planner.model_parts import TracedShape
 from lightning_par.planner.model_shape import read_shape
 from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Layout, TransformerShape
-from lightning_par.planner.traced_shape import TracedShape
 from lightning_par.profiling.picture_file import check_picture_path
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy

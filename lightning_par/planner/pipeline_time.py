@@ -12,7 +12,7 @@ from lightning_par.engine.pipeline.actions import ActionKind, Schedule
 from lightning_par.engine.pipeline.schedules import build_schedule, SCHEDULES
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.engine.pipeline.validation import inputs_of
-from lightning_par.planner.block_cost import StageTime
+from lightning_par.planner.part_cost import StageTime
 from lightning_par.planner.shapes import Layout
 
 __all__ = ["OrderedSchedule", "order_schedule", "pipeline_seconds", "quick_pipeline"]

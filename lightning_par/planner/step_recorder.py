@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from lightning_par.plan.inference.tracing import called_around, tensors_in
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.plan.tensor_styles import StyleSpec, TENSOR_STYLES
-from lightning_par.planner.traced_shape import (
+from lightning_par.planner.model_parts import (
     Amount,
+    Attention,
     Cut,
-    TracedAttention,
-    TracedPart,
-    TracedProduct,
+    ModelPart,
+    Product,
 )
 from lightning_par.profiling.flops import FlopCounter
 from lightning_par.upstream.autograd import is_in_backward
@@ -35,6 +35,10 @@ _LOOKUPS = ("embedding", "index", "index_select", "gather")
 """Operators that read as much of a table as they return."""
 _WRITES = ("fill_", "zero_", "copy_", "bernoulli_")
 """Operators that write their first argument without reading it."""
+_BACKWARD_TRAFFIC = 34 / 22
+"""Words of element-wise work in a backward to those of its forward, as of a block of a transformer:
+two norms 12 to 8, two sums with dropout 10 to 14, and two sums of gradients 12, in bytes."""
+_BACKWARD_KERNELS = 40 / 22
 _FOLLOWED = "lightning_par.followed"
 """Key of the metadata of a node of autograd that has its prehook."""
 BEFORE, AFTER = -1, -2
@@ -43,10 +47,10 @@ BEFORE, AFTER = -1, -2
 
 @dataclass(eq=False)
 class RecordedPart:
-    """What is recorded of a part; see `TracedPart`."""
+    """What is recorded of a part; see `ModelPart`."""
 
-    products: list[TracedProduct] = field(default_factory=list)
-    attentions: list[TracedAttention] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
     words: dict[tuple[str, Cut], float] = field(default_factory=dict)
     summed: float = 0.0
     sums: int = 0
@@ -56,19 +60,23 @@ class RecordedPart:
     operators: list[int] = field(default_factory=lambda: [0, 0])
 
     def add(self, what: str, cut: Cut, words: float) -> None:
-        """Add words to one of the amounts of `TracedPart`."""
+        """Add words to one of the amounts of `ModelPart`."""
         self.words[what, cut] = self.words.get((what, cut), 0.0) + words
 
-    def freeze(self, samples: int, weights: Amount, trained: Amount) -> TracedPart:
+    def freeze(self, samples: int, weights: Amount, trained: Amount) -> ModelPart:
         """Return the part, for one sample."""
 
         def amount(what: str) -> Amount:
             cuts: tuple[Cut, ...] = ("tensor", "tokens", "whole")
             return Amount(*(self.words.get((what, cut), 0.0) / samples for cut in cuts))
 
-        of_traffic = "traffic", "gradient_traffic", "eager", "eager_backward"
+        of_traffic = "traffic", "eager", "eager_backward"
+        passed = amount("gradient_traffic").times(_BACKWARD_TRAFFIC)
+        # Products and attention have counted their own kernels.
+        small = max(0, self.kernels - len(self.products) - len(self.attentions))
+        again = _BACKWARD_KERNELS * bool(passed.total or trained.total)
         of_memory = "saved", "kept", "entered", "logits"
-        return TracedPart(
+        return ModelPart(
             products=tuple(_for_one(p, samples) for p in self.products),
             attentions=tuple(_for_one(a, samples) for a in self.attentions),
             **{name: amount(name) for name in (*of_traffic, *of_memory)},
@@ -77,7 +85,9 @@ class RecordedPart:
             sums=self.sums,
             gathered=self.gathered / samples,
             gathers=self.gathers,
-            kernels=self.kernels,
+            backward_traffic=passed,
+            streams=(small, small * _BACKWARD_TRAFFIC),
+            kernels=(self.kernels, self.kernels * again),
             operators=(self.operators[0], self.operators[1]),
             weights=weights,
             trained=trained,
@@ -87,7 +97,7 @@ class RecordedPart:
 def _for_one(made: Any, samples: int) -> Any:
     """Return a product or attention of a batch as that of one sample."""
     given = dict(vars(made))
-    names = ("rows",) if isinstance(made, TracedProduct) else ("heads", "kv_heads")
+    names = ("rows",) if isinstance(made, Product) else ("heads", "kv_heads")
     return type(made)(**{**given, **{name: given[name] / samples for name in names}})
 
 
@@ -323,7 +333,7 @@ class StepRecorder(FlopCounter):
         # Of two activations, the second one needs a gradient as a weight does.
         second = [*weights, *others[1:]][:1]
         self._part.products.append(
-            TracedProduct(
+            Product(
                 rows=out.numel() / columns,
                 columns=columns,
                 inner=flops / (2 * out.numel()),
@@ -384,7 +394,7 @@ class StepRecorder(FlopCounter):
             self._keep(tensor)
         heads = q.shape[:-2].numel()
         self._part.attentions.append(
-            TracedAttention(
+            Attention(
                 heads=heads,
                 kv_heads=k.shape[:-2].numel(),
                 queries=q.shape[-2],

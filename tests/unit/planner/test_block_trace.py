@@ -21,12 +21,12 @@ from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from lightning_par.planner.block_trace import shape_of, trace_shape
 from lightning_par.planner.constants import Calibration, Constants
 from lightning_par.planner.memory import predict_memory
+from lightning_par.planner.model_parts import TracedShape
 from lightning_par.planner.operations import Clock
+from lightning_par.planner.part_cost import PartCosts
 from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Layout
-from lightning_par.planner.traced_cost import cost_of_parts
-from lightning_par.planner.traced_shape import TracedShape
 from lightning_par.profiling.flops import FlopCounter
 from lightning_par.sizes import ParallelSizes
 from tests.support.models.user_encoders import labeled_rows, LoggedEncoder, TorchEncoder
@@ -91,7 +91,7 @@ def test_a_hidden_configuration_gives_the_same_forecast(
         assert dict(ours.traffic) == pytest.approx(dict(theirs.traffic), rel=0.05), layout
     code, clock = implementation("bf16-mixed", DEVICE), Clock(DEVICE, Constants())
     apart, fused = (
-        [cost_of_parts(s, LAYOUTS[0], c, clock).weight_compute for s in (found, wanted)]
+        [PartCosts(s, LAYOUTS[0], c, clock).weight_compute for s in (found, wanted)]
         for c in (code, replace(code, fused_accumulation=True))
     )
     assert fused[0] < 0.98 * apart[0]
@@ -216,7 +216,7 @@ def test_eager_operators_move_what_a_hand_counts_forward_and_backward(
     assert shape.after.eager_backward.total == pytest.approx(4 * T * V, abs=2 * T + 4)
     code, layout = implementation("32-true", DEVICE), Layout(micro_batch=3)
     slow, fast = (
-        cost_of_parts(shape, layout, code, Clock(replace(DEVICE, calibration=one), Constants(), 4))
+        PartCosts(shape, layout, code, Clock(replace(DEVICE, calibration=one), Constants(), 4))
         for one in (
             Calibration(constants=Constants(), attention_rates=(1, 1), eager=rate)
             for rate in (1, 2)

@@ -11,9 +11,9 @@ from lightning_par.engine.pipeline.schedules import (
     ScheduleSpec,
 )
 from lightning_par.engine.pipeline.simulator import simulate
-from lightning_par.planner.block_cost import StageTime
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.memory import in_flight
+from lightning_par.planner.part_cost import StageTime
 from lightning_par.planner.pipeline_time import pipeline_seconds, quick_pipeline
 from lightning_par.planner.profiles import load_profile
 from lightning_par.planner.search import Planner
