@@ -82,23 +82,13 @@ class PlannedRun:
             MeshError: The sizes do not fit the devices.
             ConfigurationError: The samples of a batch are not known.
         """
-        options, sizes, pieces = self.options, self.sizes(), 1
-        batch_size = self._samples_of_batch(sizes)
-        if sizes.pipeline > 1:
-            pieces = min(options.microbatches(sizes.pipeline), batch_size)
-        virtual = options.virtual_pipeline_size
-        return Layout(
-            sizes=sizes,
-            micro_batch=-(-batch_size // pieces),
-            microbatches=pieces * self.accumulated,
-            zero_stage=options.zero_stage,
-            schedule=options.schedule,
-            virtual=2 if virtual == "auto" else virtual,
+        sizes = self.sizes()
+        return Layout.from_options(
+            self.options,
+            sizes,
+            self._samples_of_batch(sizes),
+            accumulated=self.accumulated,
             recompute=self.recompute,
-            sequence_parallel=options.sequence_parallel,
-            offload=options.offload_options is not None,
-            expert_max_rows=options.expert_max_rows,
-            blocks=tuple(options.stage_blocks or ()),
         )
 
     def _samples_of_batch(self, sizes: ParallelSizes) -> int:

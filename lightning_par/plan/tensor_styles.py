@@ -6,7 +6,7 @@ Weights are [out, in], activations [B, T, D].
 To add a tensor style:
 
 1. Add its name to `TensorStyle` and its row to `TENSOR_STYLES`, both sorted. The resolved plan, the
-   placement of parameters, the sums of gradients and the expected communication volume read it.
+   placement of parameters, the sums of gradients and the forecasts read it.
 2. Where the module has to compute something else than its own forward on the local shards, add one
    function, and an entry of the style's name, to
    `lightning_par.engine.tensor.styles.STYLE_FUNCTIONS`.

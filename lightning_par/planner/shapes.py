@@ -7,7 +7,7 @@ experts, L layers.
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import get_args, Literal
+from typing import Any, get_args, Literal
 
 from lightning_par.engine.pipeline.schedules import place_stages, SCHEDULES, splits_backward
 from lightning_par.errors import ConfigurationError, either, MeshError, raise_problems
@@ -257,6 +257,70 @@ class Layout:
     def samples(self) -> int:
         """Samples of a step, of all replicas."""
         return self.sizes.data * self.micro_batch * self.microbatches
+
+    @classmethod
+    def from_options(
+        cls,
+        options: Any,
+        sizes: ParallelSizes,
+        batch: int,
+        *,
+        accumulated: int = 1,
+        recompute: Recompute = "none",
+    ) -> "Layout":
+        """Return the layout that options of a strategy ask for.
+
+        Args:
+            options: `MeshOptions`.
+            sizes: The mesh.
+            batch: Samples of a replica's batch, which only a pipeline cuts.
+            accumulated: Batches of an optimizer step.
+            recompute: What blocks compute again.
+        """
+        pieces, virtual = 1, options.virtual_pipeline_size
+        if sizes.pipeline > 1:
+            pieces = min(options.microbatches(sizes.pipeline), batch)
+        return cls(
+            sizes=sizes,
+            micro_batch=-(-batch // pieces),
+            microbatches=pieces * accumulated,
+            zero_stage=options.zero_stage,
+            schedule=options.schedule,
+            virtual=2 if virtual == "auto" else virtual,
+            recompute=recompute,
+            sequence_parallel=options.sequence_parallel,
+            offload=options.offload_options is not None,
+            expert_max_rows=options.expert_max_rows,
+            blocks=tuple(options.stage_blocks or ()),
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of `Hybrid3DStrategy` that make the layout."""
+        sizes = self.sizes
+        chosen: dict[str, Any] = {
+            "tensor_parallel_size": sizes.tensor,
+            "pipeline_parallel_size": sizes.pipeline,
+            "context_parallel_size": sizes.context,
+            "data_parallel_size": sizes.data,
+            "zero_stage": self.zero_stage,
+        }
+        if sizes.expert > 1:
+            chosen["expert_parallel_size"] = sizes.expert
+            if self.expert_max_rows is not None:
+                chosen["expert_max_rows"] = self.expert_max_rows
+        if sizes.data_replicate > 1 and self.zero_stage > 0:
+            chosen["data_parallel_replicate_size"] = sizes.data_replicate
+        if not self.sequence_parallel:
+            chosen["sequence_parallel"] = False
+        if sizes.pipeline > 1:
+            chosen |= {"schedule": self.schedule, "num_microbatches": self.microbatches}
+            if self.in_rounds:
+                chosen["virtual_pipeline_size"] = self.stages_per_rank
+            if self.blocks:
+                chosen["stage_blocks"] = list(self.blocks)
+        if self.offload:
+            chosen["offload_options"] = {"offload_optimizer": True}
+        return chosen
 
     def expert_rows(self, shape: TransformerShape) -> float:
         """Return the rows that a rank sends to experts, and gets, in a micro-batch, those that stay

@@ -22,7 +22,6 @@ from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.block_trace import shape_of
 from lightning_par.planner.layouts import divisors, LayoutSpace
 from lightning_par.planner.profiles import DeviceProfile, implementation
-from lightning_par.planner.run_settings import strategy_settings
 from lightning_par.planner.search import Candidate, Planner
 from lightning_par.planner.shapes import Layout
 from lightning_par.sizes import ParallelSizes
@@ -188,7 +187,7 @@ class LayoutChooser:
 
     def settings(self, layout: Layout) -> MeshOptions:
         """Return the options of a layout; what the user gave is kept."""
-        made = {**strategy_settings(layout), "auto_rule": "data"}
+        made = {**layout.options(), "auto_rule": "data"}
         pieces = layout.microbatches // self._accumulated
         kept = self.options.num_microbatches
         made["num_microbatches"] = pieces if kept == "auto" else kept
@@ -322,16 +321,16 @@ class LayoutChooser:
         for sizes in self.options.possible_sizes(self.devices, self.node):
             free = self.wish.zero_stage and sizes.data > 1
             for zero in (1, 2, 3) if free else (self.options.zero_stage,):
-                most = min(self._pieces or 4 * sizes.pipeline, self._batch_size)
-                pieces = most if sizes.pipeline > 1 else 1
-                layout = Layout(
-                    sizes=sizes,
+                asked = replace(
+                    self.options,
                     zero_stage=zero,
-                    micro_batch=-(-self._batch_size // pieces),
-                    microbatches=pieces * self._accumulated,
+                    num_microbatches=self._pieces or "auto",
                     sequence_parallel=self._data.is_even,
-                    schedule=self.options.schedule,
-                    expert_max_rows=self.options.expert_max_rows,
+                    stage_blocks=None,
+                    offload_options=None,
+                )
+                layout = Layout.from_options(
+                    asked, sizes, self._batch_size, accumulated=self._accumulated
                 )
                 refusal = self._refusal(layout, fits=True)
                 if refusal is None and planner is not None:
