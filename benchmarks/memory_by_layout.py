@@ -58,15 +58,11 @@ class Case:
         """The same as the planner says it."""
         chosen = self.chosen
         sizes = chosen.fit_sizes(self.ranks, self.ranks)
-        pieces = self.options.get("num_microbatches", 1) * self.accumulated
-        return Layout(
-            sizes=sizes,
-            micro_batch=SAMPLES // sizes.data // pieces,
-            microbatches=pieces,
-            zero_stage=chosen.zero_stage,
-            schedule=chosen.schedule,
-            virtual=2,
-            sequence_parallel=chosen.sequence_parallel,
+        return Layout.from_options(
+            chosen,
+            sizes,
+            SAMPLES // sizes.data // self.accumulated,
+            accumulated=self.accumulated,
             recompute=self.recompute,
         )
 

@@ -22,11 +22,11 @@ from lightning_par.plan.inference.infer import infer_plan
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from lightning_par.planner.block_trace import length_of_step, shape_of
+from lightning_par.planner.model_parts import TracedShape
 from lightning_par.planner.model_shape import read_shape
 from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Layout, TransformerShape
-from lightning_par.planner.traced_shape import TracedShape
 from lightning_par.profiling.picture_file import check_picture_path
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
@@ -82,23 +82,13 @@ class PlannedRun:
             MeshError: The sizes do not fit the devices.
             ConfigurationError: The samples of a batch are not known.
         """
-        options, sizes, pieces = self.options, self.sizes(), 1
-        batch_size = self._samples_of_batch(sizes)
-        if sizes.pipeline > 1:
-            pieces = min(options.microbatches(sizes.pipeline), batch_size)
-        virtual = options.virtual_pipeline_size
-        return Layout(
-            sizes=sizes,
-            micro_batch=-(-batch_size // pieces),
-            microbatches=pieces * self.accumulated,
-            zero_stage=options.zero_stage,
-            schedule=options.schedule,
-            virtual=2 if virtual == "auto" else virtual,
+        sizes = self.sizes()
+        return Layout.from_options(
+            self.options,
+            sizes,
+            self._samples_of_batch(sizes),
+            accumulated=self.accumulated,
             recompute=self.recompute,
-            sequence_parallel=options.sequence_parallel,
-            offload=options.offload_options is not None,
-            expert_max_rows=options.expert_max_rows,
-            blocks=tuple(options.stage_blocks or ()),
         )
 
     def _samples_of_batch(self, sizes: ParallelSizes) -> int:

@@ -31,8 +31,6 @@ __all__ = ["ResolvedPlan", "balance_blocks", "check_plan", "resolve_plan"]
 _T = TypeVar("_T")
 
 _MOST_DEGREES = 64  # of those that a message lists
-_COLUMNS = ("colwise", "colwise_transposed", "fused_qkv_transposed")
-_CONTAINERS = ("experts", "gather_sequence")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -359,11 +357,12 @@ def _check_tensor(
 
 def _colwise_alone(resolved: ResolvedPlan) -> list[str]:
     """Find colwise layers outside of a container, whose input would get a part of its gradient."""
-    inside = tuple(f"{f}." for f, style in resolved.styles.items() if style in _CONTAINERS)
+    specs = {fqn: TENSOR_STYLES[style] for fqn, style in resolved.styles.items()}
+    inside = tuple(f"{fqn}." for fqn, spec in specs.items() if spec.inside == "shards")
     alone = [
         (fqn, f" is {style!r}")
         for fqn, style in resolved.styles.items()
-        if style in _COLUMNS and not fqn.startswith(inside)
+        if specs[fqn].needs_container and not fqn.startswith(inside)
     ]
     return [
         f"tensor: {text}, but no module around it is 'gather_sequence', which gives it its input "

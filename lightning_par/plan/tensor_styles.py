@@ -6,7 +6,7 @@ Weights are [out, in], activations [B, T, D].
 To add a tensor style:
 
 1. Add its name to `TensorStyle` and its row to `TENSOR_STYLES`, both sorted. The resolved plan, the
-   placement of parameters, the sums of gradients and the expected communication volume read it.
+   placement of parameters, the sums of gradients and the forecasts read it.
 2. Where the module has to compute something else than its own forward on the local shards, add one
    function, and an entry of the style's name, to
    `lightning_par.engine.tensor.styles.STYLE_FUNCTIONS`.
@@ -61,11 +61,13 @@ class StyleSpec:
         uneven: The degree need not divide `weight_dim`; every rank needs one row.
         partial_gradients: When a rank computes only a part of the gradient of a whole parameter, so
             that the parts are summed over ``tp``.
-        whole_inside: Modules inside compute on all T tokens, also under sequence parallelism.
-        crossing: Boundary of sharded weights that `lightning_par.profiling.expected_comm_volume`
-            counts at the module: its input enters them, or its output leaves them.
-        output: What becomes of a shard that the module computes, and is counted there too: gathered
-            over ``tp``, or kept as vocabulary-sharded logits with a loss of their own.
+        inside: What modules inside compute, on all T tokens: "shards" of the container's result,
+            of which it makes the input whole and sums the gradient; the same on every rank
+            ("alike"); or that with sequence parallelism of their own switched off ("whole").
+        crossing: Boundary of sharded weights: the module's input enters them, or its output leaves
+            them, which takes a collective.
+        output: What a module gives that computes a part: its "shard", such parts "summed" or
+            "gathered" over ``tp``, or vocabulary-sharded "logits" with a loss of their own.
         reason: Why a parameter stays whole, for the table of placements.
     """
 
@@ -75,10 +77,17 @@ class StyleSpec:
     weight_ndim: int | None = None
     uneven: bool = False
     partial_gradients: Literal["never", "sequence_parallel", "always"] = "never"
-    whole_inside: bool = False
+    inside: Literal["alike", "shards", "whole"] | None = None
     crossing: Literal["enter", "leave"] | None = None
-    output: Literal["gathered", "logits"] | None = None
+    output: Literal["gathered", "logits", "shard", "summed"] | None = None
     reason: str = ""
+
+    @property
+    def needs_container(self) -> bool:
+        """Whether the input has to be made whole, and its gradient be summed, by a module around
+        it whose `inside` are "shards".
+        """
+        return self.output == "shard" and self.crossing is None
 
     def sharded_dim(self, name: str) -> int | None:
         """Return the dim in which a parameter is sharded, or None.
@@ -98,6 +107,7 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         weight_dim=0,
         bias_dim=0,
         weight_ndim=2,
+        output="shard",
     ),
     "colwise_alone": StyleSpec(
         meaning="like colwise, outside of a 'gather_sequence' container: its own input is made "
@@ -106,6 +116,7 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         bias_dim=0,
         weight_ndim=2,
         crossing="enter",
+        output="shard",
     ),
     "colwise_gather_output": StyleSpec(
         meaning="like colwise; the output is gathered",
@@ -121,6 +132,7 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         weight_dim=1,
         bias_dim=0,
         weight_ndim=2,
+        output="shard",
     ),
     "expert_colwise": StyleSpec(
         meaning="a weight [E, out, in] inside experts, sharded over the output features",
@@ -144,11 +156,13 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
     "experts": StyleSpec(
         meaning="a container whose first input is made whole along T, whose second one weights its "
         "partial result, and which gives a pair, the first of which is summed",
+        inside="shards",
     ),
     "fused_qkv_transposed": StyleSpec(
         meaning="a whole weight [in, 3 out] of query, key and value side by side; each rank uses "
         "the columns of its heads",
         partial_gradients="always",
+        output="shard",
         reason="query, key and value are side by side; each rank uses its heads",
     ),
     "gather_sequence": StyleSpec(
@@ -156,6 +170,7 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         "T; its own parameters scale or shift what a rowwise module gives",
         partial_gradients="sequence_parallel",
         crossing="enter",
+        inside="shards",
         reason=_OWN_TOKENS,
     ),
     "replicated": StyleSpec(
@@ -178,6 +193,7 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         weight_ndim=2,
         partial_gradients="sequence_parallel",
         crossing="leave",
+        output="summed",
         reason=_LATE_BIAS,
     ),
     "rowwise_transposed": StyleSpec(
@@ -185,6 +201,7 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         weight_dim=0,
         weight_ndim=2,
         partial_gradients="sequence_parallel",
+        output="summed",
         reason=_LATE_BIAS,
     ),
     "sequence_gather_output": StyleSpec(
@@ -209,6 +226,7 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
         weight_ndim=2,
         uneven=True,
         crossing="leave",
+        output="summed",
     ),
     "vocab_head": StyleSpec(
         meaning="like colwise; the logits stay sharded over the vocabulary, and so does the loss",
@@ -221,10 +239,11 @@ TENSOR_STYLES: Mapping[TensorStyle, StyleSpec] = {
     ),
     "whole_inside": StyleSpec(
         meaning="like whole_sequence; the first output is cut along T again",
-        whole_inside=True,
+        inside="whole",
     ),
     "whole_sequence": StyleSpec(
         meaning="a container that computes alike on every rank; its first input is made whole "
         "along T",
+        inside="alike",
     ),
 }

@@ -25,15 +25,15 @@ from lightning_par.plan.inference.tracing import (
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
+from lightning_par.planner.model_parts import (
+    Amount,
+    Cut,
+    ModelPart,
+    TracedShape,
+)
 from lightning_par.planner.model_shape import find_shape
 from lightning_par.planner.shapes import TransformerShape
 from lightning_par.planner.step_recorder import AFTER, BEFORE, RecordedPart, StepRecorder
-from lightning_par.planner.traced_shape import (
-    Amount,
-    Cut,
-    TracedPart,
-    TracedShape,
-)
 from lightning_par.sizes import ParallelSizes
 
 __all__ = ["length_of_step", "shape_of", "trace_shape"]
@@ -200,9 +200,9 @@ def _shape(
     length: int | None,
 ) -> TracedShape:
     weights = _Weights(model, resolved)
-    known: dict[TracedPart, TracedPart] = {}
+    known: dict[ModelPart, ModelPart] = {}
 
-    def part(place: int) -> TracedPart:
+    def part(place: int) -> ModelPart:
         made = recorder.parts.setdefault(place, RecordedPart()).freeze(samples, *weights.of(place))
         return known.setdefault(made, made)  # equal blocks are one object
 

@@ -4,14 +4,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from lightning_par.engine.pipeline.schedules import SCHEDULES
 from lightning_par.errors import MeshError, raise_problems
 from lightning_par.planner.shapes import Layout, Recompute, TransformerShape
 from lightning_par.sizes import ParallelSizes
 
-__all__ = ["PIPELINED", "LayoutSpace", "divisors"]
+__all__ = ["LayoutSpace", "divisors"]
 
-PIPELINED = ("1f1b", "interleaved", "zb-h1", "zbv")
-"""Schedules of a pipeline that a search chooses from."""
+_CHUNKS = (2, 3, 4, 6)
+"""Stages of a rank that a search tries, where a schedule lets it choose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class LayoutSpace:
         devices: Of all nodes.
         node: Devices of a node.
         samples: Sequences of an optimizer step, of all replicas.
-        schedules: Of those that a pipeline may have.
+        schedules: Of those that a pipeline may have; None: all that a search tries.
         recompute: What blocks may compute again.
         zero_stages: What replicas may shard.
         largest_micro_batch: Samples of a micro-batch, at most.
@@ -46,7 +47,7 @@ class LayoutSpace:
     devices: int
     samples: int
     node: int = 8
-    schedules: tuple[str, ...] = PIPELINED
+    schedules: tuple[str, ...] | None = None
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     zero_stages: tuple[int, ...] = (1, 2, 3)
     largest_micro_batch: int = 16
@@ -144,7 +145,7 @@ class LayoutSpace:
         for sizes, zero in self.sizes(shape):
             cuts = self._cuts(sizes)
             for (micro, count), (schedule, virtual) in product(cuts, self._schedules(shape, sizes)):
-                if schedule == "interleaved" and count % sizes.pipeline:
+                if SCHEDULES[schedule].chosen and count % sizes.pipeline:
                     continue
                 for recompute in self.recompute:
                     found = Layout(
@@ -182,11 +183,12 @@ class LayoutSpace:
         if p == 1:
             yield "1f1b", 1
             return
-        for name in self.schedules:
-            if name == "interleaved":
-                yield from ((name, v) for v in (2, 3, 4, 6) if shape.layers >= v * p)
-            elif name != "zbv" or shape.layers >= 2 * p:
-                yield name, 1
+        tried = self.schedules or [name for name, row in SCHEDULES.items() if row.searched]
+        for name in tried:
+            row = SCHEDULES[name]
+            for v in _CHUNKS if row.chosen else (row.stages_per_rank,):
+                if shape.layers >= v * p:
+                    yield name, v if row.chosen else 1
 
 
 def divisors(number: int) -> list[int]:

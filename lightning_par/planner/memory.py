@@ -5,13 +5,14 @@ micro-batch on a rank, D, F, H, T, V as in `shapes`; t is the tensor degree.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from lightning_par.engine.pipeline.schedules import SCHEDULES
+from lightning_par.planner.model_parts import make_parts, ModelPart
 from lightning_par.planner.shapes import Implementation, Layout, Recompute, TransformerShape
-from lightning_par.planner.traced_shape import TracedPart, TracedShape
 
 __all__ = ["MemoryPrediction", "block_activations", "in_flight", "peak_bytes", "predict_memory"]
 
@@ -43,70 +44,27 @@ class MemoryPrediction:
 def block_activations(
     shape: TransformerShape, layout: Layout, code: Implementation, *, whole: bool = False
 ) -> float:
-    """Return the bytes that a block keeps of one micro-batch from its forward to its backward.
+    """Return the bytes that a block keeps of one micro-batch from its forward to its backward, in
+    the mean over the blocks.
 
     Args:
         shape: The model.
         layout: The layout.
         code: What the training code does.
         whole: Return what a block needs that recomputes nothing.
-
-    **Source**: Korthikanti et al. (2205.05198), equations 1 to 4, taken apart for grouped queries,
-    gated MLPs, experts and fused attention.
     """
     recompute = "none" if whole else layout.recompute
-    if isinstance(shape, TracedShape):
-        counts = Counter(map(id, shape.blocks))  # equal ones are one object
-        alone = {id(b): b for b in shape.blocks}
-        kept = (n * _traced([alone[i]], layout, code, recompute) for i, n in counts.items())
-        return sum(kept) / shape.layers
-    # Counted for 16 bits. The masks of dropout, a byte each, are widened with the rest.
-    return code.activation_bytes / 2 * _activations(shape, layout, code, recompute)
+    _, blocks, _ = make_parts(shape, layout, code)
+    counts = Counter(map(id, blocks))  # equal ones are one object
+    alone = {id(b): b for b in blocks}
+    kept = (n * _kept(alone[key], layout, code, recompute) for key, n in counts.items())
+    return sum(kept) / shape.layers
 
 
-def _traced(
-    parts: Sequence[TracedPart], layout: Layout, code: Implementation, recompute: Recompute
-) -> float:
-    """Return the bytes that parts of a traced model keep of a micro-batch."""
+def _kept(part: ModelPart, layout: Layout, code: Implementation, recompute: Recompute) -> float:
+    """Return the bytes that a part keeps of a micro-batch."""
     samples = layout.micro_batch / layout.sizes.context
-    words = sum(part.activations(layout, recompute) for part in parts)
-    return code.activation_bytes * samples * words
-
-
-def _activations(
-    shape: TransformerShape, layout: Layout, code: Implementation, recompute: Recompute
-) -> float:
-    """Return the bytes that a block keeps, in 16 bits."""
-    m, t = shape, layout.sizes.tensor
-    n = layout.micro_batch * m.length / layout.sizes.context
-    between = n * m.model_dim / (t if layout.sequence_parallel else 1)
-    # Inputs of the layers that the tensor axis divides, and their sums before they are scattered.
-    whole = between if code.gathers_again else n * m.model_dim
-    if recompute == "full":
-        return 2 * between
-    rows = layout.expert_rows(m)
-    passed = (rows + n * m.shared_experts) / t * m.ff_dim
-    heads = 2 * (2 * m.heads + 2 * m.kv_heads) * m.head_dim
-    selective = recompute == "selective"
-    if selective and code.fused_attention:
-        # Kept: the input, and what products and attention give; the rest is computed again.
-        mlp = 2 * passed * (2 if m.gated else 1)
-        return 2 * between + 4 * whole + n / t * heads + mlp
-    # Inputs of norms 4 and of the layers after them 4, two dropout masks 2.
-    mlp = passed * (8 if m.gated else 4)
-    # Rows sorted by expert, which may be padded; their outputs, and these weighted, are not.
-    routed = 2 * (rows + 2 * n * m.experts_per_token) * m.model_dim if m.experts > 1 else 0.0
-    scores = (2 + 3 * m.dropout) * layout.micro_batch * m.heads / t * m.length**2
-    scores /= layout.sizes.context
-    written = not (code.fused_attention or selective)
-    return (
-        (4 + 2 * m.dropout) * between
-        + 4 * whole
-        + n / t * heads
-        + mlp
-        + routed
-        + (scores if written else 0.0)
-    )
+    return code.activation_bytes * samples * part.activations(layout, recompute)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -120,20 +78,12 @@ def in_flight(schedule: str, ranks: int, microbatches: int, virtual: int = 1) ->
         schedule: A key of `SCHEDULES`.
         ranks: p.
         microbatches: m.
-        virtual: Stages of a rank under "interleaved".
+        virtual: Stages of a rank.
     """
-    p, m, v = ranks, microbatches, max(2, virtual)
-    if p == 1:
+    if ranks == 1:
         return (1.0,)
-    peaks: dict[str, list[float]] = {
-        "gpipe": [float(m)] * p,
-        "1f1b": [float(p - r) for r in range(p)],
-        "interleaved": [(2 * (p - 1 - r) + (v - 1) * p + 1) / v for r in range(p)],
-        "zb-h1": [float(p)] * p,
-        "zb-h2": [float(2 * p - 1)] * p,
-        "zbv": [float(p)] * p,
-    }
-    return tuple(min(float(m), peak) for peak in peaks[schedule])
+    peak = SCHEDULES[schedule].peak_in_flight
+    return tuple(min(float(microbatches), peak(r, ranks, virtual)) for r in range(ranks))
 
 
 def predict_memory(
@@ -179,14 +129,14 @@ class _RankMemory:
         self.spans = layout.spans(shape.layers)
         self.counts = [sum(end - start for start, end in spans) for spans in self.spans]
         self.flight = in_flight(
-            layout.schedule, sizes.pipeline, layout.microbatches, layout.virtual
+            layout.schedule, sizes.pipeline, layout.microbatches, layout.stages_per_rank
         )
         self.kept = block_activations(shape, layout, code)
-        self.first_blocks: list[float] = []  # bytes kept of the first 0, 1, ... traced blocks
-        if isinstance(shape, TracedShape):
-            alone = {id(b): b for b in shape.blocks}  # equal ones are one object
-            each = {i: _traced([b], layout, code, layout.recompute) for i, b in alone.items()}
-            self.first_blocks = list(accumulate((each[id(b)] for b in shape.blocks), initial=0.0))
+        self.before, blocks, _ = make_parts(shape, layout, code)
+        alone = {id(b): b for b in blocks}  # equal ones are one object
+        each = {key: _kept(b, layout, code, layout.recompute) for key, b in alone.items()}
+        # Bytes kept of the first 0, 1, ... blocks.
+        self.first_blocks = list(accumulate((each[id(b)] for b in blocks), initial=0.0))
         self.whole = block_activations(shape, layout, code, whole=True)
         self.moment = self.whole - self.kept
 
@@ -255,10 +205,7 @@ class _RankMemory:
 
     def _kept(self, rank: int, first: bool) -> float:
         """Return the bytes that the rank's blocks keep of a micro-batch."""
-        shape, layout, code = self.shape, self.layout, self.code
-        if not isinstance(shape, TracedShape):
-            return self.kept * self.counts[rank]
-        before = _traced([shape.before] if first else [], layout, code, "none")
+        before = _kept(self.before, self.layout, self.code, "none") if first else 0.0
         return before + sum(
             self.first_blocks[e] - self.first_blocks[s] for s, e in self.spans[rank]
         )
@@ -266,12 +213,10 @@ class _RankMemory:
 
 def logit_bytes(shape: TransformerShape, layout: Layout, code: Implementation) -> float:
     """Return the bytes of all copies of a micro-batch's logits at the peak of the loss."""
-    if isinstance(shape, TracedShape):
-        samples, after = layout.micro_batch / layout.sizes.context, shape.after
-        kept = _traced([after], layout, code, "none")
-        return kept + code.logit_bytes * samples * after.logits.local(layout)
-    n = layout.micro_batch * shape.length / layout.sizes.context
-    return code.logit_bytes * n * shape.vocab / layout.sizes.tensor
+    after = make_parts(shape, layout, code)[2]
+    samples = layout.micro_batch / layout.sizes.context
+    kept = _kept(after, layout, code, "none")
+    return kept + code.logit_bytes * samples * after.logits.local(layout)
 
 
 def _buffers(shape: TransformerShape, layout: Layout, code: Implementation) -> float:

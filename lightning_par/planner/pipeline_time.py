@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from lightning_par.engine.pipeline.actions import ActionKind, Schedule
-from lightning_par.engine.pipeline.schedules import build_schedule
+from lightning_par.engine.pipeline.schedules import build_schedule, SCHEDULES
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.engine.pipeline.validation import inputs_of
-from lightning_par.planner.block_cost import StageTime
+from lightning_par.planner.part_cost import StageTime
 from lightning_par.planner.shapes import Layout
 
 __all__ = ["OrderedSchedule", "order_schedule", "pipeline_seconds", "quick_pipeline"]
@@ -87,10 +87,11 @@ def order_schedule(name: str, ranks: int, microbatches: int, virtual: int) -> Or
         name: A key of `SCHEDULES`, or a file.
         ranks: p.
         microbatches: m.
-        virtual: Stages of a rank, which only "interleaved" lets one choose.
+        virtual: Stages of a rank, where the schedule lets one choose them.
     """
-    stages_per_rank = virtual if name == "interleaved" else None
-    return OrderedSchedule(build_schedule(name, ranks, microbatches, stages_per_rank))
+    row = SCHEDULES.get(name)
+    chosen = virtual if row is not None and row.chosen else None
+    return OrderedSchedule(build_schedule(name, ranks, microbatches, chosen))
 
 
 def pipeline_seconds(
@@ -146,10 +147,9 @@ def quick_pipeline(
         sum(t.backward for t in times) / p,
         sum(t.weight for t in times) / p,
     )
-    ramp = mean.forward + mean.backward
-    saved = {"zb-h1": 2 * mean.weight, "zb-h2": 3 * mean.weight, "zbv": ramp}
-    idle = max(0.0, ramp - saved.get(layout.schedule, 0.0)) / v
+    idle = SCHEDULES[layout.schedule].idle(mean.forward, mean.backward, mean.weight)
+    idle = max(0.0, idle) / v
     # The way of one micro-batch, which few of them do not fill.
-    later = sum(t.weight for t in times) if layout.schedule in saved else 0.0
+    later = sum(t.weight for t in times) if layout.splits_backward else 0.0
     way = sum(t.forward + t.backward for t in times) - later
     return max(busy + (p - 1) * (idle + 2 * message), way)

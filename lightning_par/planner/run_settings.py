@@ -6,38 +6,9 @@ from typing import Any
 
 from lightning_par.planner.shapes import Layout
 
-__all__ = ["apply_layout", "strategy_settings"]
+__all__ = ["apply_layout"]
 
 _RECOMPUTES = "lightning_par.callbacks.ActivationCheckpointing"
-
-
-def strategy_settings(layout: Layout) -> dict[str, Any]:
-    """Return the arguments of `Hybrid3DStrategy` that make a layout."""
-    sizes = layout.sizes
-    chosen: dict[str, Any] = {
-        "tensor_parallel_size": sizes.tensor,
-        "pipeline_parallel_size": sizes.pipeline,
-        "context_parallel_size": sizes.context,
-        "data_parallel_size": sizes.data,
-        "zero_stage": layout.zero_stage,
-    }
-    if sizes.expert > 1:
-        chosen["expert_parallel_size"] = sizes.expert
-        if layout.expert_max_rows is not None:
-            chosen["expert_max_rows"] = layout.expert_max_rows
-    if sizes.data_replicate > 1 and layout.zero_stage > 0:
-        chosen["data_parallel_replicate_size"] = sizes.data_replicate
-    if not layout.sequence_parallel:
-        chosen["sequence_parallel"] = False
-    if sizes.pipeline > 1:
-        chosen |= {"schedule": layout.schedule, "num_microbatches": layout.microbatches}
-        if layout.schedule == "interleaved":
-            chosen["virtual_pipeline_size"] = layout.stages_per_rank
-        if layout.blocks:
-            chosen["stage_blocks"] = list(layout.blocks)
-    if layout.offload:
-        chosen["offload_options"] = {"offload_optimizer": True}
-    return chosen
 
 
 def apply_layout(
@@ -70,7 +41,7 @@ def apply_layout(
         "devices": devices,
         "strategy": {
             "class_path": "lightning_par.Hybrid3DStrategy",
-            "init_args": strategy_settings(layout),
+            "init_args": layout.options(),
         },
         "accumulate_grad_batches": 1 if pipelined else layout.microbatches,
     }

@@ -12,14 +12,13 @@ from lightning_par.engine.pipeline.schedules import build_schedule
 from lightning_par.engine.pipeline.simulator import simulate
 from lightning_par.errors import MeshError
 from lightning_par.plan.block_partition import partition_blocks
-from lightning_par.planner.block_cost import BlockCost
 from lightning_par.planner.constants import Constants
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.memory import MemoryPrediction, peak_bytes, predict_memory
+from lightning_par.planner.part_cost import PartCosts
 from lightning_par.planner.profiles import DeviceProfile, reached
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
 from lightning_par.planner.step_time import make_clock, StepCost, StepTime
-from lightning_par.planner.traced_cost import cost_of_parts, TracedCost
 
 __all__ = ["Candidate", "Planner", "Rejection", "SearchResult"]
 
@@ -120,7 +119,7 @@ class Planner:
 
     def timeline(self, layout: Layout) -> tuple[tuple[TimedAction, ...], ...]:
         """Return the predicted actions of every rank of a pipeline, with their times in seconds."""
-        virtual = layout.virtual if layout.schedule == "interleaved" else None
+        virtual = layout.virtual if layout.in_rounds else None
         schedule = build_schedule(
             layout.schedule, layout.sizes.pipeline, layout.microbatches, virtual
         )
@@ -207,14 +206,14 @@ class Planner:
                     break
 
     def _estimate(self, layouts: list[Layout]) -> dict[Layout, float]:
-        blocks: dict[tuple[Any, ...], BlockCost | TracedCost] = {}
+        blocks: dict[tuple[Any, ...], PartCosts] = {}
         found = {}
         for one in layouts:
             key = _block_key(one)
             if key not in blocks:
                 busy = one.sizes.world_size
                 clock = make_clock(self.device, self.reached, self.code, busy)
-                blocks[key] = cost_of_parts(self.shape, one, self.code, clock)
+                blocks[key] = PartCosts(self.shape, one, self.code, clock)
             cost = StepCost(self.shape, one, self.device, self.code, self.reached, blocks[key])
             found[one] = cost.estimate()
         return found
@@ -235,7 +234,7 @@ class Planner:
         if layout.stages == 1:
             return layout
         cost = StepCost(self.shape, layout, self.device, self.code, self.reached)
-        blocks, ends = cost.block.chain(self.shape.layers)
+        blocks, ends = cost.block.chain()
         unit = max(blocks) / 1000
         first, last = (round(seconds / unit) for seconds in ends)
         cut = _partition(tuple(round(b / unit) for b in blocks), first, last, layout.stages)

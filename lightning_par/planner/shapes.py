@@ -7,9 +7,9 @@ experts, L layers.
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import get_args, Literal
+from typing import Any, get_args, Literal
 
-from lightning_par.engine.pipeline.schedules import place_stages, splits_backward
+from lightning_par.engine.pipeline.schedules import place_stages, SCHEDULES, splits_backward
 from lightning_par.errors import ConfigurationError, either, MeshError, raise_problems
 from lightning_par.sizes import ParallelSizes
 
@@ -191,7 +191,7 @@ class Layout:
         microbatches: Micro-batches of a step on each replica.
         zero_stage: What replicas shard, 0 to 3.
         schedule: A key of `engine.pipeline.schedules.SCHEDULES`.
-        virtual: Stages of a rank under "interleaved".
+        virtual: Stages of a rank, where the schedule lets one choose them.
         recompute: What blocks compute again in the backward.
         sequence_parallel: Whether the parts between tensor-parallel layers are sharded, too.
         offload: Whether the optimizer and its states are on the host.
@@ -228,7 +228,15 @@ class Layout:
         """Stages that a pipeline rank holds."""
         if self.sizes.pipeline == 1:
             return 1
-        return {"interleaved": max(2, self.virtual), "zbv": 2}.get(self.schedule, 1)
+        row = SCHEDULES.get(self.schedule)
+        if row is None:
+            return 1
+        return max(row.stages_per_rank, self.virtual) if row.chosen else row.stages_per_rank
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the stages of a rank take turns with rounds of micro-batches, as interleaved."""
+        return self.schedule in SCHEDULES and SCHEDULES[self.schedule].chosen
 
     @property
     def stages(self) -> int:
@@ -249,6 +257,70 @@ class Layout:
     def samples(self) -> int:
         """Samples of a step, of all replicas."""
         return self.sizes.data * self.micro_batch * self.microbatches
+
+    @classmethod
+    def from_options(
+        cls,
+        options: Any,
+        sizes: ParallelSizes,
+        batch: int,
+        *,
+        accumulated: int = 1,
+        recompute: Recompute = "none",
+    ) -> "Layout":
+        """Return the layout that options of a strategy ask for.
+
+        Args:
+            options: `MeshOptions`.
+            sizes: The mesh.
+            batch: Samples of a replica's batch, which only a pipeline cuts.
+            accumulated: Batches of an optimizer step.
+            recompute: What blocks compute again.
+        """
+        pieces, virtual = 1, options.virtual_pipeline_size
+        if sizes.pipeline > 1:
+            pieces = min(options.microbatches(sizes.pipeline), batch)
+        return cls(
+            sizes=sizes,
+            micro_batch=-(-batch // pieces),
+            microbatches=pieces * accumulated,
+            zero_stage=options.zero_stage,
+            schedule=options.schedule,
+            virtual=2 if virtual == "auto" else virtual,
+            recompute=recompute,
+            sequence_parallel=options.sequence_parallel,
+            offload=options.offload_options is not None,
+            expert_max_rows=options.expert_max_rows,
+            blocks=tuple(options.stage_blocks or ()),
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of `Hybrid3DStrategy` that make the layout."""
+        sizes = self.sizes
+        chosen: dict[str, Any] = {
+            "tensor_parallel_size": sizes.tensor,
+            "pipeline_parallel_size": sizes.pipeline,
+            "context_parallel_size": sizes.context,
+            "data_parallel_size": sizes.data,
+            "zero_stage": self.zero_stage,
+        }
+        if sizes.expert > 1:
+            chosen["expert_parallel_size"] = sizes.expert
+            if self.expert_max_rows is not None:
+                chosen["expert_max_rows"] = self.expert_max_rows
+        if sizes.data_replicate > 1 and self.zero_stage > 0:
+            chosen["data_parallel_replicate_size"] = sizes.data_replicate
+        if not self.sequence_parallel:
+            chosen["sequence_parallel"] = False
+        if sizes.pipeline > 1:
+            chosen |= {"schedule": self.schedule, "num_microbatches": self.microbatches}
+            if self.in_rounds:
+                chosen["virtual_pipeline_size"] = self.stages_per_rank
+            if self.blocks:
+                chosen["stage_blocks"] = list(self.blocks)
+        if self.offload:
+            chosen["offload_options"] = {"offload_optimizer": True}
+        return chosen
 
     def expert_rows(self, shape: TransformerShape) -> float:
         """Return the rows that a rank sends to experts, and gets, in a micro-batch, those that stay
@@ -296,7 +368,7 @@ class Layout:
     def __str__(self) -> str:
         words = [str(self.sizes), f"zero {self.zero_stage}"]
         if self.sizes.pipeline > 1:
-            count = f" x{self.stages_per_rank}" if self.schedule == "interleaved" else ""
+            count = f" x{self.stages_per_rank}" if self.in_rounds else ""
             words.append(self.schedule + count)
         words += [f"{self.microbatches} x {self.micro_batch}", f"recompute {self.recompute}"]
         if self.sizes.tensor > 1 and not self.sequence_parallel:

@@ -15,12 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_par.plan.inference.tracing import called_around, tensors_in
 from lightning_par.plan.resolved_plan import ResolvedPlan
-from lightning_par.planner.traced_shape import (
+from lightning_par.plan.tensor_styles import StyleSpec, TENSOR_STYLES
+from lightning_par.planner.model_parts import (
     Amount,
+    Attention,
     Cut,
-    TracedAttention,
-    TracedPart,
-    TracedProduct,
+    ModelPart,
+    Product,
 )
 from lightning_par.profiling.flops import FlopCounter
 from lightning_par.upstream.autograd import is_in_backward
@@ -30,16 +31,14 @@ from lightning_par.upstream.tensor import storage_key
 
 __all__ = ["AFTER", "BEFORE", "RecordedPart", "StepRecorder"]
 
-_WHOLE = ("gather_sequence", "experts", "whole_sequence", "whole_inside")
-"""Styles of modules that compute on all tokens."""
-_SHARDS = ("colwise", "colwise_alone", "colwise_transposed", "fused_qkv_transposed", "vocab_head")
-"""Styles of modules whose output is a shard."""
-_SUMS = ("rowwise", "rowwise_transposed", "vocab_embedding")
-"""Styles of modules whose partial outputs are summed."""
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 """Operators that read as much of a table as they return."""
 _WRITES = ("fill_", "zero_", "copy_", "bernoulli_")
 """Operators that write their first argument without reading it."""
+_BACKWARD_TRAFFIC = 34 / 22
+"""Words of element-wise work in a backward to those of its forward, as of a block of a transformer:
+two norms 12 to 8, two sums with dropout 10 to 14, and two sums of gradients 12, in bytes."""
+_BACKWARD_KERNELS = 40 / 22
 _FOLLOWED = "lightning_par.followed"
 """Key of the metadata of a node of autograd that has its prehook."""
 BEFORE, AFTER = -1, -2
@@ -48,10 +47,10 @@ BEFORE, AFTER = -1, -2
 
 @dataclass(eq=False)
 class RecordedPart:
-    """What is recorded of a part; see `TracedPart`."""
+    """What is recorded of a part; see `ModelPart`."""
 
-    products: list[TracedProduct] = field(default_factory=list)
-    attentions: list[TracedAttention] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
     words: dict[tuple[str, Cut], float] = field(default_factory=dict)
     summed: float = 0.0
     sums: int = 0
@@ -61,19 +60,23 @@ class RecordedPart:
     operators: list[int] = field(default_factory=lambda: [0, 0])
 
     def add(self, what: str, cut: Cut, words: float) -> None:
-        """Add words to one of the amounts of `TracedPart`."""
+        """Add words to one of the amounts of `ModelPart`."""
         self.words[what, cut] = self.words.get((what, cut), 0.0) + words
 
-    def freeze(self, samples: int, weights: Amount, trained: Amount) -> TracedPart:
+    def freeze(self, samples: int, weights: Amount, trained: Amount) -> ModelPart:
         """Return the part, for one sample."""
 
         def amount(what: str) -> Amount:
             cuts: tuple[Cut, ...] = ("tensor", "tokens", "whole")
             return Amount(*(self.words.get((what, cut), 0.0) / samples for cut in cuts))
 
-        of_traffic = "traffic", "gradient_traffic", "eager", "eager_backward"
+        of_traffic = "traffic", "eager", "eager_backward"
+        passed = amount("gradient_traffic").times(_BACKWARD_TRAFFIC)
+        # Products and attention have counted their own kernels.
+        small = max(0, self.kernels - len(self.products) - len(self.attentions))
+        again = _BACKWARD_KERNELS * bool(passed.total or trained.total)
         of_memory = "saved", "kept", "entered", "logits"
-        return TracedPart(
+        return ModelPart(
             products=tuple(_for_one(p, samples) for p in self.products),
             attentions=tuple(_for_one(a, samples) for a in self.attentions),
             **{name: amount(name) for name in (*of_traffic, *of_memory)},
@@ -82,7 +85,9 @@ class RecordedPart:
             sums=self.sums,
             gathered=self.gathered / samples,
             gathers=self.gathers,
-            kernels=self.kernels,
+            backward_traffic=passed,
+            streams=(small, small * _BACKWARD_TRAFFIC),
+            kernels=(self.kernels, self.kernels * again),
             operators=(self.operators[0], self.operators[1]),
             weights=weights,
             trained=trained,
@@ -92,7 +97,7 @@ class RecordedPart:
 def _for_one(made: Any, samples: int) -> Any:
     """Return a product or attention of a batch as that of one sample."""
     given = dict(vars(made))
-    names = ("rows",) if isinstance(made, TracedProduct) else ("heads", "kv_heads")
+    names = ("rows",) if isinstance(made, Product) else ("heads", "kv_heads")
     return type(made)(**{**given, **{name: given[name] / samples for name in names}})
 
 
@@ -175,20 +180,19 @@ class StepRecorder(FlopCounter):
 
     def _leave(self, fqn: str, outputs: list[Tensor]) -> None:
         """Follow a module of a style: its output is a shard, or is whole again."""
-        style = self._resolved.styles.get(fqn)
+        given = self._style(fqn).output
         words = sum(t.numel() for t in outputs[:1])
-        if style in _SHARDS:
-            cut: Cut = "tensor"
-        elif style in _SUMS or style == "colwise_gather_output":
-            cut = self._region(style in _SUMS)
-            if style in _SUMS:
-                self._part.summed += words
-                self._part.sums += 1
-            else:
-                self._part.gathered += words
-                self._part.gathers += 1
-        else:
+        if given is None:
             return
+        cut: Cut = "tensor"
+        if given == "summed":
+            cut = self._region(leaves=True)
+            self._part.summed += words
+            self._part.sums += 1
+        elif given == "gathered":
+            cut = self._region()
+            self._part.gathered += words
+            self._part.gathers += 1
         for tensor in outputs:
             self._cuts[self._key(tensor)] = cut
 
@@ -207,8 +211,10 @@ class StepRecorder(FlopCounter):
             return "whole"
         if leaves:
             return "tokens"
-        styles = (self._resolved.styles.get(fqn) for fqn in self._stack)
-        return "whole" if any(style in _WHOLE for style in styles) else "tokens"
+        return "whole" if any(self._style(fqn).inside for fqn in self._stack) else "tokens"
+
+    def _style(self, fqn: str) -> StyleSpec:
+        return TENSOR_STYLES[self._resolved.styles.get(fqn, "replicated")]
 
     # What an operator does ------------------------------------------------------------------------
 
@@ -318,16 +324,16 @@ class StepRecorder(FlopCounter):
         weights = [t for t in given[:3] if self._key(t) in self._parameters]
         others = [t for t in given[:3] if self._key(t) not in self._parameters]
         divided: Any = {"tensor": "rows", "tokens": "tokens", "whole": "nothing"}[cut]
-        style = self._resolved.styles.get(self._stack[-1]) if self._stack else None
-        if style in (*_SHARDS, "colwise_gather_output"):
+        makes = self._style(self._stack[-1]).output if self._stack else None
+        if makes == "summed":
+            divided = "inner"
+        elif makes is not None:
             divided, cut = "columns", "tensor"
             self._gather(others[0])
-        elif style in _SUMS:
-            divided = "inner"
         # Of two activations, the second one needs a gradient as a weight does.
         second = [*weights, *others[1:]][:1]
         self._part.products.append(
-            TracedProduct(
+            Product(
                 rows=out.numel() / columns,
                 columns=columns,
                 inner=flops / (2 * out.numel()),
@@ -338,7 +344,7 @@ class StepRecorder(FlopCounter):
         )
         self._part.kernels += 1
         # Partial sums are whole before they are scattered.
-        self._part.add("kept", "whole" if style in _SUMS else cut, out.numel())
+        self._part.add("kept", "whole" if makes == "summed" else cut, out.numel())
 
     def _gather(self, tensor: Tensor) -> None:
         """Count what a divided layer takes as whole: it is gathered before, and kept so."""
@@ -388,7 +394,7 @@ class StepRecorder(FlopCounter):
             self._keep(tensor)
         heads = q.shape[:-2].numel()
         self._part.attentions.append(
-            TracedAttention(
+            Attention(
                 heads=heads,
                 kv_heads=k.shape[:-2].numel(),
                 queries=q.shape[-2],

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_par.planner.block_cost import BlockCost, StageTime
 from lightning_par.planner.constants import Constants
 from lightning_par.planner.operations import Clock, Collective, ranks_inside
+from lightning_par.planner.part_cost import PartCosts, StageTime
 from lightning_par.planner.pipeline_time import pipeline_seconds, quick_pipeline
 from lightning_par.planner.profiles import DeviceProfile, reached
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
-from lightning_par.planner.traced_cost import cost_of_parts, TracedCost
 
 _CONTENTION = 0.1
 """Share of hidden traffic by which what hides it becomes slower."""
@@ -58,12 +57,12 @@ class StepCost:
         device: DeviceProfile,
         code: Implementation,
         constants: Constants,
-        block: BlockCost | TracedCost | None = None,
+        block: PartCosts | None = None,
         busy: float = 1.0,
     ) -> None:
         self.shape, self.layout, self.code, self._busy = shape, layout, code, busy
         self.clock = make_clock(device, constants, code, layout.sizes.world_size * busy)
-        self.block = block or cost_of_parts(shape, layout, code, self.clock)
+        self.block = block or PartCosts(shape, layout, code, self.clock)
         self.times = self.block.stages(layout.split(shape.layers))
         self.message = self._message() if layout.sizes.pipeline > 1 else 0.0
 
@@ -264,7 +263,7 @@ class StepCost:
             # Gradients are whole in the last backward only; weights are gathered by the first
             # forward.
             traffic, hides = self.replicas(), hides / m
-            if layout.schedule == "interleaved":
+            if layout.in_rounds:
                 # A stage is done long before its rank is: the last round covers the others.
                 hides *= min(m, layout.sizes.pipeline)
         # What is hidden takes a part of the memory's bandwidth and of the processors.

@@ -147,9 +147,9 @@ class MeshOptions:
             problems.append(
                 f"virtual_pipeline_size={virtual!r} must be a whole number of 2 or more, or 'auto'."
             )
-        elif schedule != "interleaved":
+        elif schedule not in (free := [name for name, row in SCHEDULES.items() if row.chosen]):
             problems.append(
-                f"virtual_pipeline_size={virtual} needs schedule='interleaved'; "
+                f"virtual_pipeline_size={virtual} needs schedule={either(list(map(repr, free)))}; "
                 f"schedule={schedule!r} says by itself how many stages a rank holds."
             )
         return problems

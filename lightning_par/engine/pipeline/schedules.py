@@ -6,9 +6,10 @@
 p is the number of ranks, m the number of micro-batches, v the number of stages per rank.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from lightning_par.engine.pipeline.actions import (
     Action,
@@ -23,6 +24,7 @@ from lightning_par.errors import either, raise_problems, ScheduleError
 
 __all__ = [
     "SCHEDULES",
+    "ScheduleSpec",
     "build_schedule",
     "forward_only",
     "gpipe",
@@ -177,17 +179,60 @@ def forward_only(rank_of_stage: Sequence[int], num_microbatches: int) -> Schedul
     )
 
 
-SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
-    {
-        "1f1b": one_f_one_b,
-        "gpipe": gpipe,
-        "interleaved": interleaved,
-        "zb-h1": zb_h1,
-        "zb-h2": zb_h2,
-        "zbv": zbv,
-    }
-)
-"""The training schedules by name; each takes the number of ranks and of micro-batches."""
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """What is known of a training schedule: all that the package has to know, in one row.
+
+    Attributes:
+        build: Makes it for p ranks and m micro-batches, and v stages per rank if they are `chosen`.
+        peak_in_flight: Of rank r of p with v stages each, the most micro-batches that it holds at
+            once, in parts of all its stages; m may be less. It is that of the simulator from 2 p
+            micro-batches on.
+        idle: Seconds that a rank waits for each of its p - 1 neighbors, from the forward, the
+            backward and the weights' part of it, of all stages of a rank; exact where stages are
+            equal, and m a multiple of p.
+        stages_per_rank: v, or the one that is meant where it is `chosen`.
+        chosen: Whether the user chooses v. It needs rounds of p micro-batches: a stage is done with
+            one long before its rank is.
+        searched: Whether a search for a layout tries it. GPipe and ZB-H2 hold too much.
+    """
+
+    build: Callable[..., Schedule]
+    peak_in_flight: Callable[[int, int, int], float]
+    idle: Callable[[float, float, float], float] = lambda forward, backward, weight: (
+        forward + backward
+    )
+    stages_per_rank: int = 1
+    chosen: bool = False
+    searched: bool = True
+
+
+SCHEDULES: Mapping[str, ScheduleSpec] = {
+    "1f1b": ScheduleSpec(build=one_f_one_b, peak_in_flight=lambda r, p, v: p - r),
+    "gpipe": ScheduleSpec(build=gpipe, peak_in_flight=lambda r, p, v: math.inf, searched=False),
+    "interleaved": ScheduleSpec(
+        build=interleaved,
+        peak_in_flight=lambda r, p, v: (2 * (p - 1 - r) + (v - 1) * p + 1) / v,
+        stages_per_rank=2,
+        chosen=True,
+    ),
+    "zb-h1": ScheduleSpec(
+        build=zb_h1, peak_in_flight=lambda r, p, v: p, idle=lambda f, b, w: f + b - 2 * w
+    ),
+    "zb-h2": ScheduleSpec(
+        build=zb_h2,
+        peak_in_flight=lambda r, p, v: 2 * p - 1,
+        idle=lambda f, b, w: f + b - 3 * w,
+        searched=False,
+    ),
+    "zbv": ScheduleSpec(
+        build=zbv,
+        peak_in_flight=lambda r, p, v: p,
+        idle=lambda f, b, w: 0.0,
+        stages_per_rank=2,
+    ),
+}
+"""The training schedules by name. To add one: a function that builds it, and its row here."""
 
 
 def build_schedule(
@@ -199,7 +244,7 @@ def build_schedule(
         name: A key of `SCHEDULES`, or the path of a file (see `read_schedule`).
         num_ranks: p, at least 1.
         num_microbatches: m, at least 1.
-        stages_per_rank: v, which only "interleaved" lets one choose; None is its default, 2.
+        stages_per_rank: v, for a schedule that lets one choose it; None is its default.
 
     Raises:
         ScheduleError: No schedule or file has that name, it does not have that number of stages
@@ -211,17 +256,17 @@ def build_schedule(
                 "LP401", f"schedule={name!r} is neither {either(sorted(SCHEDULES))} nor a file."
             )
         return read_schedule(name, num_ranks, num_microbatches)
-    if name == "interleaved" and stages_per_rank is not None:
-        return interleaved(num_ranks, num_microbatches, stages_per_rank)
-    schedule = SCHEDULES[name](num_ranks, num_microbatches)
-    has = schedule.num_stages // num_ranks
-    if stages_per_rank not in (None, has):
+    spec = SCHEDULES[name]
+    if spec.chosen and stages_per_rank is not None:
+        return spec.build(num_ranks, num_microbatches, stages_per_rank)
+    if stages_per_rank not in (None, spec.stages_per_rank):
+        free = either([repr(other) for other, row in SCHEDULES.items() if row.chosen])
         raise ScheduleError(
             "LP401",
-            f"schedule={name!r} has {has} stage(s) per rank, not {stages_per_rank}. Only "
-            "'interleaved' lets you choose.",
+            f"schedule={name!r} has {spec.stages_per_rank} stage(s) per rank, not "
+            f"{stages_per_rank}. Only {free} lets you choose.",
         )
-    return schedule
+    return spec.build(num_ranks, num_microbatches)
 
 
 def place_stages(

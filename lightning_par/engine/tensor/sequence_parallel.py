@@ -96,8 +96,8 @@ class Regions:
         blocks = tuple(f"{name}." for name in resolved.block_names)
         places = {"model": ("",), "blocks": blocks, "none": ()}
         self._sharded = places[resolved.plan.sequence_region]
-        styles = resolved.styles.items()
-        self._whole = tuple(f"{fqn}." for fqn, style in styles if TENSOR_STYLES[style].whole_inside)
+        specs = {fqn: TENSOR_STYLES[style] for fqn, style in resolved.styles.items()}
+        self._whole = tuple(f"{fqn}." for fqn, spec in specs.items() if spec.inside == "whole")
 
     def of(self, fqn: str) -> Region:
         """Return the region of the module `fqn`."""

@@ -15,13 +15,13 @@ import torch
 
 from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.memory.measured import available_memory
+from lightning_par.engine.pipeline.schedules import SCHEDULES
 from lightning_par.errors import ConfigurationError, LightningParError, MeshError
 from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.block_trace import shape_of
-from lightning_par.planner.layouts import divisors, LayoutSpace, PIPELINED
+from lightning_par.planner.layouts import divisors, LayoutSpace
 from lightning_par.planner.profiles import DeviceProfile, implementation
-from lightning_par.planner.run_settings import strategy_settings
 from lightning_par.planner.search import Candidate, Planner
 from lightning_par.planner.shapes import Layout
 from lightning_par.sizes import ParallelSizes
@@ -56,7 +56,6 @@ CHOSEN = (
     "stage_blocks",
 )
 """Options that a choice sets, unless they are given."""
-_PREDICTED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv")
 _TOLD = 3
 """Refusals that an error tells."""
 
@@ -188,7 +187,7 @@ class LayoutChooser:
 
     def settings(self, layout: Layout) -> MeshOptions:
         """Return the options of a layout; what the user gave is kept."""
-        made = {**strategy_settings(layout), "auto_rule": "data"}
+        made = {**layout.options(), "auto_rule": "data"}
         pieces = layout.microbatches // self._accumulated
         kept = self.options.num_microbatches
         made["num_microbatches"] = pieces if kept == "auto" else kept
@@ -208,7 +207,7 @@ class LayoutChooser:
         Raises:
             ConfigurationError: The model has no shape that it could read, or the GPU no profile.
         """
-        if self.options.schedule not in _PREDICTED:
+        if self.options.schedule not in SCHEDULES:
             raise ConfigurationError(
                 "LP907", f"the schedule {self.options.schedule!r} is written by hand"
             )
@@ -303,7 +302,7 @@ class LayoutChooser:
                 accumulated=self._accumulated,
                 pieces=self._pieces,
                 sequence_parallel=self._data.is_even if wish.sequence_parallel else True,
-                schedules=PIPELINED if wish.schedule else (options.schedule,),
+                schedules=None if wish.schedule else (options.schedule,),
                 accepts=accepts,
             )
 
@@ -322,16 +321,16 @@ class LayoutChooser:
         for sizes in self.options.possible_sizes(self.devices, self.node):
             free = self.wish.zero_stage and sizes.data > 1
             for zero in (1, 2, 3) if free else (self.options.zero_stage,):
-                most = min(self._pieces or 4 * sizes.pipeline, self._batch_size)
-                pieces = most if sizes.pipeline > 1 else 1
-                layout = Layout(
-                    sizes=sizes,
+                asked = replace(
+                    self.options,
                     zero_stage=zero,
-                    micro_batch=-(-self._batch_size // pieces),
-                    microbatches=pieces * self._accumulated,
+                    num_microbatches=self._pieces or "auto",
                     sequence_parallel=self._data.is_even,
-                    schedule=self.options.schedule,
-                    expert_max_rows=self.options.expert_max_rows,
+                    stage_blocks=None,
+                    offload_options=None,
+                )
+                layout = Layout.from_options(
+                    asked, sizes, self._batch_size, accumulated=self._accumulated
                 )
                 refusal = self._refusal(layout, fits=True)
                 if refusal is None and planner is not None:

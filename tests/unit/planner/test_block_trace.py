@@ -11,20 +11,22 @@ from torch import nn, Tensor
 from lightning_par import ParallelPlan
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.engine.memory.live import LiveBytes, PARAMETERS
-from lightning_par.errors import ConfigurationError
+from lightning_par.errors import ConfigurationError, PlanError
 from lightning_par.models import GPTModule, MixtralModule
 from lightning_par.plan.inference import tracing
 from lightning_par.plan.inference.infer import infer_plan
 from lightning_par.plan.lookup import find_plan
+from lightning_par.plan.resolved_plan import check_plan
+from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from lightning_par.planner.block_trace import shape_of, trace_shape
 from lightning_par.planner.constants import Calibration, Constants
 from lightning_par.planner.memory import predict_memory
+from lightning_par.planner.model_parts import TracedShape
 from lightning_par.planner.operations import Clock
+from lightning_par.planner.part_cost import PartCosts
 from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Layout
-from lightning_par.planner.traced_cost import cost_of_parts
-from lightning_par.planner.traced_shape import TracedShape
 from lightning_par.profiling.flops import FlopCounter
 from lightning_par.sizes import ParallelSizes
 from tests.support.models.user_encoders import labeled_rows, LoggedEncoder, TorchEncoder
@@ -89,7 +91,7 @@ def test_a_hidden_configuration_gives_the_same_forecast(
         assert dict(ours.traffic) == pytest.approx(dict(theirs.traffic), rel=0.05), layout
     code, clock = implementation("bf16-mixed", DEVICE), Clock(DEVICE, Constants())
     apart, fused = (
-        [cost_of_parts(s, LAYOUTS[0], c, clock).weight_compute for s in (found, wanted)]
+        [PartCosts(s, LAYOUTS[0], c, clock).weight_compute for s in (found, wanted)]
         for c in (code, replace(code, fused_accumulation=True))
     )
     assert fused[0] < 0.98 * apart[0]
@@ -214,7 +216,7 @@ def test_eager_operators_move_what_a_hand_counts_forward_and_backward(
     assert shape.after.eager_backward.total == pytest.approx(4 * T * V, abs=2 * T + 4)
     code, layout = implementation("32-true", DEVICE), Layout(micro_batch=3)
     slow, fast = (
-        cost_of_parts(shape, layout, code, Clock(replace(DEVICE, calibration=one), Constants(), 4))
+        PartCosts(shape, layout, code, Clock(replace(DEVICE, calibration=one), Constants(), 4))
         for one in (
             Calibration(constants=Constants(), attention_rates=(1, 1), eager=rate)
             for rate in (1, 2)
@@ -277,3 +279,20 @@ def test_what_cannot_be_traced_is_refused_with_a_cure() -> None:
     module.configure_model()
     with pytest.raises(ConfigurationError, match="routes tokens to experts"):
         trace_shape(module, plan_of(module), None)
+
+
+def test_a_new_tensor_style_is_forecast_by_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace asks the row what a module of the style gives, and so does the check of a plan."""
+    module = GPTModule(preset="tiny")
+    with record_construction():
+        module.configure_model()
+    rows = torch.zeros(2, 16, dtype=torch.long)
+    example, plan = {"input_ids": rows, "labels": rows}, plan_of(module)
+    wanted = trace_shape(module, plan, example)
+    monkeypatch.setitem(TENSOR_STYLES, "mine", TENSOR_STYLES["colwise"])  # type: ignore[arg-type]
+    styles: Any = {n: "mine" if s == "colwise" else s for n, s in plan.tensor.items()}
+    assert "mine" in styles.values()
+    assert trace_shape(module, replace(plan, tensor=styles), example) == wanted
+    alone: Any = {n: s for n, s in styles.items() if s != "gather_sequence"}
+    with pytest.raises(PlanError, match="is 'mine', but no module around it is 'gather_sequence'"):
+        check_plan(module, replace(plan, tensor=alone), ParallelSizes(tensor=2))

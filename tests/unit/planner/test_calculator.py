@@ -139,7 +139,6 @@ def test_zero_fields_become_what_the_package_makes_of_them() -> None:
     assert node("L.complete(given)", given) == asdict(TransformerShape(**given))
 
 
-PIPELINED = LayoutSpace.__dataclass_fields__["schedules"].default
 COMPARED = [
     ("gpt2", "a100-80", 1, 256),
     ("gpt3-6.7b", "h100", 1, 256),
@@ -166,7 +165,7 @@ def test_choice_is_nearly_as_fast_as_that_of_the_search_as_the_page_says() -> No
         code = implementation("bf16-mixed", load_profile(device))
         planner = Planner(shape=shape, device=load_profile(device), code=code)
         try:
-            best = planner.search(replace(space(case["machine"]), schedules=PIPELINED), beam=4)
+            best = planner.search(replace(space(case["machine"]), schedules=None), beam=4)
         except MeshError:  # neither finds one that fits
             assert found["fitting"] == 0, (model, device)
             assert found["least"]["held"]["peak"] > planner.limit

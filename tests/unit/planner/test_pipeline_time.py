@@ -1,14 +1,25 @@
 """The walk and the closed form against the package's simulator."""
 
+from dataclasses import replace
+
 import pytest
 
-from lightning_par.engine.pipeline.schedules import build_schedule, SCHEDULES
+from lightning_par.engine.pipeline.schedules import (
+    build_schedule,
+    one_f_one_b,
+    SCHEDULES,
+    ScheduleSpec,
+)
 from lightning_par.engine.pipeline.simulator import simulate
-from lightning_par.planner.block_cost import StageTime
+from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.memory import in_flight
+from lightning_par.planner.part_cost import StageTime
 from lightning_par.planner.pipeline_time import pipeline_seconds, quick_pipeline
-from lightning_par.planner.shapes import Layout
+from lightning_par.planner.profiles import load_profile
+from lightning_par.planner.search import Planner
+from lightning_par.planner.shapes import Layout, TransformerShape
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.options import MeshOptions
 
 CASES = [(name, p, m) for name in sorted(SCHEDULES) for p, m in ((2, 4), (4, 8), (3, 7))]
 
@@ -66,3 +77,26 @@ def test_micro_batches_in_flight_equal_the_simulated_ones(name: str, p: int, m: 
 def test_a_layout_tells_virtual_stages_where_there_are_some(schedule: str, said: str) -> None:
     layout = Layout(sizes=ParallelSizes(pipeline=2), schedule=schedule, virtual=3)
     assert f", {said}, 1 x 1," in str(layout)
+
+
+def test_a_new_schedule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user may ask for, what a search tries and what is forecast follow from its row."""
+    row = ScheduleSpec(
+        build=lambda p, m: replace(one_f_one_b(p, m), name="mine"),
+        peak_in_flight=lambda r, p, v: p - r,
+    )
+    monkeypatch.setitem(SCHEDULES, "mine", row)  # type: ignore[arg-type]
+    assert MeshOptions(schedule="mine").place_stages(4) == (0, 1, 2, 3)
+    shape = TransformerShape(layers=8, model_dim=1024, heads=8, length=1024, vocab=5000)
+    space = LayoutSpace(devices=4, samples=8, fixed=(("pipeline", 4),))
+    tried = {layout.schedule for layout in space.layouts(shape)}
+    assert tried == {"1f1b", "interleaved", "mine", "zb-h1", "zbv"}
+    planner = Planner(shape=shape, device=load_profile("h100"))
+    known, new = (
+        planner.predict(
+            Layout(sizes=ParallelSizes(pipeline=4), microbatches=8, schedule=name),
+        )
+        for name in ("1f1b", "mine")
+    )
+    assert (known.time, known.memory) == (new.time, new.memory)
+    assert in_flight("mine", 4, 8) == in_flight("1f1b", 4, 8)

@@ -124,7 +124,8 @@ SHAPE = TransformerShape(layers=2, model_dim=64, heads=4, length=128, vocab=256)
 @pytest.mark.parametrize(
     ("sizes", "count"),
     [
-        ({"tensor": 2}, 2 * 8 + 2),  # gathers and scatters both ways, sums of embedding and head
+        # Gathers and scatters both ways, of two layers' two sums, of embedding and head.
+        ({"tensor": 2}, 2 * 8 + 4),
         ({"data_shard": 2}, 2 * (2 + 1)),  # gradients and weights: of every block, of the rest
         ({"data_replicate": 2}, 1),  # gradients, in one bucket
         # Forward and backward, on the pipeline's longest way, and the table of the outer stages.

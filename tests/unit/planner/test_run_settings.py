@@ -1,6 +1,6 @@
 """A layout as settings of a run: every option that makes it, and the user's others kept."""
 
-from lightning_par.planner.run_settings import apply_layout, strategy_settings
+from lightning_par.planner.run_settings import apply_layout
 from lightning_par.planner.shapes import Layout
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
@@ -22,17 +22,19 @@ RICH = Layout(
 
 def test_the_strategy_makes_the_sizes_of_the_layout() -> None:
     for layout in (RICH, Layout(sizes=ParallelSizes(data_replicate=4), zero_stage=0)):
-        options = MeshOptions(**strategy_settings(layout))
+        options = MeshOptions(**layout.options())
         world = layout.sizes.world_size
         assert options.fit_sizes(world, 8) == layout.sizes
         assert options.zero_stage == layout.zero_stage
         assert options.sequence_parallel == layout.sequence_parallel
         assert (options.offload_options is not None) == layout.offload
         assert options.expert_max_rows == layout.expert_max_rows
-    options = MeshOptions(**strategy_settings(RICH))
+    options = MeshOptions(**RICH.options())
     assert options.place_stages(2) == RICH.owners
     assert options.microbatches(2) == 8
     assert tuple(options.stage_blocks) == RICH.blocks
+    again = Layout.from_options(options, RICH.sizes, 24, recompute=RICH.recompute)
+    assert again == RICH
 
 
 def test_batches_are_cut_by_the_pipeline_or_accumulated() -> None:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_par.planner.block_cost import BlockCost
 from lightning_par.planner.constants import Constants, fitted_constants
 from lightning_par.planner.operations import Clock, ranks_inside
+from lightning_par.planner.part_cost import PartCosts
 from lightning_par.planner.profiles import load_profile
 from lightning_par.planner.shapes import Implementation, Layout, TransformerShape
 from lightning_par.planner.step_time import StepCost
@@ -32,9 +32,9 @@ CLOCK = Clock(H100, IDEAL)
 SHAPE = TransformerShape(layers=4, model_dim=4096, heads=32, length=2048, vocab=50_000)
 
 
-def block(shape: TransformerShape = SHAPE, *, tensor: int = 1, **changes: object) -> BlockCost:
+def block(shape: TransformerShape = SHAPE, *, tensor: int = 1, **changes: object) -> PartCosts:
     layout = Layout(sizes=ParallelSizes(tensor=tensor), micro_batch=2, **changes)
-    return BlockCost(shape, layout, Implementation(), Clock(H100, Constants()))
+    return PartCosts(shape, layout, Implementation(), Clock(H100, Constants()))
 
 
 def test_a_product_that_fills_every_wave_runs_at_the_peak() -> None:
@@ -89,10 +89,10 @@ def test_a_block_costs_its_flops_at_the_peak_and_no_less() -> None:
 
 def test_recomputation_adds_a_forward_or_a_part_of_it() -> None:
     none, selective, full = (
-        block(recompute=kind).stage(4, first=False, last=False).backward
+        block(recompute=kind).stages([1, 2, 1])[1].backward
         for kind in ("none", "selective", "full")
     )
-    forward = block().stage(4, first=False, last=False).forward
+    forward = block().stages([1, 2, 1])[1].forward
     assert none < selective < full
     assert full - none == pytest.approx(forward)
 
@@ -102,16 +102,14 @@ def test_tensor_ranks_divide_compute_and_add_communication() -> None:
     assert eight.forward.compute < one.forward.compute / 5
     assert sum(one.forward.communication.values()) == 0
     assert eight.forward.communication["tensor"] > 0
-    behind = BlockCost(
+    behind = PartCosts(
         SHAPE, eight.layout, Implementation(async_tensor=True), Clock(H100, Constants())
     )
     assert behind.backward.communication["tensor"] < eight.backward.communication["tensor"]
 
 
 def test_edges_belong_to_the_outer_stages() -> None:
-    inner, first, last = (
-        block().stage(2, first=f, last=e) for f, e in ((False, False), (True, False), (False, True))
-    )
+    first, inner, _, last = block().stages([1, 1, 1, 1])
     assert inner.forward < first.forward < last.forward
     assert inner.weight < last.weight
 
@@ -120,7 +118,7 @@ def test_experts_compute_only_chosen_tokens_and_send_them() -> None:
     dense = block()
     sparse = replace(SHAPE, experts=8, experts_per_token=2)
     layout = Layout(sizes=ParallelSizes(data_shard=8, expert=8), micro_batch=2)
-    made = BlockCost(sparse, layout, Implementation(), Clock(H100, Constants()))
+    made = PartCosts(sparse, layout, Implementation(), Clock(H100, Constants()))
     assert dense.forward.compute < made.forward.compute < 3 * dense.forward.compute
     assert made.forward.communication["expert"] > 0
 
@@ -152,7 +150,7 @@ def test_gradients_that_a_product_adds_itself_cost_no_pass_of_their_own() -> Non
     def weight(count: int, *, fused: bool) -> float:
         layout = Layout(micro_batch=1, microbatches=count)
         code = Implementation(fused_accumulation=fused)
-        return BlockCost(SHAPE, layout, code, Clock(H100, Constants())).weight_compute
+        return PartCosts(SHAPE, layout, code, Clock(H100, Constants())).weight_compute
 
     products, fused, apart = weight(1, fused=True), weight(2, fused=True), weight(2, fused=False)
     assert products <= fused < apart
@@ -162,7 +160,7 @@ def test_gradients_that_a_product_adds_itself_cost_no_pass_of_their_own() -> Non
     # A product of few tokens is over before its sums have moved.
     thin = Layout(sizes=ParallelSizes(context=64), microbatches=2)
     code = Implementation(fused_accumulation=True)
-    moved = BlockCost(SHAPE, thin, code, Clock(H100, Constants())).weight_compute
+    moved = PartCosts(SHAPE, thin, code, Clock(H100, Constants())).weight_compute
     assert moved == pytest.approx(0.8 * passes + Constants().kernel)
 
 

@@ -1,17 +1,19 @@
-"""The shape of a model of the user's own, as a trace of its step found it; needs no torch.
+"""The parts of a model (its blocks, and what is around them): as a trace of its step found them, or
+by formulas of a transformer's sizes. Needs no torch.
 
-Numbers are of one sample. A word is a number of the width of activations.
+Numbers are of one sample. A word is a number of the width of activations. Shapes are those of
+`shapes`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
 
-from lightning_par.planner.shapes import Layout, Recompute, TransformerShape
+from lightning_par.planner.shapes import Implementation, Layout, Recompute, TransformerShape
 
-__all__ = ["Amount", "Cut", "TracedAttention", "TracedPart", "TracedProduct", "TracedShape"]
+__all__ = ["Amount", "Attention", "Cut", "ModelPart", "Product", "TracedShape", "make_parts"]
 
 Cut = Literal["tensor", "tokens", "whole"]
 """What divides a tensor among tensor-parallel ranks: their number; under sequence parallelism only;
@@ -48,7 +50,7 @@ class Amount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracedProduct:
+class Product:
     """A matrix product [rows, inner] x [inner, columns].
 
     Attributes:
@@ -59,31 +61,28 @@ class TracedProduct:
             parallelism only, "columns", "inner", or nothing.
         needs_input: Whether the backward computes the gradient of the input.
         needs_weight: Whether it computes that of the other factor.
+        count: Number of such products, as of experts.
     """
 
     rows: float
     columns: float
     inner: float
     divided: Literal["rows", "tokens", "columns", "inner", "nothing"]
-    needs_input: bool
-    needs_weight: bool
+    needs_input: bool = True
+    needs_weight: bool = True
+    count: float = 1.0
 
     @property
     def flops(self) -> float:
         """FLOPs of forward and backward."""
-        return (
-            2 * self.rows * self.columns * self.inner * (1 + self.needs_input + self.needs_weight)
-        )
+        times = 2 * self.count * (1 + self.needs_input + self.needs_weight)
+        return times * self.rows * self.columns * self.inner
 
-    def local(self, layout: Layout, samples: float) -> tuple[float, float, float]:
-        """Return rows, columns and inner size on one rank.
-
-        Args:
-            layout: The layout.
-            samples: Of a micro-batch, on this rank.
-        """
+    def local(self, layout: Layout) -> tuple[float, float, float]:
+        """Return rows, columns and inner size on one rank, for a micro-batch."""
         t = layout.sizes.tensor
-        rows, columns, inner = samples * self.rows, self.columns, self.inner
+        rows = layout.micro_batch * self.rows / layout.sizes.context
+        columns, inner = self.columns, self.inner
         if self.divided == "rows" or (self.divided == "tokens" and layout.sequence_parallel):
             rows /= t
         elif self.divided == "columns":
@@ -94,8 +93,8 @@ class TracedProduct:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracedAttention:
-    """A call of fused attention.
+class Attention:
+    """A call of attention.
 
     Attributes:
         heads: Of one sample.
@@ -106,6 +105,7 @@ class TracedAttention:
         causal: Whether later keys are skipped.
         cut: As of the queries.
         needs: Whether there is a backward.
+        dropout: Whether scores are dropped, of attention that writes them.
     """
 
     heads: float
@@ -115,7 +115,8 @@ class TracedAttention:
     width: float
     causal: bool
     cut: Cut
-    needs: bool
+    needs: bool = True
+    dropout: bool = False
 
     @property
     def flops(self) -> float:
@@ -124,14 +125,15 @@ class TracedAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracedPart:
+class ModelPart:
     """A block, or what is before the blocks, or after them.
 
     Attributes:
         products: Matrix products and convolutions of a forward.
         attentions: Calls of fused attention.
-        traffic: Words that the other operations read and write.
-        gradient_traffic: Those of them whose result needs a gradient.
+        traffic: Words that the other operations read and write in a forward.
+        backward_traffic: Those in a backward; none where no gradient passes.
+        streams: Number of kernels that do so, of a forward and of a backward.
         eager: Words that operators other than products and attention read and write in a forward,
             the loss included, where each runs by itself.
         eager_backward: Those of its backward.
@@ -147,15 +149,16 @@ class TracedPart:
         sums: In so many collectives.
         gathered: Words that are gathered over it.
         gathers: In so many collectives.
-        kernels: Number of operations.
+        kernels: Number of operations, of a forward and of a backward.
         weights: Parameters.
         trained: Those of them that are trained.
     """
 
-    products: tuple[TracedProduct, ...] = ()
-    attentions: tuple[TracedAttention, ...] = ()
+    products: tuple[Product, ...] = ()
+    attentions: tuple[Attention, ...] = ()
     traffic: Amount = Amount()
-    gradient_traffic: Amount = Amount()
+    backward_traffic: Amount = Amount()
+    streams: tuple[float, float] = (0.0, 0.0)
     eager: Amount = Amount()
     eager_backward: Amount = Amount()
     eager_weights: Amount = Amount()
@@ -168,7 +171,7 @@ class TracedPart:
     sums: int = 0
     gathered: float = 0.0
     gathers: int = 0
-    kernels: int = 0
+    kernels: tuple[float, float] = (0.0, 0.0)
     weights: Amount = Amount()
     trained: Amount = Amount()
 
@@ -203,9 +206,9 @@ class TracedShape(TransformerShape):
         tensor_degrees: Tensor-parallel degrees that the plan allows.
     """
 
-    blocks: tuple[TracedPart, ...]
-    before: TracedPart = TracedPart()
-    after: TracedPart = TracedPart()
+    blocks: tuple[ModelPart, ...]
+    before: ModelPart = ModelPart()
+    after: ModelPart = ModelPart()
     shared: Amount = Amount()
     shared_trained: Amount = Amount()
     tensor_degrees: tuple[int, ...] = (1,)
@@ -260,7 +263,7 @@ class TracedShape(TransformerShape):
 
     def flops(self, samples: float) -> float:
         """Return the model FLOPs of a step, without recomputation and with all T x T scores."""
-        parts: Sequence[TracedPart] = (self.before, *self.blocks, self.after)
+        parts: Sequence[ModelPart] = (self.before, *self.blocks, self.after)
         return samples * sum(part.flops for part in parts)
 
     @cached_property
@@ -268,3 +271,136 @@ class TracedShape(TransformerShape):
         """Sums of hidden states over the tensor axis in a block's forward, in the mean."""
         moved = sum(block.summed + block.gathered / 2 for block in self.blocks)
         return moved / self.layers / (self.length * self.model_dim)
+
+
+def make_parts(
+    shape: TransformerShape, layout: Layout, code: Implementation
+) -> tuple[ModelPart, tuple[ModelPart, ...], ModelPart]:
+    """Return what is before the blocks, the blocks, and what is after them.
+
+    Args:
+        shape: The model.
+        layout: Of which experts, and the rows that are sent to them, matter here.
+        code: What the training code does.
+    """
+    if isinstance(shape, TracedShape):
+        return shape.before, shape.blocks, shape.after
+    rows = layout.expert_rows(shape) * layout.sizes.context / layout.micro_batch
+    before, block, after = _by_formulas(shape, code, layout.sizes.expert, rows)
+    return before, (block,) * shape.layers, after
+
+
+@lru_cache(maxsize=1 << 12)
+def _by_formulas(
+    m: TransformerShape, code: Implementation, expert: int, rows: float
+) -> tuple[ModelPart, ModelPart, ModelPart]:
+    """Return what is before the blocks, a block, and what is after them.
+
+    Args:
+        m: The model.
+        code: What the training code does.
+        expert: Degree of the expert axis.
+        rows: Of a sample, that a rank sends to experts, those that stay included.
+    """
+    hidden = m.length * m.model_dim
+    table = ModelPart(
+        traffic=Amount(whole=4 * hidden),
+        backward_traffic=Amount(whole=5 * hidden),
+        streams=(4, 3),
+        kernels=(6, 6),
+        summed=hidden,
+        sums=1,
+    )
+    head = ModelPart(
+        products=(Product(rows=m.length, columns=m.vocab, inner=m.model_dim, divided="columns"),),
+        logits=Amount(tensor=m.length * m.vocab),
+        streams=(6, 4),
+        kernels=(16, 16),
+    )
+    return table, _block(m, code, expert, rows), head
+
+
+def _block(m: TransformerShape, code: Implementation, expert: int, rows: float) -> ModelPart:
+    """Return a block. Its words are half of the bytes that papers count for 16 bits: the masks of
+    dropout, a byte each, are widened with the rest.
+    """
+    T, hidden = m.length, m.length * m.model_dim
+    norms = Amount(tokens=hidden)  # what sequence parallelism divides
+    # Padding of experts is left out by products only.
+    inner = Amount(tensor=(rows + T * m.shared_experts) * m.ff_dim)
+    # Heads are moved; tokens are sorted by expert, and back.
+    moved = Amount(tensor=4 / 3 * T * (m.heads + 2 * m.kv_heads) * m.head_dim)
+    moved += Amount(whole=4 * rows * m.model_dim if m.experts > 1 else 0.0)
+    saved, kept = _kept_words(m, code, rows, inner)
+    attention = Attention(
+        heads=m.heads,
+        kv_heads=m.kv_heads,
+        queries=T,
+        keys=T,
+        width=m.head_dim,
+        causal=m.causal,
+        cut="tensor",
+        dropout=m.dropout,
+    )
+    return ModelPart(
+        products=_products(m, expert),
+        attentions=(attention,),
+        # Two norms 4, two sums with dropout 7; backward: 6, 5, and two sums of gradients 6.
+        traffic=norms.times(11) + inner.times(3 if m.gated else 2) + moved,
+        backward_traffic=norms.times(17) + inner.times(5 if m.gated else 3) + moved,
+        streams=(8, 10),
+        kernels=code.kernels,
+        saved=saved,
+        kept=kept,
+        entered=norms,
+        summed=2 * hidden,
+        sums=2,
+        trained=Amount(tensor=m.block_weights(1, expert)),
+    )
+
+
+def _products(m: TransformerShape, expert: int) -> tuple[Product, ...]:
+    """Return the matrix products of a block."""
+    T, D, F = m.length, m.model_dim, m.ff_dim
+    projected, joined = (m.heads + 2 * m.kv_heads) * m.head_dim, m.heads * m.head_dim
+    dense = (
+        Product(rows=T, columns=projected, inner=D, divided="columns"),
+        Product(rows=T, columns=D, inner=joined, divided="inner"),
+    )
+
+    def mlp(rows: float, count: float) -> tuple[Product, ...]:
+        up = (2 if m.gated else 1) * F
+        return (
+            Product(rows=rows, columns=up, inner=D, divided="columns", count=count),
+            Product(rows=rows, columns=D, inner=F, divided="inner", count=count),
+        )
+
+    if m.experts == 1:
+        return dense + mlp(T, 1.0)
+    here = m.experts / expert
+    # As many tokens arrive from other ranks as leave, if routing is even.
+    routed = mlp(T * m.experts_per_token / here, here)
+    return dense + routed + (mlp(T, m.shared_experts) if m.shared_experts else ())
+
+
+def _kept_words(
+    m: TransformerShape, code: Implementation, rows: float, inner: Amount
+) -> tuple[Amount, Amount]:
+    """Return what a block keeps that recomputes nothing, and what products and attention give.
+
+    **Source**: Korthikanti et al. (2205.05198), equations 1 to 4, taken apart for grouped queries,
+    gated MLPs, experts and fused attention.
+    """
+    T, hidden = m.length, m.length * m.model_dim
+    # Inputs of the layers that the tensor axis divides, and their sums before they are scattered.
+    whole = Amount(tokens=2 * hidden) if code.gathers_again else Amount(whole=2 * hidden)
+    whole += Amount(tensor=T * (2 * m.heads + 2 * m.kv_heads) * m.head_dim)
+    # Inputs of norms, and two dropout masks; rows sorted by expert, which may be padded, and their
+    # outputs, and these weighted, which are not.
+    sorted_rows = (rows + 2 * T * m.experts_per_token) * m.model_dim if m.experts > 1 else 0.0
+    saved = Amount(tokens=(2 + m.dropout) * hidden, whole=sorted_rows) + whole
+    saved += inner.times(4 if m.gated else 2)
+    if code.fused_attention:
+        return saved, whole + inner.times(2 if m.gated else 1)
+    scores = Amount(tensor=(1 + 1.5 * m.dropout) * m.heads * T**2)
+    return saved + scores, saved + Amount(tokens=-hidden)  # less the block's input, which enters
