@@ -26,11 +26,18 @@ from lightning_par.engine.rng import collect_random_states, restore_random_state
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.data.joint_batches import share_joint_batch
 from lightning_par.strategies.data.replica_batches import ReplicaBatches, Share
 from lightning_par.strategies.data.uneven_batches import join_ranks, samples_differ
+from lightning_par.strategies.options import MeshOptions
 from lightning_par.upstream.functions import replaced
-from lightning_par.upstream.lightning import callbacks_of, noted_batches, uses_distributed_sampler
-from lightning_par.upstream.pytree import tree_leaves
+from lightning_par.upstream.lightning import (
+    callbacks_of,
+    loaders_in_use,
+    noted_batches,
+    uses_distributed_sampler,
+)
+from lightning_par.upstream.pytree import tree_flatten, tree_leaves
 
 __all__ = ["ReplicaLoaders"]
 
@@ -48,8 +55,7 @@ class ReplicaLoaders:
         mesh: Mesh of this run.
         sharding: Keeps parameters whole while replicas predict unequal numbers of batches.
         device: Device of this rank.
-        divides: Whether the samples are to be divided here; islands leave that to Lightning.
-        gathers: Whether every rank gets the predictions of all replicas.
+        options: Of the strategy; with islands the samples are left to Lightning.
     """
 
     def __init__(
@@ -58,14 +64,12 @@ class ReplicaLoaders:
         mesh: ParallelMesh,
         sharding: Sharding,
         device: torch.device,
-        *,
-        divides: bool,
-        gathers: bool,
+        options: MeshOptions,
     ) -> None:
         self._module, self._mesh, self._sharding, self._device = module, mesh, sharding, device
         self._has_replicas = mesh.sizes.data > 1
-        self._divides = divides and self._has_replicas
-        self._gathers, self._muted = gathers, ExitStack()
+        self._divides = options.outer is None and self._has_replicas
+        self._gathers, self._muted = options.gather_predictions, ExitStack()
         self._divided: WeakKeyDictionary[Any, ReplicaBatches] = WeakKeyDictionary()
 
     def prepare(self, dataloader: object) -> object:
@@ -100,7 +104,7 @@ class ReplicaLoaders:
         loop = trainer.predict_loop
         found: Any = loop.predictions if loop.return_predictions else []
         found = [found] if loop.num_dataloaders == 1 and loop.return_predictions else found
-        held = zip(_loaders_of(trainer), found, strict=False)
+        held = zip(tree_leaves(loaders_in_use(trainer)[0]), found, strict=False)
         for loader, predictions in held:
             if not isinstance(loader, DataLoader) or loader not in self._divided:
                 continue
@@ -129,25 +133,27 @@ class ReplicaLoaders:
                 if not _names(code) & _MEETING:
                     self._muted.enter_context(replaced(callback, name, _write_nothing))
 
-    def next_share(self, dataloader_idx: int) -> Share | None:
-        """Return what the batch that comes next is of the global one; None: nobody knows.
+    def take(self, batch: Any, dataloader_idx: int) -> tuple[Any, Share]:
+        """Return the batch that a step gets, and what it is of the global one.
 
         Args:
+            batch: As the loaders of this replica gave it.
             dataloader_idx: Number of its loader, where these are iterated one after the other.
 
         Raises:
             ConfigurationError: The samplers of the replicas do not give the same order.
 
-        **Communicates**: a checksum over all ranks, in the first batch of an iteration.
+        **Communicates**: a checksum over all ranks, in the first batch of an iteration; see
+        `share_joint_batch`.
         """
-        if not self._divided:
-            return None
-        trainer = self._module.trainer
-        loaders = _loaders_of(trainer)
-        if not trainer.training:
+        nest, is_joint = loaders_in_use(self._module.trainer)
+        loaders, spec = tree_flatten(nest)
+        if not is_joint:
             loaders = loaders[dataloader_idx : dataloader_idx + 1]
         shares = [self._taken(loader) for loader in loaders]
-        return shares[0] if len(shares) == 1 else None
+        if len(shares) == 1:
+            return batch, shares[0] or Share()
+        return share_joint_batch(batch, spec, shares, self._mesh)
 
     def _taken(self, loader: Any) -> Share | None:
         batches = self._divided.get(loader) if isinstance(loader, DataLoader) else None
@@ -210,9 +216,7 @@ class ReplicaLoaders:
 
     def _why_repeat(self) -> str:
         """Say why replicas need equal numbers of samples; empty if they do not."""
-        trainer, kind = self._module.trainer, type(self._module)
-        if trainer.training and len(_loaders_of(trainer)) > 1:
-            return "a step takes the batches of several loaders"
+        kind = type(self._module)
         classes = kind.__mro__[: kind.__mro__.index(pl.LightningModule)]
         for owner in classes:
             for name, value in vars(owner).items():
@@ -220,17 +224,6 @@ class ReplicaLoaders:
                 if _names(getattr(function, "__code__", None)) & _GATHERS:
                     return f"{owner.__name__}.{name} gathers from the replicas"
         return ""
-
-
-def _loaders_of(trainer: pl.Trainer) -> list[Any]:
-    """Return the loaders of the loop that runs; empty while it is set up."""
-    if trainer.training:
-        found: Any = trainer.train_dataloader
-    elif trainer.testing:
-        found = trainer.test_dataloaders
-    else:
-        found = trainer.predict_dataloaders if trainer.predicting else trainer.val_dataloaders
-    return [] if found is None else tree_leaves(found)
 
 
 def _write_nothing(*_: Any, **__: Any) -> None:

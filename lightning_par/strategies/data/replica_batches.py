@@ -10,6 +10,7 @@ has to run the step: such a batch weighs nothing, see `Share.fills`.
 """
 
 import math
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,21 +26,26 @@ __all__ = ["ReplicaBatches", "Share"]
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What the batch of a replica is of the global batch.
+    """What the batch of a replica is of the global batch; by default, nobody knows.
 
     Attributes:
-        total: Samples of the global batch.
-        own: Those of this batch; None: the data set gives whole batches.
+        total: Samples of the global batch; None: as many as this one's, times the replicas.
+        own: Those of this batch; None: nobody knows, as where the data set gives whole batches.
         smallest: The fewest that a replica has.
         fills: Whether this replica has none, and repeats one that weighs nothing.
         check: Checksum of the global batch, of the first one of an iteration; else None.
+        is_even: Whether parts of the batch tell what the step does on all of it; not where several
+            loaders give it unequal numbers of samples.
+        is_whole: Whether the first replica has the whole global batch, and the others fill.
     """
 
-    total: int
-    own: int | None
-    smallest: int
+    total: int | None = None
+    own: int | None = None
+    smallest: int = sys.maxsize
     fills: bool = False
     check: int | None = None
+    is_even: bool = True
+    is_whole: bool = False
 
 
 class ReplicaBatches:
