@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -68,7 +69,8 @@ class ReplicaLoaders:
     ) -> None:
         self._module, self._mesh, self._sharding, self._device = module, mesh, sharding, device
         self._has_replicas = mesh.sizes.data > 1
-        self._divides = options.outer is None and self._has_replicas
+        self._divides = options.outer is None and mesh.sizes.world_size > 1
+        self._cursors: list[Any] = []
         self._gathers, self._muted = options.gather_predictions, ExitStack()
         self._divided: WeakKeyDictionary[Any, ReplicaBatches] = WeakKeyDictionary()
 
@@ -82,7 +84,7 @@ class ReplicaLoaders:
         """
         trainer, device = self._module.trainer, self._device
         strategy: Any = trainer.strategy
-        if self._divides and uses_distributed_sampler(trainer):
+        if self._divides and self._is_divided(trainer):
             dataloader = self._divide(dataloader)
         if trainer.predicting and self._has_replicas:
             divided = self._divided.get(dataloader) if isinstance(dataloader, DataLoader) else None
@@ -91,6 +93,28 @@ class ReplicaLoaders:
         if trainer.predicting:
             self._mute_writers()
         return join_ranks(dataloader, trainer, device, strategy.processes.as_replica)
+
+    def _is_divided(self, trainer: pl.Trainer) -> bool:
+        """Whether samples are divided; training on one replica keeps where an epoch goes on."""
+        return uses_distributed_sampler(trainer) if self._has_replicas else trainer.training
+
+    def cursors(self) -> list[Any]:
+        """Return where the loaders of training go on, if an epoch has begun and is not over."""
+        trainer = self._module.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if not trainer.training or not progress.current.ready or progress.is_last_batch:
+            return []
+        loaders = tree_leaves(loaders_in_use(trainer)[0])
+        divided = [self._divided.get(x) if isinstance(x, DataLoader) else None for x in loaders]
+        return [None if batches is None else batches.cursor() for batches in divided]
+
+    def resume(self, cursors: list[Any]) -> None:
+        """Let the epoch of the next training go on there.
+
+        Args:
+            cursors: From `cursors`, of a run on any layout.
+        """
+        self._cursors = list(cursors)
 
     def end_evaluation(self) -> None:
         """Give every rank the predictions of all replicas, in the order of the data set.
@@ -157,9 +181,9 @@ class ReplicaLoaders:
 
     def _taken(self, loader: Any) -> Share | None:
         batches = self._divided.get(loader) if isinstance(loader, DataLoader) else None
-        if batches is None or not batches.shares:
+        share = None if batches is None else batches.take()
+        if share is None or not self._has_replicas:
             return None
-        share = batches.shares.popleft()
         if share.check is not None and not self._module.trainer.predicting:
             ends = torch.tensor([share.check, -share.check], device=self._device)
             dist.all_reduce(ends, dist.ReduceOp.MAX)
@@ -188,7 +212,8 @@ class ReplicaLoaders:
         samplers = dataloader.sampler, held, getattr(held, "sampler", None)
         if any(isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in samplers):
             return dataloader  # divided already
-        if type(held) is not BatchSampler or not isinstance(held.sampler, SequentialSampler):
+        is_sequential = type(held) is BatchSampler and isinstance(held.sampler, SequentialSampler)
+        if self._has_replicas and not is_sequential:
             self._agree()
         batches = ReplicaBatches(
             dataloader.sampler if held is None else held,
@@ -196,7 +221,8 @@ class ReplicaLoaders:
             self._mesh.data_rank,
             predicts=bool(self._module.trainer.predicting),
             repeats=self._why_repeat,
-            agree=self._agree,
+            agree=self._agree if self._has_replicas else lambda: None,
+            cursor=self._cursor_of(dataloader),
         )
         # A copy, as the user may iterate the loader in another run; made anew, it would need every
         # argument of a class of the user's.
@@ -204,7 +230,29 @@ class ReplicaLoaders:
         name = "sampler" if held is None else "batch_sampler"
         vars(copied)[name] = noting(batches) if is_noted else batches
         self._divided[copied] = batches
+        self._count_batches(batches)
         return copied
+
+    def _count_batches(self, batches: ReplicaBatches) -> None:
+        """Let the Trainer count what is left of an epoch in the global batches of this layout."""
+        progress = self._module.trainer.fit_loop.epoch_loop.batch_progress.current
+        if not batches.resumes:
+            return
+        # In the middle of a step the last of these is one less.
+        more = len(batches) - batches.remaining - progress.ready
+        progress.ready += more
+        progress.started += more
+        progress.processed += more
+        progress.completed += more
+
+    def _cursor_of(self, dataloader: Any) -> Any:
+        """Return where a loader goes on, once, unless it or the data module has a state for it."""
+        trainer: Any = self._module.trainer
+        if not trainer.training or not self._cursors:
+            return None
+        cursor, module = self._cursors.pop(0), trainer.datamodule
+        leaves_out = module is not None and is_overridden("load_state_dict", module)
+        return None if leaves_out or hasattr(dataloader, "load_state_dict") else cursor
 
     def _agree(self) -> None:
         """Give all ranks the random states of rank 0, from which samplers draw."""

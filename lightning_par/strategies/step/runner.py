@@ -105,6 +105,7 @@ class StepRunner:
     Attributes:
         manual: As given.
         reads: As given.
+        loaders: Divides the samples of data loaders.
         pipeline: Runs steps through the pipeline; None without one.
         seed: Seed of all steps; checkpoints keep it.
         evaluations: Number of evaluation steps so far, which seeds the next; checkpoints keep it.
@@ -140,7 +141,7 @@ class StepRunner:
         first = dist.get_global_rank(mesh.replica_group, 0)
         self._broadcast = TreeBroadcast(mesh.replica_group, first)
         self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device  # asked often
-        self._loaders = ReplicaLoaders(module, mesh, sharding, device, options)
+        self.loaders = ReplicaLoaders(module, mesh, sharding, device, options)
         self._share = Share()
         self._most = self._share.smallest  # samples that every replica has
         self._num_microbatches, self._graphs = options.num_microbatches, options.records_graphs
@@ -199,12 +200,12 @@ class StepRunner:
         self._dims.add_loader(dataloader)
         if self.pipeline is not None:
             check_loader(dataloader, self._num_microbatches)
-        return self._loaders.prepare(dataloader)
+        return self.loaders.prepare(dataloader)
 
     def end_evaluation(self) -> None:
         """Let go of gathered weights; see `ReplicaLoaders.end_evaluation`."""
         self._sharding.release()
-        self._loaders.end_evaluation()
+        self.loaders.end_evaluation()
 
     def prepare_batch(self, given: Any, move: Callable[..., Any], *rest: Any) -> Any:
         """Return the batch that all ranks of the replica use, on the device.
@@ -232,8 +233,8 @@ class StepRunner:
             batch = self._broadcast.broadcast(batch)
         else:
             batch = self._on_host.broadcast(self._broadcast, batch, given)
-        if not self._has_replicas and self.pipeline is not None:
-            self._take_share(batch, *rest[1:2])  # as it is on all ranks
+        if not self._has_replicas:
+            self._take_share(batch, *rest[1:2])  # the same on all ranks
         predicts = bool(self.module.trainer.predicting)
         # Sequences that context ranks divide are padded.
         if predicts or self.sequence is None:
@@ -243,12 +244,12 @@ class StepRunner:
 
     @property
     def repeats(self) -> bool:
-        """Whether the batch of this replica repeats a sample of another, and counts nowhere."""
+        """Whether the batch of this replica repeats a sample, and counts nowhere."""
         return self._weigher.fills
 
     def _take_share(self, given: Any, dataloader_idx: int = 0) -> Any:
         """Return the batch, and take note of what it is of the global one."""
-        given, share = self._loaders.take(given, dataloader_idx)
+        given, share = self.loaders.take(given, dataloader_idx)
         self._share, self._most = share, max(1, share.smallest)
         self._dims.given, self._dims.is_whole = share.own, share.is_whole
         self._first_look.share, self.form.watches = share, share.is_even
@@ -275,9 +276,8 @@ class StepRunner:
         Returns:
             What `training_step` returned, whose loss has a backward; and what that needs to know.
         """
-        trainer = self.module.trainer
+        trainer, context = self.module.trainer, plugin.train_step_context
         self._activity.begin("training_step")
-        context = plugin.train_step_context
         if self._divided_look is not None and not self._is_checked:
             self._divided_look.check_training(args[0], *self._tried("training_step", context, args))
             self._end_look()
@@ -310,15 +310,15 @@ class StepRunner:
                     output, valid = self.pipeline.training(context, args, dims, key, scaler, zero)
                     self._random.share(self.pipeline.from_last_stage)
                 return output, Step(has_valid_labels=valid)
-            is_weighed = self._weigher.is_needed
-            weights = self._weigher.weigh([args[0]], [samples], zero) if is_weighed else None
-            if self._weigher.fills:
+            weigher, weighs = self._weigher, self._weigher.is_needed
+            weights = weigher.weigh([args[0]], [samples], zero) if weighs else None
+            if weigher.fills:
                 opened.enter_context(counting_nowhere(self.module, trains=True))
             if is_zero_weight := weights is not None and bool(weights.zero):
                 opened.enter_context(self._sharding.zero_weight.prepared())
             step = Step(
                 loss_scale=None if weights is None else weights.own,
-                has_valid_labels=None if is_weighed else self.has_valid_labels(args[0]),
+                has_valid_labels=None if weighs else self.has_valid_labels(args[0]),
                 is_zero_weight=is_zero_weight,
             )
             with adjust_logs(self.module, weights), self.manual.running(step):
