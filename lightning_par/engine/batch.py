@@ -124,6 +124,7 @@ class BatchDimsFinder:
         self._sizes: set[int] = set()
         self._known: set[str] = set()
         self.given: int | None = None  # samples that the sampler gave the batch, if it is known
+        self.is_whole = False  # whether the batch is not cut, nor weighed against others
 
     def add_loader(self, dataloader: object) -> None:
         """Take note of the batch size of a data loader, if it tells one."""
@@ -145,6 +146,9 @@ class BatchDimsFinder:
         Raises:
             PlanError: See `must_know`; or declared entries have unequal numbers of samples.
         """
+        if self.is_whole:
+            entries = _extents(batch, "", self._layout)
+            return BatchDims(size=next((n for _, (n, is_list) in entries if not is_list), None))
         own = {self.given} if self.given else self._sizes
         dims = find_batch_dims(batch, self._layout, own, self._known)
         if not dims.unsure:
@@ -156,7 +160,9 @@ class BatchDimsFinder:
                 f"{dims.unsure}. It has to be known for {self._divided}. Declare the entries that "
                 "have one in ParallelPlan(batch=BatchLayout(batch_dims={entry: dim})), or those "
                 "that have none in BatchLayout(whole=(entry, ...)); a batch that cannot be cut "
-                "needs num_microbatches=1.",
+                "needs num_microbatches=1. If several data loaders give a step unequal numbers of "
+                "samples, declare how the losses of replicas add up: loss_weight='samples' for "
+                "means, 'sum' for sums.",
             )
         return dims
 

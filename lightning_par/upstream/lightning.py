@@ -62,6 +62,7 @@ __all__ = [
     "is_logging_step",
     "launch_scripts",
     "leave_samplers",
+    "loaders_in_use",
     "next_of_fit",
     "noted_batches",
     "plain_after_closure",
@@ -122,6 +123,18 @@ def next_of_fit(trainer: pl.Trainer) -> tuple[list[Any], list[object]]:
     with names_of("lightning"):
         iterators = fetcher.combined_loader._iterator.iterators
     return [batch for batch, *_ in fetcher.batches], list(iterators)
+
+
+def loaders_in_use(trainer: pl.Trainer) -> tuple[Any, bool]:
+    """Return the nest of the loaders of the loop that runs, and whether a batch comes of all.
+
+    `Trainer.train_dataloader` and the like do not tell how `CombinedLoader` combines them.
+    """
+    with names_of("lightning"):
+        loop: Any = trainer._active_loop
+        combined = loop._combined_loader
+        is_joint = combined._mode != "sequential"
+    return combined.iterables, is_joint
 
 
 def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManager[None]]) -> None:

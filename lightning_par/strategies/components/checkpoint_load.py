@@ -127,6 +127,7 @@ class CheckpointLoad:
             return
         self._random_states = ours["random"]
         model.steps.seed, model.steps.evaluations = ours["seed"], ours["evaluations"]
+        model.steps.loaders.resume(ours.get("samples", []))
         compression, kept = model.compression, ours.get("compression")
         if compression is not None and kept is not None and ours["is_same_mesh"]:
             compression.load(kept)

@@ -265,6 +265,7 @@ class CheckpointSave:
             "random": collect_random_states(self._processes.device),
             "seed": model.steps.seed,
             "evaluations": model.steps.evaluations,
+            "samples": model.steps.loaders.cursors(),
             MODEL_STATE: describe_model(model.module),
         }
         return make_part(

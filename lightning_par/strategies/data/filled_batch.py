@@ -27,17 +27,19 @@ def counting_nowhere(module: nn.Module, *, trains: bool) -> Iterator[None]:
         trains: Whether a backward follows; else all attributes of the module are put back.
     """
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    counts = [metric.update_count for metric in metrics]
     with ExitStack() as kept:
         for part in metrics if trains else [module]:
             kept.enter_context(untouched(part))
         yield
-        updated = [metric for metric in metrics if metric.update_called]
+        pairs = zip(metrics, counts, strict=True)
+        updated = [metric for metric, count in pairs if metric.update_count != count]
         empty = [
             (m, name, _empty_like(getattr(m, name))) for m in updated for name in m.metric_state
         ]
     for metric in updated:
-        if not metric.update_called:
-            set_update_count(metric, 1)
+        # Without a value kept from before: the other ranks compute one, and meet.
+        set_update_count(metric, metric.update_count or 1)
     for metric, name, value in empty:
         if value is not None and not getattr(metric, name):
             setattr(metric, name, [value])

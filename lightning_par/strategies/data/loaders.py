@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,11 +27,18 @@ from lightning_par.engine.rng import collect_random_states, restore_random_state
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.data.joint_batches import share_joint_batch
 from lightning_par.strategies.data.replica_batches import ReplicaBatches, Share
 from lightning_par.strategies.data.uneven_batches import join_ranks, samples_differ
+from lightning_par.strategies.options import MeshOptions
 from lightning_par.upstream.functions import replaced
-from lightning_par.upstream.lightning import callbacks_of, noted_batches, uses_distributed_sampler
-from lightning_par.upstream.pytree import tree_leaves
+from lightning_par.upstream.lightning import (
+    callbacks_of,
+    loaders_in_use,
+    noted_batches,
+    uses_distributed_sampler,
+)
+from lightning_par.upstream.pytree import tree_flatten, tree_leaves
 
 __all__ = ["ReplicaLoaders"]
 
@@ -48,8 +56,7 @@ class ReplicaLoaders:
         mesh: Mesh of this run.
         sharding: Keeps parameters whole while replicas predict unequal numbers of batches.
         device: Device of this rank.
-        divides: Whether the samples are to be divided here; islands leave that to Lightning.
-        gathers: Whether every rank gets the predictions of all replicas.
+        options: Of the strategy; with islands the samples are left to Lightning.
     """
 
     def __init__(
@@ -58,14 +65,13 @@ class ReplicaLoaders:
         mesh: ParallelMesh,
         sharding: Sharding,
         device: torch.device,
-        *,
-        divides: bool,
-        gathers: bool,
+        options: MeshOptions,
     ) -> None:
         self._module, self._mesh, self._sharding, self._device = module, mesh, sharding, device
         self._has_replicas = mesh.sizes.data > 1
-        self._divides = divides and self._has_replicas
-        self._gathers, self._muted = gathers, ExitStack()
+        self._divides = options.outer is None and mesh.sizes.world_size > 1
+        self._cursors: list[Any] = []
+        self._gathers, self._muted = options.gather_predictions, ExitStack()
         self._divided: WeakKeyDictionary[Any, ReplicaBatches] = WeakKeyDictionary()
 
     def prepare(self, dataloader: object) -> object:
@@ -78,7 +84,7 @@ class ReplicaLoaders:
         """
         trainer, device = self._module.trainer, self._device
         strategy: Any = trainer.strategy
-        if self._divides and uses_distributed_sampler(trainer):
+        if self._divides and self._is_divided(trainer):
             dataloader = self._divide(dataloader)
         if trainer.predicting and self._has_replicas:
             divided = self._divided.get(dataloader) if isinstance(dataloader, DataLoader) else None
@@ -87,6 +93,28 @@ class ReplicaLoaders:
         if trainer.predicting:
             self._mute_writers()
         return join_ranks(dataloader, trainer, device, strategy.processes.as_replica)
+
+    def _is_divided(self, trainer: pl.Trainer) -> bool:
+        """Whether samples are divided; training on one replica keeps where an epoch goes on."""
+        return uses_distributed_sampler(trainer) if self._has_replicas else trainer.training
+
+    def cursors(self) -> list[Any]:
+        """Return where the loaders of training go on, if an epoch has begun and is not over."""
+        trainer = self._module.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if not trainer.training or not progress.current.ready or progress.is_last_batch:
+            return []
+        loaders = tree_leaves(loaders_in_use(trainer)[0])
+        divided = [self._divided.get(x) if isinstance(x, DataLoader) else None for x in loaders]
+        return [None if batches is None else batches.cursor() for batches in divided]
+
+    def resume(self, cursors: list[Any]) -> None:
+        """Let the epoch of the next training go on there.
+
+        Args:
+            cursors: From `cursors`, of a run on any layout.
+        """
+        self._cursors = list(cursors)
 
     def end_evaluation(self) -> None:
         """Give every rank the predictions of all replicas, in the order of the data set.
@@ -100,7 +128,7 @@ class ReplicaLoaders:
         loop = trainer.predict_loop
         found: Any = loop.predictions if loop.return_predictions else []
         found = [found] if loop.num_dataloaders == 1 and loop.return_predictions else found
-        held = zip(_loaders_of(trainer), found, strict=False)
+        held = zip(tree_leaves(loaders_in_use(trainer)[0]), found, strict=False)
         for loader, predictions in held:
             if not isinstance(loader, DataLoader) or loader not in self._divided:
                 continue
@@ -129,31 +157,33 @@ class ReplicaLoaders:
                 if not _names(code) & _MEETING:
                     self._muted.enter_context(replaced(callback, name, _write_nothing))
 
-    def next_share(self, dataloader_idx: int) -> Share | None:
-        """Return what the batch that comes next is of the global one; None: nobody knows.
+    def take(self, batch: Any, dataloader_idx: int) -> tuple[Any, Share]:
+        """Return the batch that a step gets, and what it is of the global one.
 
         Args:
+            batch: As the loaders of this replica gave it.
             dataloader_idx: Number of its loader, where these are iterated one after the other.
 
         Raises:
             ConfigurationError: The samplers of the replicas do not give the same order.
 
-        **Communicates**: a checksum over all ranks, in the first batch of an iteration.
+        **Communicates**: a checksum over all ranks, in the first batch of an iteration; see
+        `share_joint_batch`.
         """
-        if not self._divided:
-            return None
-        trainer = self._module.trainer
-        loaders = _loaders_of(trainer)
-        if not trainer.training:
+        nest, is_joint = loaders_in_use(self._module.trainer)
+        loaders, spec = tree_flatten(nest)
+        if not is_joint:
             loaders = loaders[dataloader_idx : dataloader_idx + 1]
         shares = [self._taken(loader) for loader in loaders]
-        return shares[0] if len(shares) == 1 else None
+        if len(shares) == 1:
+            return batch, shares[0] or Share()
+        return share_joint_batch(batch, spec, shares, self._mesh)
 
     def _taken(self, loader: Any) -> Share | None:
         batches = self._divided.get(loader) if isinstance(loader, DataLoader) else None
-        if batches is None or not batches.shares:
+        share = None if batches is None else batches.take()
+        if share is None or not self._has_replicas:
             return None
-        share = batches.shares.popleft()
         if share.check is not None and not self._module.trainer.predicting:
             ends = torch.tensor([share.check, -share.check], device=self._device)
             dist.all_reduce(ends, dist.ReduceOp.MAX)
@@ -182,7 +212,8 @@ class ReplicaLoaders:
         samplers = dataloader.sampler, held, getattr(held, "sampler", None)
         if any(isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in samplers):
             return dataloader  # divided already
-        if type(held) is not BatchSampler or not isinstance(held.sampler, SequentialSampler):
+        is_sequential = type(held) is BatchSampler and isinstance(held.sampler, SequentialSampler)
+        if self._has_replicas and not is_sequential:
             self._agree()
         batches = ReplicaBatches(
             dataloader.sampler if held is None else held,
@@ -190,7 +221,8 @@ class ReplicaLoaders:
             self._mesh.data_rank,
             predicts=bool(self._module.trainer.predicting),
             repeats=self._why_repeat,
-            agree=self._agree,
+            agree=self._agree if self._has_replicas else lambda: None,
+            cursor=self._cursor_of(dataloader),
         )
         # A copy, as the user may iterate the loader in another run; made anew, it would need every
         # argument of a class of the user's.
@@ -198,7 +230,29 @@ class ReplicaLoaders:
         name = "sampler" if held is None else "batch_sampler"
         vars(copied)[name] = noting(batches) if is_noted else batches
         self._divided[copied] = batches
+        self._count_batches(batches)
         return copied
+
+    def _count_batches(self, batches: ReplicaBatches) -> None:
+        """Let the Trainer count what is left of an epoch in the global batches of this layout."""
+        progress = self._module.trainer.fit_loop.epoch_loop.batch_progress.current
+        if not batches.resumes:
+            return
+        # In the middle of a step the last of these is one less.
+        more = len(batches) - batches.remaining - progress.ready
+        progress.ready += more
+        progress.started += more
+        progress.processed += more
+        progress.completed += more
+
+    def _cursor_of(self, dataloader: Any) -> Any:
+        """Return where a loader goes on, once, unless it or the data module has a state for it."""
+        trainer: Any = self._module.trainer
+        if not trainer.training or not self._cursors:
+            return None
+        cursor, module = self._cursors.pop(0), trainer.datamodule
+        leaves_out = module is not None and is_overridden("load_state_dict", module)
+        return None if leaves_out or hasattr(dataloader, "load_state_dict") else cursor
 
     def _agree(self) -> None:
         """Give all ranks the random states of rank 0, from which samplers draw."""
@@ -210,9 +264,7 @@ class ReplicaLoaders:
 
     def _why_repeat(self) -> str:
         """Say why replicas need equal numbers of samples; empty if they do not."""
-        trainer, kind = self._module.trainer, type(self._module)
-        if trainer.training and len(_loaders_of(trainer)) > 1:
-            return "a step takes the batches of several loaders"
+        kind = type(self._module)
         classes = kind.__mro__[: kind.__mro__.index(pl.LightningModule)]
         for owner in classes:
             for name, value in vars(owner).items():
@@ -220,17 +272,6 @@ class ReplicaLoaders:
                 if _names(getattr(function, "__code__", None)) & _GATHERS:
                     return f"{owner.__name__}.{name} gathers from the replicas"
         return ""
-
-
-def _loaders_of(trainer: pl.Trainer) -> list[Any]:
-    """Return the loaders of the loop that runs; empty while it is set up."""
-    if trainer.training:
-        found: Any = trainer.train_dataloader
-    elif trainer.testing:
-        found = trainer.test_dataloaders
-    else:
-        found = trainer.predict_dataloaders if trainer.predicting else trainer.val_dataloaders
-    return [] if found is None else tree_leaves(found)
 
 
 def _write_nothing(*_: Any, **__: Any) -> None:

@@ -5,11 +5,16 @@ part of what comes. So the order is that of one process whose batches are as lar
 replicas together. A batch of it is dealt out like cards: replica r of R has the samples r, r + R,
 r + 2R, ... Batches of a batch sampler of the user's stay as they are: replica r has the r-th of R.
 
+Note [Where an epoch goes on]: a checkpoint that is saved inside an epoch keeps how many samples all
+replicas have seen, and the random states from which the sampler drew its order. Any number of
+replicas then skips these samples, and shares the others.
+
 A replica for which the last batch of an iteration has no sample repeats one of it, as every rank
 has to run the step: such a batch weighs nothing, see `Share.fills`.
 """
 
 import math
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,29 +22,39 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler
 
+from lightning_par.engine.rng import collect_random_states, restore_random_states
+
 __all__ = ["ReplicaBatches", "Share"]
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What the batch of a replica is of the global batch.
+    """What the batch of a replica is of the global batch; by default, nobody knows.
 
     Attributes:
-        total: Samples of the global batch.
-        own: Those of this batch; None: the data set gives whole batches.
+        total: Samples of the global batch; None: as many as this one's, times the replicas.
+        own: Those of this batch; None: nobody knows, as where the data set gives whole batches.
         smallest: The fewest that a replica has.
         fills: Whether this replica has none, and repeats one that weighs nothing.
         check: Checksum of the global batch, of the first one of an iteration; else None.
+        is_even: Whether parts of the batch tell what the step does on all of it; not where several
+            loaders give it unequal numbers of samples.
+        is_whole: Whether the first replica has the whole global batch, and the others fill.
     """
 
-    total: int
-    own: int | None
-    smallest: int
+    total: int | None = None
+    own: int | None = None
+    smallest: int = sys.maxsize
     fills: bool = False
     check: int | None = None
+    is_even: bool = True
+    is_whole: bool = False
 
 
 class ReplicaBatches:
@@ -54,6 +69,7 @@ class ReplicaBatches:
         repeats: Says why all replicas need the same number of samples, so that some are repeated;
             empty: they do not.
         agree: Makes the random states of all ranks those of rank 0; called before an epoch.
+        cursor: From `cursor` of a run whose epoch goes on here; None: epochs begin at their start.
 
     Attributes:
         shares: Of the batches that were given to the loader and have not reached the step.
@@ -68,11 +84,15 @@ class ReplicaBatches:
         predicts: bool,
         repeats: Callable[[], str],
         agree: Callable[[], None],
+        cursor: dict[str, Any] | None = None,
     ) -> None:
         self._given, self._replicas, self._replica = given, replicas, replica
         self._is_dealt = type(given) is BatchSampler and not predicts
         self._predicts, self._repeats, self._agree = predicts, repeats, agree
         self.shares: deque[Share] = deque()
+        self._source = given.sampler if self._is_dealt else given
+        self._resumed, self._start, self._taken = cursor, 0, 0
+        self._states: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -91,14 +111,58 @@ class ReplicaBatches:
 
     def __len__(self) -> int:
         drops = getattr(self._given, "drop_last", False)
-        if self._is_dealt:
-            size = self._replicas * int(self._given.batch_size)
-            count = len(self._given.sampler) + (0 if drops else size - 1)
-            return count // size
         if self._predicts:
             own = len(range(self._replica, len(self._given), self._replicas))
             return own + self.is_spare
-        return (len(self._given) + (0 if drops else self._replicas - 1)) // self._replicas
+        return (len(self._source) + (0 if drops else self._step - 1)) // self._step
+
+    @property
+    def _step(self) -> int:
+        """Number of entries of the user's sampler, or batch sampler, in a global batch."""
+        return self._replicas * (int(self._given.batch_size) if self._is_dealt else 1)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next iteration goes on inside an epoch."""
+        return self._resumed is not None
+
+    @property
+    def remaining(self) -> int:
+        """Number of batches from where the epoch goes on."""
+        start = self._resumed["seen"] if self._resumed else 0
+        drops = getattr(self._given, "drop_last", False)
+        return max(0, len(self._source) - start + (0 if drops else self._step - 1)) // self._step
+
+    def take(self) -> Share | None:
+        """Return the share of the next batch, which the step gets now."""
+        if not self.shares:
+            return None
+        self._taken += 1
+        return self.shares.popleft()
+
+    def cursor(self) -> dict[str, Any] | None:
+        """Return where the epoch goes on; None: at its start."""
+        seen = self._start + self._taken * self._step
+        return {"seen": seen, **self._states} if self._taken else None
+
+    def _entries(self) -> Iterator[Any]:
+        """Iterate the user's sampler from where the epoch goes on."""
+        generator, resumed = getattr(self._source, "generator", None), self._resumed
+        self._resumed, self._taken = None, 0
+        self._start = 0 if resumed is None else resumed["seen"]
+        if resumed is None:
+            own = None if generator is None else generator.get_state()
+            self._states = {"random": collect_random_states(_CPU), "generator": own}
+            return iter(self._source)
+        self._states = {name: resumed[name] for name in ("random", "generator")}
+        before = collect_random_states(_CPU)
+        restore_random_states(self._states["random"], _CPU)
+        if generator is not None and self._states["generator"] is not None:
+            generator.set_state(self._states["generator"])
+        entries = iter(self._source)
+        deque(islice(entries, self._start), maxlen=0)
+        restore_random_states(before, _CPU)
+        return entries
 
     def __iter__(self) -> Iterator[Any]:
         self.shares.clear()
@@ -128,7 +192,7 @@ class ReplicaBatches:
 
     def _dealt(self) -> Iterator[tuple[list[Any], Any, int]]:
         """Yield all samples of a global batch, those of this replica, and the fewest of one."""
-        size, samples = self._replicas * self._given.batch_size, iter(self._given.sampler)
+        size, samples = self._step, self._entries()
         while batch := list(islice(samples, size)):
             if len(batch) == size or not self._given.drop_last:
                 own = batch[self._replica :: self._replicas]
@@ -136,7 +200,7 @@ class ReplicaBatches:
 
     def _grouped(self) -> Iterator[tuple[list[Any], Any, int]]:
         """Yield the same, of batches of a batch sampler of the user's."""
-        batches, count = iter(self._given), self._replicas
+        batches, count = self._entries(), self._replicas
         while group := list(islice(batches, count)):
             is_listed = all(isinstance(batch, list | tuple) for batch in group)
             every = [sample for batch in group for sample in batch] if is_listed else group

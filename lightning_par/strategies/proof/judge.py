@@ -11,6 +11,12 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.tensor import DTensor
 
+from lightning_par.strategies.data.joined_batch import (
+    CannotJoinError,
+    cut_replica,
+    join_batches,
+    samples_of,
+)
 from lightning_par.strategies.optimizers.reach import declared_reach, LOOKS_ACROSS
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.proof.causes import explain, Findings
@@ -22,12 +28,6 @@ from lightning_par.strategies.proof.comparison import (
     tolerance_of,
 )
 from lightning_par.strategies.proof.determinism import WithoutDropout
-from lightning_par.strategies.proof.joined_batch import (
-    CannotJoinError,
-    cut_replica,
-    join_batches,
-    samples_of,
-)
 from lightning_par.strategies.proof.record import StartValues, StepRecord
 from lightning_par.strategies.proof.reference import GivenStep, run_alone
 from lightning_par.strategies.proof.skeleton import Skeleton

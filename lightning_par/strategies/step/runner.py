@@ -3,7 +3,6 @@
 Length: training and evaluation go the same way, through a pipeline and without one.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -106,6 +105,7 @@ class StepRunner:
     Attributes:
         manual: As given.
         reads: As given.
+        loaders: Divides the samples of data loaders.
         pipeline: Runs steps through the pipeline; None without one.
         seed: Seed of all steps; checkpoints keep it.
         evaluations: Number of evaluation steps so far, which seeds the next; checkpoints keep it.
@@ -141,10 +141,9 @@ class StepRunner:
         first = dist.get_global_rank(mesh.replica_group, 0)
         self._broadcast = TreeBroadcast(mesh.replica_group, first)
         self._mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device  # asked often
-        own = {"divides": options.outer is None, "gathers": options.gather_predictions}
-        self._loaders = ReplicaLoaders(module, mesh, sharding, device, **own)
-        self._share: Share | None = None
-        self._most = sys.maxsize  # samples that every replica has
+        self.loaders = ReplicaLoaders(module, mesh, sharding, device, options)
+        self._share = Share()
+        self._most = self._share.smallest  # samples that every replica has
         self._num_microbatches, self._graphs = options.num_microbatches, options.records_graphs
         self._tensor_degree = sizes.tensor if options.sequence_parallel else 1
         synchronize_batchnorm(module, mesh)
@@ -202,12 +201,12 @@ class StepRunner:
         self._dims.add_loader(dataloader)
         if self.pipeline is not None:
             check_loader(dataloader, self._num_microbatches)
-        return self._loaders.prepare(dataloader)
+        return self.loaders.prepare(dataloader)
 
     def end_evaluation(self) -> None:
         """Let go of gathered weights; see `ReplicaLoaders.end_evaluation`."""
         self._sharding.release()
-        self._loaders.end_evaluation()
+        self.loaders.end_evaluation()
 
     def prepare_batch(self, given: Any, move: Callable[..., Any], *rest: Any) -> Any:
         """Return the batch that all ranks of the replica use, on the device.
@@ -222,19 +221,21 @@ class StepRunner:
 
         **Communicates**: the batch, from the first rank of the replica to the others.
         """
+        if self._has_replicas:
+            given = self._take_share(given, *rest[1:2])
         copied = given if self._copies is None else self._copies.copy(given)
         with self._hook_draws.watched():
             batch = move(copied, *rest)
         self._activity.step = self.module.trainer.global_step
         if self._graphs:  # else every block is a step to torch, which reuses its output
             torch.compiler.cudagraph_mark_step_begin()
-        if self._has_replicas:
-            self._take_share(rest[1] if len(rest) > 1 else 0)
         self._activity.begin("broadcast of the batch")
         if self._device.type == "cpu":  # which needs not be waited for
             batch = self._broadcast.broadcast(batch)
         else:
             batch = self._on_host.broadcast(self._broadcast, batch, given)
+        if not self._has_replicas:
+            self._take_share(batch, *rest[1:2])  # the same on all ranks
         predicts = bool(self.module.trainer.predicting)
         # Sequences that context ranks divide are padded.
         if predicts or self.sequence is None:
@@ -244,17 +245,19 @@ class StepRunner:
 
     @property
     def repeats(self) -> bool:
-        """Whether the batch of this replica repeats a sample of another, and counts nowhere."""
+        """Whether the batch of this replica repeats a sample, and counts nowhere."""
         return self._weigher.fills
 
-    def _take_share(self, dataloader_idx: int) -> None:
-        """Take note of what the batch of this replica is of the global one."""
-        share = self._share = self._loaders.next_share(dataloader_idx)
-        self._weigher.fills = share is not None and share.fills
-        self._dims.given = None if share is None else share.own
-        self._most = sys.maxsize if share is None else max(1, share.smallest)
+    def _take_share(self, given: Any, dataloader_idx: int = 0) -> Any:
+        """Return the batch, and take note of what it is of the global one."""
+        given, share = self.loaders.take(given, dataloader_idx)
+        self._share, self._most = share, max(1, share.smallest)
+        self._dims.given, self._dims.is_whole = share.own, share.is_whole
+        self._first_look.share, self.form.watches = share, share.is_even
+        self._weigher.fills = share.fills
         if self.pipeline is not None:
             self.pipeline.most = self._most
+        return given
 
     def _shown(self, batch: Any, dims: BatchDims) -> tuple[Any, BatchDims]:
         """Return what of a batch is looked at: one sample, if another replica has no more."""
@@ -274,14 +277,13 @@ class StepRunner:
         Returns:
             What `training_step` returned, whose loss has a backward; and what that needs to know.
         """
-        trainer = self.module.trainer
+        trainer, context = self.module.trainer, plugin.train_step_context
         self._activity.begin("training_step")
-        context = plugin.train_step_context
         if self._divided_look is not None and not self._is_checked:
             self._divided_look.check_training(args[0], *self._tried("training_step", context, args))
             self._end_look()
         self._activity.step, self._random = trainer.global_step, self._training
-        key = ("training_step", trainer.fit_loop.total_batch_idx)
+        key = "training_step", trainer.fit_loop.total_batch_idx
         known = None if self._device.type == "cpu" else self._on_host.known(args[0])
         zero = None if known is None else known.zero
         with ExitStack() as opened:  # closes what is open if the step raises
@@ -309,16 +311,15 @@ class StepRunner:
                     output, valid = self.pipeline.training(context, args, dims, key, scaler, zero)
                     self._random.share(self.pipeline.from_last_stage)
                 return output, Step(has_valid_labels=valid)
-            weigher = self._weigher
-            weights = weigher.weigh([args[0]], [samples], zero) if weigher.is_needed else None
-            is_zero_weight = weights is not None and bool(weights.zero)
+            weigher, weighs = self._weigher, self._weigher.is_needed
+            weights = weigher.weigh([args[0]], [samples], zero) if weighs else None
             if weigher.fills:
                 opened.enter_context(counting_nowhere(self.module, trains=True))
-            if is_zero_weight:
+            if is_zero_weight := weights is not None and bool(weights.zero):
                 opened.enter_context(self._sharding.zero_weight.prepared())
             step = Step(
                 loss_scale=None if weights is None else weights.own,
-                has_valid_labels=weigher.has_valid_labels(args[0]) if weights is None else None,
+                has_valid_labels=None if weighs else self.has_valid_labels(args[0]),
                 is_zero_weight=is_zero_weight,
             )
             with adjust_logs(self.module, weights, samples), self.manual.running(step):
@@ -357,16 +358,15 @@ class StepRunner:
                 self._check_tokens(args[0], has_labels=not predicts)
             weighted = self._weigher.is_needed and not predicts
             dims = self._dims_of(args[0], predicts=predicts)
-            self._random = known.random
+            self._random, samples = known.random, dims.size or 1
             if self.pipeline is not None:
                 # Nobody knows which values of a step whose loss is a sum are sums, too.
                 count = 1 if self._weigher.rule.is_sum else min(known.count, self._most)
-                samples, tokens = dims.size or 1, self._tokens_of(args[0])
-                with self._random.step(samples, count, tokens, self._share):
+                with self._random.step(samples, count, self._tokens_of(args[0]), self._share):
                     output = self.pipeline.evaluation(name, context, args, dims, key, count)
                     self._random.share(self.pipeline.from_last_stage)
                 return output
-            weights = self._weigher.weigh([args[0]], [dims.size or 1]) if weighted else None
+            weights = self._weigher.weigh([args[0]], [samples]) if weighted else None
             with adjust_logs(self.module, weights):
                 return self._whole(name, context, args, key, dims)
 

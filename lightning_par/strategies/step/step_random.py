@@ -36,6 +36,8 @@ from lightning_par.strategies.step.random_draws import Rows, Tokens, WholeDraws
 
 __all__ = ["HookDraws", "StepRandom", "shared_tokens"]
 
+_UNKNOWN = Share()
+
 
 class HookDraws:
     """Warns, once, where hooks for batches draw random numbers on each of several replicas.
@@ -104,7 +106,7 @@ class StepRandom:
         samples: int = 1,
         microbatches: int = 1,
         tokens: int | None = None,
-        share: Share | None = None,
+        share: Share = _UNKNOWN,
     ) -> Iterator[None]:
         """Surrounds all micro-batches of a step.
 
@@ -112,7 +114,7 @@ class StepRandom:
             samples: Of the batch of this replica.
             microbatches: Into how many it is cut.
             tokens: T, if this rank may see T/tp of them.
-            share: What the batch of this replica is of the global one; None: as much as others.
+            share: What the batch of this replica is of the global one.
 
         **Communicates**: the random state of rank 0, if the step draws more than dropout.
         """
@@ -121,9 +123,9 @@ class StepRandom:
                 yield
             return
         self._draws.tokens = self._own_tokens(tokens)
-        ranks = self._replicas
-        total = samples * ranks if share is None else share.total
-        first = 0 if share is not None and share.fills else self._data_rank
+        ranks = 1 if share.is_whole else self._replicas
+        total = share.total or samples * ranks
+        first = 0 if share.is_whole or share.fills else self._data_rank
         # Samples are dealt out like cards.
         self._rows = [
             Rows(start * ranks + first, length, total, ranks)

@@ -21,6 +21,7 @@ from lightning_par.engine.batch import BatchDims, has_entry, take_samples
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.data.replica_batches import Share
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
 from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
@@ -83,6 +84,7 @@ class FirstLook:
         decisions: Where it is noted.
 
     Attributes:
+        share: What the batch that comes is of the global one.
         is_over: Whether no later step has to be looked at, whatever its batch.
         watches: Whether the form of the loss has to stay as it was when it was looked at.
         form: Notices where it does not.
@@ -98,7 +100,7 @@ class FirstLook:
     ) -> None:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
         self._decisions = decisions
-        self._looks, self._is_known, self.watches = 0, True, False
+        self._looks, self._is_known, self.watches, self.share = 0, True, False, Share()
         self.form = FormWatch(module.device)
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
 
@@ -122,7 +124,10 @@ class FirstLook:
         if self.is_over:
             return False
         if not self._looks:
-            return True
+            # What the first replica has alone tells nothing of how losses of replicas add up.
+            return not self.share.is_whole or self._mesh.sizes.data == 1
+        if not self.share.is_even:
+            return False
         is_settled = self._is_known and not self._weigher.alternatives
         self.is_over = self._looks >= _LOOKS or is_settled
         if self.is_over or not self._finds_rule(microbatches):

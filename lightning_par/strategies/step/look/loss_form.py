@@ -79,17 +79,18 @@ class FormWatch:
         again: Looks at the step of the present batch once more, on every rank.
         reads_factors: Whether a term of the loss had the factor 0, and may get another one.
         is_new: Whether the loss of this rank has a form that was not looked at.
+        watches: Whether the loss of the present batch can be looked at.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.again: Callable[[], None] = lambda: None
         self.reads_factors = False
-        self.is_new = False
+        self.is_new, self.watches = False, True
         self._device, self._known = device, set[Hashable]()
 
     def see(self, loss: Tensor, samples: int) -> None:
         """Note the form of a loss of this rank."""
-        if len(self._known) > _FORMS or loss.grad_fn is None:
+        if not self.watches or len(self._known) > _FORMS or loss.grad_fn is None:
             return
         form = form_of(loss, samples, reads_factors=self.reads_factors)
         if form in self._known:

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader
 
 from lightning_par import BatchLayout
 from lightning_par.engine.rng import collect_random_states
+from lightning_par.strategies.data.joined_batch import CannotJoinError, join_batches
 from lightning_par.strategies.proof.comparison import (
     compare_backwards,
     compare_states,
     tolerance_of,
 )
 from lightning_par.strategies.proof.determinism import WithoutDropout
-from lightning_par.strategies.proof.joined_batch import CannotJoinError, join_batches
 from lightning_par.strategies.proof.record import StartValues, StepRecord
 from lightning_par.strategies.proof.reference import GivenStep, run_alone
 from lightning_par.strategies.proof.skeleton import Skeleton

@@ -1,0 +1,163 @@
+"""Runs that go on inside an epoch, on any layout: every sample that was still to come, once."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from tests.distributed.user_code.test_samples import Net, Rows
+from tests.distributed.user_code.test_uncommon_loaders import _REPLICAS, _trainer, _WORLD
+from tests.support.exhaustive import some
+from tests.support.ranks.api import run_ranks
+
+_SAVED = (2, 5, 6)  # steps of three epochs of 4 batches, the last of which is not full
+
+
+class Noting(Net):
+    """Notes the samples of its steps, those of all replicas together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[list[int]]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch[1].tolist())
+        return super().training_step(batch, batch_idx)
+
+
+class Saving(pl.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step in _SAVED:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+class Stateful(DataLoader[Any]):
+    """Skips the batches that its state says were given, in the order of an epoch that it keeps."""
+
+    epoch = given = 0
+
+    def __iter__(self) -> Any:
+        self.generator.manual_seed(self.epoch)  # type: ignore[union-attr]
+        skipped, self.given = self.given, 0
+        for batch in super().__iter__():
+            self.given += 1
+            if self.given > skipped:
+                yield batch
+        self.epoch, self.given = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.given = state["epoch"], state["given"]
+
+
+class Data(pl.LightningDataModule):
+    """Leaves out what was given of the epoch, by a state of its own."""
+
+    def __init__(self, layout: str | None) -> None:
+        super().__init__()
+        self.layout, self.left_out = layout, 0
+
+    def state_dict(self) -> dict[str, int]:
+        trainer = self.trainer
+        assert trainer is not None
+        return {"given": 6 * (trainer.global_step % 4)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.left_out = state["given"]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        # The Trainer counts the whole epoch.
+        rows = (
+            range(22) if not self.left_out else [*range(self.left_out, 22), *range(self.left_out)]
+        )
+        return DataLoader([Rows(22)[n] for n in rows], 6 // _REPLICAS.get(self.layout or "", 1))
+
+
+def _loader(layout: str | None, kind: str, many: int) -> Any:
+    if kind == "module":
+        return Data(layout)
+    rows, size = Rows(22), many // _REPLICAS.get(layout or "", 1)
+    generator = torch.Generator().manual_seed(7) if kind == "generator" else None
+    if kind == "stateful":
+        return Stateful(rows, size, shuffle=True, generator=torch.Generator())
+    if kind == "batches":
+        sampler = BatchSampler(RandomSampler(rows), size, drop_last=False)
+        return DataLoader(rows, batch_sampler=sampler)
+    workers = 1 if kind == "workers" else 0
+    return DataLoader(rows, size, shuffle=kind != "plain", generator=generator, num_workers=workers)
+
+
+def _run(layout: str | None, kind: str, folder: str, step: int | None, many: int = 6) -> Any:
+    seed_everything(5, verbose=False)
+    module = Noting()
+    saving = [Saving(Path(folder))] if step is None else []
+    trainer = _trainer(layout, max_epochs=3, limit_val_batches=0, callbacks=saving)
+    path = None if step is None else Path(folder) / f"{step}.ckpt"
+    trainer.fit(module, _loader(layout, kind, many), ckpt_path=path, weights_only=False)
+    return module.losses, module.head.bias.detach().clone(), module.seen
+
+
+def _on_rank(rank: int, world: int, *args: Any) -> Any:
+    return _run(*args)
+
+
+_SHOWN = [
+    ("zero0", "tp2", "shuffled"),
+    ("tp2", "zero0", "shuffled"),
+    ("zero3", "dp3", "generator"),
+    ("pp2", "pp2dp2", "workers"),
+    ("zero0", "zero0", "batches"),
+    ("zero0", "tp2", "stateful"),
+    ("tp2", "zero0", "module"),
+]
+_CELLS = [
+    *_SHOWN,
+    *(
+        (one, other, kind)
+        for one in ("zero0", "dp3", "tp2", "pp2")
+        for other in ("zero3", "dp3", "pp2", "pp2dp2", "tp2")
+        for kind in ("plain", "generator", "workers")
+        if (one, other, kind) not in _SHOWN
+    ),
+]
+
+
+@pytest.mark.parametrize("cell", some(_CELLS, large=_CELLS[len(_SHOWN) :]))
+def test_an_epoch_goes_on_where_it_was_saved(cell: tuple[str, str, str], tmp_path: Path) -> None:
+    saved, resumed, kind = cell
+    ((losses, bias, _),) = run_ranks(_on_rank, 1, None, kind, str(tmp_path), None, timeout=60)
+    run_ranks(_on_rank, _WORLD.get(saved, 2), saved, kind, str(tmp_path), None, timeout=90)
+    for step in _SAVED:
+        args = resumed, kind, str(tmp_path), step
+        for found, weight, _ in run_ranks(_on_rank, _WORLD.get(resumed, 2), *args, timeout=90):
+            wanted = losses[step:]
+            if kind == "module":  # what it left out comes at the end of every epoch
+                found, wanted = found[: 4 - step % 4 - 1], wanted[: 4 - step % 4 - 1]
+            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+            if kind != "module":
+                torch.testing.assert_close(weight, bias, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("many", [4, 9])
+def test_another_global_batch_sees_every_sample_that_was_to_come(many: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    before = run_ranks(_on_rank, 2, "tp2", "shuffled", folder, None, timeout=90)[0][2]
+    layout = "zero0" if many == 4 else "dp3"
+    found = run_ranks(
+        _on_rank, _WORLD.get(layout, 2), layout, "shuffled", folder, 2, many, timeout=90
+    )
+    rest = -(-(22 - 12) // many)
+    seen = [n for _, _, batches in found for batch in batches[:rest] for n in batch]
+    todo = [n for batch in before[2:4] for n in batch]
+    assert sorted(set(seen)) == sorted(todo)
+    epochs = [n for _, _, batches in found for batch in batches[rest:] for n in batch]
+    assert set(epochs) == set(range(22))
