@@ -98,8 +98,9 @@ PROOFS: dict[str, str] = {
         losses::a_loss_that_rank_zero_doubles losses::a_loss_that_lightnings_rank_zero_doubles
         losses::test_what_replicas_compute_with_their_number_is_named_where_nothing_is_proved""",
     "a buffer that a step adds to from its samples, such as tokens of each expert": """
-        parameters::a_buffer_that_counts_the_samples parameters::a_buffer_with_a_running_mean
-        parameters::tokens_that_a_block_counts""",
+        counted_buffers::a_buffer_that_counts_the_samples
+        counted_buffers::a_buffer_with_a_running_mean
+        counted_buffers::tokens_that_a_block_counts""",
     "BatchNorm": """
         losses::batch_norm losses::synchronized_batch_norm
         losses::test_statistics_of_parts_are_accepted""",

@@ -188,6 +188,7 @@ class _AbsentStages:
             signatures: Any,
             scaled_loss_of: Any,
             *more: Any,
+            **options: Any,
         ) -> PipelineRun:
             for stage in executor.stages:
                 link = None if stage.is_first else executor.links[stage.index - 1].activations
@@ -195,7 +196,8 @@ class _AbsentStages:
                     if not isinstance(link, Channel) or (link, signature) in self._headers:
                         continue
                     self._headers[link, signature] = self._header(stage, partial(step, index))
-            done = self._run(executor, schedule, step, signatures, scaled_loss_of, *more)
+            given = step, signatures, scaled_loss_of, *more
+            done = self._run(executor, schedule, *given, **options)
             if not any(stage.is_last for stage in executor.stages):
                 for index in range(len(signatures)):
                     done.results[index] = torch.ones(())

@@ -297,7 +297,8 @@ class PipelinedSteps:
             losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
             returned = [returned_numbers(name, run.results[i]) for i in sorted(run.results)]
             before, ends = self._attributes.numbers(before=True), sorted(self._left)
-            left = left_numbers(name, before, [self._left[i] for i in ends])
+            # A rehearsal has results without the last stage.
+            left = left_numbers(name, before, [self._left[i] for i in ends]) or [[] for _ in calls]
             self._told |= {call.name for calls in left for call in calls}
             made = [numbers_of([*c, *r, *n]) for c, r, n in zip(calls, returned, left, strict=True)]
             leaves = self._attributes.names_changed()

@@ -125,12 +125,11 @@ def state_that_every_step_moves_on() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(refused={"zero3": "the loss of some samples is neither"})
-def state_that_samples_move_on() -> Any:
+def moved_on(make: Any) -> Any:
     class Module(PlainModule):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("mean", torch.zeros(()))
+            make(self)
 
         def loss(self, batch: Any) -> Any:
             loss = super().loss(batch)
@@ -139,6 +138,16 @@ def state_that_samples_move_on() -> Any:
             return centered
 
     return Module(), token_pairs()
+
+
+@CASES.add(refused={"zero3": "the buffer mean from its samples"})
+def state_that_samples_move_on() -> Any:
+    return moved_on(lambda module: module.register_buffer("mean", torch.zeros(())))
+
+
+@CASES.add(refused={"zero3": "the loss of some samples is neither"})
+def state_in_an_attribute_that_samples_move_on() -> Any:
+    return moved_on(lambda module: setattr(module, "mean", torch.zeros(())))
 
 
 @CASES.add(equal="tp2 pp2")

@@ -12,7 +12,7 @@ from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.step_attributes import StepAttributes
-from lightning_par.strategies.step.counted_buffers import buffers_of, CountedBuffers
+from lightning_par.strategies.step.look.counted_buffers import buffers_of, CountedBuffers
 from lightning_par.strategies.step.look.loss_rule import Seen
 from lightning_par.strategies.step.look.seen_losses import LookAtStep
 from lightning_par.strategies.step.look.untouched import StateOfParts, untouched

@@ -1,0 +1,99 @@
+"""Buffers that a step changes from its samples."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, Tensor
+
+from tests.support.models.plain_language_model import PlainModule, PlainNet, token_pairs
+from tests.support.user_code import Cases
+
+CASES = Cases(__name__)
+
+
+class Counting(nn.Module):
+    """Counts the tokens that it gets, and keeps a running mean of them."""
+
+    counts: Tensor
+    mean: Tensor
+
+    def __init__(self, *, keeps_mean: bool) -> None:
+        super().__init__()
+        self.keeps_mean = keeps_mean
+        self.register_buffer("counts", torch.zeros(8, dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> None:
+        self.counts += torch.bincount(tokens.flatten() % 8, minlength=8)
+        self.steps += 1
+        if self.keeps_mean:
+            self.mean.lerp_(tokens.to(self.mean.dtype).mean(), 0.1)
+
+
+def counting(*, keeps_mean: bool) -> Any:
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counting = Counting(keeps_mean=keeps_mean)
+
+        def loss(self, batch: Any) -> Tensor:
+            self.counting(batch[0])
+            return super().loss(batch)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            counts = self.counting.counts
+            rate = float((counts * torch.arange(8)).sum() / counts.sum()) / 50
+            self.trainer.optimizers[0].param_groups[0]["lr"] = rate + float(self.counting.mean)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="tp2 zero1", large="zero3 zero1tp2", strategy={"verify": False})
+def a_buffer_that_counts_the_samples() -> Any:
+    return counting(keeps_mean=False)
+
+
+@CASES.add(equal="zero1")
+def a_buffer_that_counts_the_samples_proved() -> Any:
+    return counting(keeps_mean=False)
+
+
+@CASES.add(
+    equal="tp2",
+    refused={"zero1": r"the buffer counting\.mean from its samples.*total \+= x.*local_statistics"},
+    strategy={"verify": False},
+)
+def a_buffer_with_a_running_mean() -> Any:
+    return counting(keeps_mean=True)
+
+
+class CountingNet(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].counting = Counting(keeps_mean=False)
+        self.blocks[1].register_forward_pre_hook(count_hidden)
+
+
+def count_hidden(block: Any, args: Any) -> None:
+    block.counting((args[0].detach().abs().sum(-1) * 100).long())
+
+
+@CASES.add(
+    refused={"tp2": r"counting\.counts.*sequence_parallel=False"}, strategy={"verify": False}
+)
+def tokens_that_a_block_counts() -> Any:
+    return PlainModule(CountingNet()), token_pairs()
+
+
+@CASES.add(equal="tp2_whole_sequence zero1", strategy={"verify": False})
+def whole_tokens_that_a_block_counts() -> Any:
+    """As the refusal advises."""
+    return PlainModule(CountingNet()), token_pairs()
+
+
+@pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
+def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
+    """Check one cell of the table."""
+    CASES.check(case, layout, refusal)
