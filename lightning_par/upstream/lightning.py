@@ -125,16 +125,16 @@ def next_of_fit(trainer: pl.Trainer) -> tuple[list[Any], list[object]]:
     return [batch for batch, *_ in fetcher.batches], list(iterators)
 
 
-def loaders_in_use(trainer: pl.Trainer) -> tuple[Any, bool]:
-    """Return the nest of the loaders of the loop that runs, and whether a batch comes of all.
+def loaders_in_use(loop: Any) -> tuple[Any, bool]:
+    """Return the nest of the loaders of a loop that runs, and whether a batch comes of several.
 
     `Trainer.train_dataloader` and the like do not tell how `CombinedLoader` combines them.
     """
     with names_of("lightning"):
-        loop: Any = trainer._active_loop
-        combined = loop._combined_loader
-        is_joint = combined._mode != "sequential"
-    return combined.iterables, is_joint
+        fetcher: Any = loop._data_fetcher
+    with names_of("lightning"):
+        iterators = fetcher.combined_loader._iterator.iterators
+    return fetcher.combined_loader.iterables, len(iterators) > 1
 
 
 def view_data_hooks(trainer: pl.Trainer, view: Callable[[], AbstractContextManager[None]]) -> None:

@@ -35,10 +35,7 @@ def set_last_batch_value(metric: nn.Module, value: Any) -> None:
 
 
 def set_update_count(metric: Metric, count: int) -> None:
-    """Let the metric have been updated `count` times, and not computed since.
-
-    `Metric.update_count` can only be read.
-    """
+    """Let the metric have been updated `count` times; `Metric.update_count` can only be read."""
     with names_of("torchmetrics"):
-        _ = metric._update_count, metric._computed
-    metric._update_count, metric._computed = count, None
+        _ = metric._update_count
+    metric._update_count = count

@@ -11,7 +11,11 @@ from torchmetrics import Metric
 
 from lightning_par.strategies.step.batch_weights import BatchWeights
 from lightning_par.strategies.step.look.untouched import untouched
-from lightning_par.upstream.torchmetrics import set_update_count
+from lightning_par.upstream.torchmetrics import (
+    last_batch_value,
+    set_last_batch_value,
+    set_update_count,
+)
 
 __all__ = ["counting_nowhere", "log_nothing"]
 
@@ -38,11 +42,22 @@ def counting_nowhere(module: nn.Module, *, trains: bool) -> Iterator[None]:
             (m, name, _empty_like(getattr(m, name))) for m in updated for name in m.metric_state
         ]
     for metric in updated:
-        # Without a value kept from before: the other ranks compute one, and meet.
-        set_update_count(metric, metric.update_count or 1)
+        _forget_value(metric)
     for metric, name, value in empty:
         if value is not None and not getattr(metric, name):
             setattr(metric, name, [value])
+
+
+def _forget_value(metric: Metric) -> None:
+    """Let a metric compute its value anew: other ranks, which have updated it, do, and meet."""
+    kept = {name: getattr(metric, name) for name in metric.metric_state}
+    kept = {name: [*value] if isinstance(value, list) else value for name, value in kept.items()}
+    count, last = metric.update_count, last_batch_value(metric)
+    Metric.reset(metric)  # of it alone: a metric may have parts, or a reset of its own
+    for name, value in kept.items():
+        setattr(metric, name, value)
+    set_update_count(metric, count or 1)
+    set_last_batch_value(metric, last)
 
 
 def _empty_like(state: Any) -> Tensor | None:

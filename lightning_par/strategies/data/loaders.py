@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections import Counter
 from contextlib import ExitStack
 from itertools import zip_longest
 from types import CodeType
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import (
     BatchSampler,
@@ -57,6 +59,9 @@ class ReplicaLoaders:
         sharding: Keeps parameters whole while replicas predict unequal numbers of batches.
         device: Device of this rank.
         options: Of the strategy; with islands the samples are left to Lightning.
+
+    Attributes:
+        has_several: Whether a step may take batches of several loaders.
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class ReplicaLoaders:
         self._has_replicas = mesh.sizes.data > 1
         self._divides = options.outer is None and mesh.sizes.world_size > 1
         self._cursors: list[Any] = []
+        self._prepared = Counter[Any]()
+        self.has_several = False
         self._gathers, self._muted = options.gather_predictions, ExitStack()
         self._divided: WeakKeyDictionary[Any, ReplicaBatches] = WeakKeyDictionary()
 
@@ -84,6 +91,8 @@ class ReplicaLoaders:
         """
         trainer, device = self._module.trainer, self._device
         strategy: Any = trainer.strategy
+        self._prepared[trainer.state.stage] += 1
+        self.has_several |= self._prepared[trainer.state.stage] > 1
         if self._divides and self._is_divided(trainer):
             dataloader = self._divide(dataloader)
         if trainer.predicting and self._has_replicas:
@@ -102,11 +111,15 @@ class ReplicaLoaders:
         """Return where the loaders of training go on, if an epoch has begun and is not over."""
         trainer = self._module.trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        if not trainer.training or not progress.current.ready or progress.is_last_batch:
+        is_inside = progress.current.ready and not progress.is_last_batch
+        if trainer.state.fn != TrainerFn.FITTING or not self._divides or not is_inside:
             return []
-        loaders = tree_leaves(loaders_in_use(trainer)[0])
+        loaders = tree_leaves(loaders_in_use(trainer.fit_loop)[0])
+        if not self._has_replicas and len(loaders) > 1:
+            return []  # of several, a loader may have begun again
         divided = [self._divided.get(x) if isinstance(x, DataLoader) else None for x in loaders]
-        return [None if batches is None else batches.cursor() for batches in divided]
+        ready = int(progress.current.ready)
+        return [None if batches is None else batches.cursor(ready) for batches in divided]
 
     def resume(self, cursors: list[Any]) -> None:
         """Let the epoch of the next training go on there.
@@ -128,7 +141,7 @@ class ReplicaLoaders:
         loop = trainer.predict_loop
         found: Any = loop.predictions if loop.return_predictions else []
         found = [found] if loop.num_dataloaders == 1 and loop.return_predictions else found
-        held = zip(tree_leaves(loaders_in_use(trainer)[0]), found, strict=False)
+        held = zip(tree_leaves(loaders_in_use(loop)[0]), found, strict=False)
         for loader, predictions in held:
             if not isinstance(loader, DataLoader) or loader not in self._divided:
                 continue
@@ -170,7 +183,7 @@ class ReplicaLoaders:
         **Communicates**: a checksum over all ranks, in the first batch of an iteration; see
         `share_joint_batch`.
         """
-        nest, is_joint = loaders_in_use(self._module.trainer)
+        nest, is_joint = loaders_in_use(_running_loop(self._module.trainer))
         loaders, spec = tree_flatten(nest)
         if not is_joint:
             loaders = loaders[dataloader_idx : dataloader_idx + 1]
@@ -182,7 +195,7 @@ class ReplicaLoaders:
     def _taken(self, loader: Any) -> Share | None:
         batches = self._divided.get(loader) if isinstance(loader, DataLoader) else None
         share = None if batches is None else batches.take()
-        if share is None or not self._has_replicas:
+        if share is None:
             return None
         if share.check is not None and not self._module.trainer.predicting:
             ends = torch.tensor([share.check, -share.check], device=self._device)
@@ -235,7 +248,7 @@ class ReplicaLoaders:
 
     def _count_batches(self, batches: ReplicaBatches) -> None:
         """Let the Trainer count what is left of an epoch in the global batches of this layout."""
-        progress = self._module.trainer.fit_loop.epoch_loop.batch_progress.current
+        progress: Any = self._module.trainer.fit_loop.epoch_loop.batch_progress.current
         if not batches.resumes:
             return
         # In the middle of a step the last of these is one less.
@@ -272,6 +285,17 @@ class ReplicaLoaders:
                 if _names(getattr(function, "__code__", None)) & _GATHERS:
                     return f"{owner.__name__}.{name} gathers from the replicas"
         return ""
+
+
+def _running_loop(trainer: pl.Trainer) -> Any:
+    if trainer.training:
+        return trainer.fit_loop
+    if trainer.predicting:
+        return trainer.predict_loop
+    if trainer.testing:
+        return trainer.test_loop
+    fits = trainer.state.fn == TrainerFn.FITTING
+    return trainer.fit_loop.epoch_loop.val_loop if fits else trainer.validate_loop
 
 
 def _write_nothing(*_: Any, **__: Any) -> None:

@@ -17,9 +17,9 @@ import math
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -91,7 +91,8 @@ class ReplicaBatches:
         self._predicts, self._repeats, self._agree = predicts, repeats, agree
         self.shares: deque[Share] = deque()
         self._source = given.sampler if self._is_dealt else given
-        self._resumed, self._start, self._taken = cursor, 0, 0
+        self._resumed, self._start, self._taken = self._fitting(cursor), 0, 0
+        self._before = len(self) - self.remaining if self._resumed else 0
         self._states: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -140,33 +141,79 @@ class ReplicaBatches:
         self._taken += 1
         return self.shares.popleft()
 
-    def cursor(self) -> dict[str, Any] | None:
-        """Return where the epoch goes on; None: at its start."""
-        seen = self._start + self._taken * self._step
-        return {"seen": seen, **self._states} if self._taken else None
+    def cursor(self, ready: int) -> dict[str, Any] | None:
+        """Return where the epoch goes on; None: at its start.
+
+        Args:
+            ready: Batches of the epoch that the Trainer has begun.
+        """
+        taken = self._taken if self._replicas > 1 else ready - self._before
+        if taken <= 0:
+            return None
+        size = None if self._is_dealt else getattr(self._given, "batch_size", None)
+        kind = {"of": len(self._source), "size": size}
+        return {"seen": self._start + taken * self._step, **kind, **self._states}
+
+    def _fitting(self, cursor: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return where an epoch goes on, in batches of the user's batch sampler as it is now."""
+        if cursor is None or cursor["of"] == len(self._source):
+            return cursor
+        size, own = cursor["size"], getattr(self._given, "batch_size", None)
+        if self._is_dealt or not size or not own or cursor["seen"] * size % own:
+            rank_zero_warn(
+                f"the sampler of the data loader has {len(self._source)} entries, of which the "
+                f"checkpoint knows {cursor['of']}: the epoch begins again. Resume with the data "
+                "and the batch size with which it was saved."
+            )
+            return None
+        return {**cursor, "seen": cursor["seen"] * size // own}
+
+    def _note(self) -> None:
+        """Note the random states from which the sampler draws the order of an epoch."""
+        generator = getattr(self._source, "generator", None)
+        own = None if generator is None else generator.get_state()
+        self._states = {"random": collect_random_states(_CPU), "generator": own}
+        self._start = self._taken = self._before = 0
 
     def _entries(self) -> Iterator[Any]:
         """Iterate the user's sampler from where the epoch goes on."""
-        generator, resumed = getattr(self._source, "generator", None), self._resumed
-        self._resumed, self._taken = None, 0
-        self._start = 0 if resumed is None else resumed["seen"]
+        resumed, self._resumed = self._resumed, None
         if resumed is None:
-            own = None if generator is None else generator.get_state()
-            self._states = {"random": collect_random_states(_CPU), "generator": own}
+            self._note()
             return iter(self._source)
+        self._start, self._taken = resumed["seen"], 0
         self._states = {name: resumed[name] for name in ("random", "generator")}
-        before = collect_random_states(_CPU)
+        before, generator = collect_random_states(_CPU), getattr(self._source, "generator", None)
         restore_random_states(self._states["random"], _CPU)
         if generator is not None and self._states["generator"] is not None:
             generator.set_state(self._states["generator"])
-        entries = iter(self._source)
+        entries: Iterator[Any] = iter(self._source)
+        if not self._is_dealt:  # the loader draws a seed between it and the first batch
+            torch.empty((), dtype=torch.int64).random_()
         deque(islice(entries, self._start), maxlen=0)
         restore_random_states(before, _CPU)
         return entries
 
     def __iter__(self) -> Iterator[Any]:
+        if self._replicas > 1 or self._resumed is not None:
+            # Batch samplers may draw when their iterator is made, and those of torch never do.
+            return self._batches(
+                self._dealt() if self._is_dealt else self._grouped(self._entries())
+            )
+        # What one replica has is taken as it is: only the start of an epoch is noted.
+        if not self._is_dealt:
+            self._note()
+            return iter(self._given)
+        given = iter(self._given)
+
+        def first() -> Iterator[Any]:
+            self._note()
+            yield from islice(given, 1)
+
+        return chain(first(), given)
+
+    def _batches(self, parts: Iterable[tuple[list[Any], Any, int]]) -> Iterator[Any]:
         self.shares.clear()
-        parts = self._dealt() if self._is_dealt else self._grouped()
         for number, (everything, own, smallest) in enumerate(parts):
             check = None if number else zlib.crc32(repr(everything).encode())
             total = len(everything)
@@ -187,7 +234,8 @@ class ReplicaBatches:
                 own = everything[-1:] if own == [] else everything[-1]
             many = len(own) if isinstance(own, list | tuple) else None
             share = Share(total=total, own=many, smallest=smallest, fills=fills, check=check)
-            self.shares.append(share)
+            if self._replicas > 1:
+                self.shares.append(share)
             yield own
 
     def _dealt(self) -> Iterator[tuple[list[Any], Any, int]]:
@@ -198,9 +246,9 @@ class ReplicaBatches:
                 own = batch[self._replica :: self._replicas]
                 yield batch, own, len(batch) // self._replicas
 
-    def _grouped(self) -> Iterator[tuple[list[Any], Any, int]]:
+    def _grouped(self, batches: Iterator[Any]) -> Iterator[tuple[list[Any], Any, int]]:
         """Yield the same, of batches of a batch sampler of the user's."""
-        batches, count = self._entries(), self._replicas
+        count = self._replicas
         while group := list(islice(batches, count)):
             is_listed = all(isinstance(batch, list | tuple) for batch in group)
             every = [sample for batch in group for sample in batch] if is_listed else group

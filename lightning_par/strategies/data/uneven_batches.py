@@ -1,5 +1,6 @@
 """Data loaders of replicas: batches large enough to split, and as many on every rank."""
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,14 +11,17 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_par.engine.tensor_tree import tensors_of
 from lightning_par.errors import ConfigurationError
-from lightning_par.sizes import Size
+from lightning_par.sizes import ParallelSizes, Size
 from lightning_par.strategies.data.replica_batches import ReplicaBatches
 from lightning_par.upstream.lightning import uses_distributed_sampler
 
 View = Callable[[], AbstractContextManager[None]]
 
 __all__ = ["EqualBatches", "check_loader", "join_ranks", "samples_differ"]
+
+_SHOWN = 64  # entries of a tensor that tell samples apart
 
 
 def check_loader(dataloader: object, num_microbatches: Size) -> None:
@@ -55,8 +59,11 @@ def join_ranks(dataloader: object, trainer: pl.Trainer, device: torch.device, vi
     )
     if trainer.world_size == 1 or (sized and (distributed or trainer.predicting)):
         return dataloader
+    strategy: Any = trainer.strategy
     agrees_on = None if trainer.predicting else device
-    return EqualBatches(dataloader, agrees_on, view)  # type: ignore[arg-type]
+    is_stream = distributed and not sized
+    sizes = strategy.processes.sizes if is_stream else None
+    return EqualBatches(dataloader, agrees_on, view, sizes)  # type: ignore[arg-type]
 
 
 class EqualBatches:
@@ -68,12 +75,20 @@ class EqualBatches:
         dataloader: Data loader of this rank; every other attribute is that of the loader.
         device: Device on which ranks agree; None: ranks may have unequal numbers.
         view: Surrounds the code of the loader.
+        sizes: Of the mesh, where nobody has divided the samples; else None.
 
-    **Communicates**: one all-reduce of two numbers over all ranks, per batch.
+    **Communicates**: one all-reduce of two numbers over all ranks, per batch; once a checksum.
     """
 
-    def __init__(self, dataloader: Iterable[Any], device: torch.device | None, view: View) -> None:
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        device: torch.device | None,
+        view: View,
+        sizes: ParallelSizes | None = None,
+    ) -> None:
         self._dataloader, self._device, self._view = dataloader, device, view
+        self._sizes = sizes
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -100,8 +115,41 @@ class EqualBatches:
                         f"every rank stops after {count}. Give every rank the same number."
                     )
                 return
+            if self._sizes is not None and self._device is not None:
+                _tell_of_stream(batch, self._sizes)
+                self._sizes = None
             count += 1
             yield batch
+
+
+def _tell_of_stream(batch: Any, sizes: ParallelSizes) -> None:
+    """Warn of a stream that is not divided among the replicas, or among other ranks, too.
+
+    **Communicates**: a checksum of what the tensors of a batch begin with, over all ranks.
+    """
+    shown = [(t.shape, t.flatten()[:_SHOWN].tolist()) for t in tensors_of(batch)]
+    checks: list[Any] = [None] * sizes.world_size
+    dist.all_gather_object(checks, zlib.crc32(repr(shown).encode()) if shown else None)
+    replicas: dict[int, set[Any]] = {}
+    for rank, one in enumerate(checks):
+        replicas.setdefault(sizes.data_rank(rank), set()).add(one)
+    if None in checks:
+        return
+    divide = (
+        "Divide it by trainer.strategy.distributed_sampler_kwargs, which has rank and num_replicas "
+        "of this replica; or make it in train_dataloader() and the like, where rank and world size "
+        "are those of replicas."
+    )
+    if any(len(of_replica) > 1 for of_replica in replicas.values()):
+        rank_zero_warn(
+            f"the ranks of a replica get different samples from a stream; on {sizes} all of them "
+            f"use the batches of the first, and those of the others are lost. {divide}"
+        )
+    elif sizes.data > 1 and len(set(checks)) == 1:
+        rank_zero_warn(
+            f"all {sizes.data} replicas get the same samples from a stream, so that each sample "
+            f"counts {sizes.data} times. {divide}"
+        )
 
 
 def samples_differ(

@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
+from contextlib import contextmanager, ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -67,6 +67,7 @@ from lightning_par.strategies.processes.watchdog import (
     RankWatch,
 )
 from lightning_par.strategies.processes.world_collectives import check_world_collectives
+from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.lightning import (
     init_process_group,
     leave_samplers,
@@ -238,12 +239,17 @@ class MeshProcesses:
         rank = self.sizes.data_rank(self.rank) * islands + island
         return {"num_replicas": self.sizes.data * islands, "rank": rank}
 
-    def as_replica(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def as_replica(self) -> Iterator[None]:
         """Surrounds code of data sets, which is told ranks and numbers of replicas."""
         sizes = self._sizes
         if sizes is None or sizes.data == sizes.world_size:
-            return nullcontext()
-        return as_replica(sizes.data_rank(self.rank), sizes.data)
+            yield
+            return
+        rank, count = sizes.data_rank(self.rank), property(lambda _: sizes.data)
+        of_trainer = replaced(pl.Trainer, "world_size", count)
+        with as_replica(rank, sizes.data), of_trainer, replaced(self, "shown_rank", rank):
+            yield
 
     @property
     def mesh(self) -> ParallelMesh:

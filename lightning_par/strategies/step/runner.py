@@ -234,7 +234,7 @@ class StepRunner:
             batch = self._broadcast.broadcast(batch)
         else:
             batch = self._on_host.broadcast(self._broadcast, batch, given)
-        if not self._has_replicas:
+        if self.loaders.has_several and not self._has_replicas:
             self._take_share(batch, *rest[1:2])  # the same on all ranks
         predicts = bool(self.module.trainer.predicting)
         # Sequences that context ranks divide are padded.

@@ -82,6 +82,15 @@ class Data(pl.LightningDataModule):
         return DataLoader([Rows(22)[n] for n in rows], 6 // _REPLICAS.get(self.layout or "", 1))
 
 
+class Eager(BatchSampler):
+    """Draws its order when its iterator is made."""
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(len(self.sampler)).tolist()  # type: ignore[arg-type]
+        size = self.batch_size
+        return iter([order[at : at + size] for at in range(0, len(order), size)])
+
+
 def _loader(layout: str | None, kind: str, many: int) -> Any:
     if kind == "module":
         return Data(layout)
@@ -89,8 +98,8 @@ def _loader(layout: str | None, kind: str, many: int) -> Any:
     generator = torch.Generator().manual_seed(7) if kind == "generator" else None
     if kind == "stateful":
         return Stateful(rows, size, shuffle=True, generator=torch.Generator())
-    if kind == "batches":
-        sampler = BatchSampler(RandomSampler(rows), size, drop_last=False)
+    if kind in ("batches", "eager"):
+        sampler = (Eager if kind == "eager" else BatchSampler)(RandomSampler(rows), size, False)
         return DataLoader(rows, batch_sampler=sampler)
     workers = 1 if kind == "workers" else 0
     return DataLoader(rows, size, shuffle=kind != "plain", generator=generator, num_workers=workers)
@@ -116,6 +125,7 @@ _SHOWN = [
     ("zero3", "dp3", "generator"),
     ("pp2", "pp2dp2", "workers"),
     ("zero0", "zero0", "batches"),
+    ("zero0", "tp2", "eager"),
     ("zero0", "tp2", "stateful"),
     ("tp2", "zero0", "module"),
 ]

@@ -1,6 +1,8 @@
 """Every sample once, in the order of one process whose batches are those of all replicas."""
 
 import os
+import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -317,6 +319,9 @@ class Streamed(Net):
         super().__init__()
         self.way, self.batch, self.workers = way, batch, workers
 
+    def setup(self, stage: str) -> None:
+        self.place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
     def val_dataloader(self) -> list[Any]:
         return []
 
@@ -324,6 +329,10 @@ class Streamed(Net):
         told = (0, 1)
         if self.way == "hook" and dist.is_initialized():
             told = dist.get_rank(), dist.get_world_size()
+        elif self.way == "trainer":
+            told = self.trainer.global_rank, self.trainer.world_size
+        elif self.way == "setup":
+            told = self.place
         stream = Stream(Rows(16), self.way, told)
         return DataLoader(stream, self.batch, num_workers=self.workers)
 
@@ -351,6 +360,8 @@ def _stream_rank(rank: int, world: int, *args: Any) -> Any:
                 for way in ("torch", "variables", "hook")
                 for workers in (0, 1)
             ),
+            ("tp2", "trainer", 0),
+            ("zero1tp2", "trainer", 0),
         ],
         large=[
             (layout, way, workers)
@@ -366,3 +377,25 @@ def test_a_stream_that_divides_itself_loses_nothing(cell: tuple[str, str, int]) 
     wanted = _stream(None, way, 0)
     world = _WORLD.get(layout, 2)
     _assert_equal(run_ranks(_stream_rank, world, layout, way, workers, timeout=120), wanted)
+
+
+def _told_of_stream(rank: int, world: int, layout: str, way: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _stream(layout, way, 0)
+    return [str(warning.message) for warning in caught if "a stream" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "way", "text"),
+    [
+        ("zero0", "none", r"all 2 replicas get the same samples.*distributed_sampler_kwargs"),
+        ("tp2", "setup", r"ranks of a replica get different samples.*train_dataloader"),
+        ("zero0", "torch", ""),
+        ("tp2", "none", ""),
+    ],
+)
+def test_a_stream_that_is_not_divided_is_told(layout: str, way: str, text: str) -> None:
+    told = run_ranks(_told_of_stream, 2, layout, way, timeout=60)[0]
+    assert len(told) == (1 if text else 0)
+    assert all(re.search(text, found) for found in told)
