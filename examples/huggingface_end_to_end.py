@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lightning_par import Hybrid3DStrategy
-from lightning_par.commands.export import main as export
+from lightning_par.commands.export import export
 from lightning_par.models.data.tokenizers import standard_library_files
 
 LENGTH, VOCABULARY = 64, 1000
@@ -93,7 +93,7 @@ def main() -> None:
     trainer.save_checkpoint(checkpoint)
     if not trainer.is_global_zero:
         return
-    export(["--ckpt", str(checkpoint), "--out", str(folder), "--format", "huggingface"])
+    export(ckpt=str(checkpoint), out=str(folder), format="huggingface")
     tokenizer.save_pretrained(folder)
     # From here on nothing knows of this package.
     tokenizer = AutoTokenizer.from_pretrained(folder)

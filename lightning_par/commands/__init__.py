@@ -1,15 +1,33 @@
-"""Subcommands of ``lightning-par``: one module each, and `parallel_cli` for Lightning's own.
+"""Subcommands of ``lightning-par``: each is a function whose signature is its command line.
 
-The module of a command has ``main(arguments: list[str]) -> int``, which returns the exit status,
-and ``make_parser() -> argparse.ArgumentParser`` for its arguments; its docstring is the summary of
-its ``--help``. It may print, and imports Lightning only if it has to build a user's model.
+The module of a command has a function of the same name. Its parameters are the options, with their
+types and defaults; its docstring is what ``--help`` says. It returns the exit status (None: 0). It
+may print, and imports Lightning only if it has to build a user's model.
 """
 
 import argparse
 import importlib
-from collections.abc import Callable
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
+from functools import partial
+from inspect import get_annotations, Parameter, signature  # `inspect` is a command
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin, Literal, TYPE_CHECKING, Union
 
-__all__ = ["COMMANDS", "find_command", "find_parser", "takes_file"]
+if TYPE_CHECKING:
+    from docstring_parser import Docstring
+
+__all__ = [
+    "COMMANDS",
+    "FitArguments",
+    "PathName",
+    "fill",
+    "find_command",
+    "find_parser",
+    "takes_file",
+]
 
 COMMANDS: dict[str, str] = {
     "backends": "list the attention kernels, and why one cannot be used here",
@@ -29,28 +47,124 @@ COMMANDS: dict[str, str] = {
 }
 """Name of a command, which is also that of its module -> what it does, in one line."""
 
+PathName = Annotated[str, "path"]
+"""Type of an option that is the name of a file or folder; shells complete it."""
+FitArguments = Annotated[Sequence[str], "fit"]
+"""Type of the parameter that gets what is no option of the command: arguments for ``fit``."""
+
+_METAVARS = {int: "N", float: "X", PathName: "PATH"}
+_MORE = "All other arguments are those of lightning-par fit, whose --help lists them."
+_WIDTH = 100
+
 
 def find_command(name: str) -> Callable[[list[str]], int]:
-    """Import the module of a command and return its ``main``.
-
-    Args:
-        name: A key of `COMMANDS`.
-    """
-    # Imported by name, so that one command does not pay for the imports of all.
-    module = importlib.import_module(f"lightning_par.commands.{name}")
-    command: Callable[[list[str]], int] = module.main
-    return command
-
-
-def find_parser(name: str) -> argparse.ArgumentParser:
-    """Import the module of a command and return the parser of its options.
+    """Return what runs a command on the words that follow its name, and gives the exit status.
 
     Args:
         name: A key of `COMMANDS`, or ``"fit_islands"``, which is ``fit --islands``.
     """
+    return partial(_run, name)
+
+
+def _run(name: str, words: list[str]) -> int:
+    command, parser = _function(name), find_parser(name)
+    if {"-h", "--help"} & {*words}:
+        words = ["--help"]  # also where the value of an option is missing
+    given, rest = parser.parse_known_args(words)
+    values = vars(given)
+    for parameter in signature(command).parameters.values():
+        group = parameter.annotation
+        if group == FitArguments:
+            values[parameter.name], rest = rest, []
+        elif _is_group(group):
+            own = signature(group).parameters
+            values[parameter.name] = group(**{field: values.pop(field) for field in own})
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return command(**values) or 0
+
+
+def _function(name: str) -> Callable[..., int | None]:
+    # Imported by name, so that one command does not pay for the imports of all.
     module = importlib.import_module(f"lightning_par.commands.{name}")
-    parser: argparse.ArgumentParser = module.make_parser()
+    command: Callable[..., int | None] = getattr(module, name)
+    return command
+
+
+def find_parser(name: str) -> argparse.ArgumentParser:
+    """Import the module of a command, and make the parser of its options from its signature.
+
+    Not jsonargparse: it changes flags, the spelling of names and the texts of mistakes, and knows
+    no arguments that are handed on.
+
+    Args:
+        name: A key of `COMMANDS`, or ``"fit_islands"``.
+    """
+    command = _function(name)
+    said = _docstring(command).description or ""
+    hands_on = FitArguments in get_annotations(command).values()
+    parser = argparse.ArgumentParser(
+        prog=f"lightning-par {name.replace('fit_islands', 'fit --islands')}",
+        description=fill(said.replace("``", "")),
+        epilog=_MORE if hands_on else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=name != "fit_islands",  # its options stand among all those of fit
+    )
+    for parameter, meaning in _options(command):
+        _add(parser, parameter, meaning)
+    if hands_on:
+        parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} ..."
     return parser
+
+
+def _docstring(source: Callable[..., Any]) -> "Docstring":
+    # Comes with jsonargparse, without which a script may use the functions of the commands.
+    from docstring_parser import parse
+
+    return parse(source.__doc__ or "")
+
+
+def _is_group(form: Any) -> bool:
+    return is_dataclass(form)
+
+
+def _options(source: Callable[..., Any]) -> Iterator[tuple[Parameter, str]]:
+    """Yield the parameters of a function, and the fields of those that are dataclasses."""
+    said = {p.arg_name: " ".join((p.description or "").split()) for p in _docstring(source).params}
+    for parameter in signature(source).parameters.values():
+        if _is_group(parameter.annotation):
+            yield from _options(parameter.annotation)
+        elif parameter.annotation != FitArguments:
+            yield parameter, said[parameter.name].replace("``", "").rstrip(".")
+
+
+def _add(parser: argparse.ArgumentParser, parameter: Parameter, meaning: str) -> None:
+    """Add an option; a parameter that is not keyword-only is a positional argument."""
+    name, form, default = parameter.name, parameter.annotation, parameter.default
+    if get_origin(form) in (Union, UnionType):
+        form = get_args(form)[0]  # of X | None
+    settings: dict[str, Any] = {"help": meaning.replace("%", "%%")}
+    if get_origin(form) is list:
+        (form,), settings["nargs"] = get_args(form), "*"
+    if form is bool:
+        settings["action"] = "store_true"
+    elif get_origin(form) is Literal:
+        settings["choices"] = get_args(form)
+    else:
+        settings |= {"type": form, "metavar": name.rstrip("_").upper()}
+    if parameter.kind is not parameter.KEYWORD_ONLY:
+        action = parser.add_argument(name, **settings)
+    else:
+        settings |= {"required": True} if default is parameter.empty else {"default": default}
+        if default not in (None, "", parameter.empty) and form is not bool:
+            shown = f"{default:g}" if form is float else default
+            settings["help"] += f" (default: {shown})"
+        if form in _METAVARS:
+            settings["metavar"] = _METAVARS[form]
+        flag = name.rstrip("_").replace("_", "-")
+        action = parser.add_argument(f"--{flag}", dest=name, **settings)
+    if form == PathName:
+        takes_file(action)
 
 
 def takes_file(action: argparse.Action) -> None:
@@ -60,3 +174,12 @@ def takes_file(action: argparse.Action) -> None:
         action: What `add_argument` returned.
     """
     vars(action)["complete"] = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+
+
+def fill(text: str) -> str:
+    """Return paragraphs in lines as wide as the terminal; words, such as paths, stay whole."""
+    width = min(_WIDTH, shutil.get_terminal_size().columns)
+    return "\n\n".join(
+        textwrap.fill(part, width, break_long_words=False, break_on_hyphens=False)
+        for part in text.split("\n\n")
+    )

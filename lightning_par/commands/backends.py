@@ -1,34 +1,23 @@
-"""List the attention kernels of context parallelism: which work here, and why the others do not.
-
-The first column is the name for ``attention_backend``; "auto" uses the first of these that supports
-a call.
-"""
-
-import argparse
+"""The command that lists the attention kernels."""
 
 import torch
 
 from lightning_par.engine.context.kernels.aten import AttentionKernel
 from lightning_par.engine.context.kernels.select import KERNELS
 
-__all__ = ["main", "make_parser"]
+__all__ = ["backends"]
 
 
-def main(arguments: list[str]) -> int:
-    """Print one line per kernel.
+def backends() -> None:
+    """List the attention kernels of context parallelism: which work here, and why others do not.
 
-    Args:
-        arguments: What follows ``lightning-par backends``; there are no options but ``--help``.
-
-    Returns:
-        The exit status, 0.
+    The first column is the name for ``attention_backend``; "auto" uses the first of these that
+    supports a call.
     """
-    make_parser().parse_args(arguments)
     rows = [("backend", "here", "takes"), *(_row(kernel) for kernel in KERNELS.values())]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     for name, here, takes in rows:
         print(f"{name:<{widths[0]}}  {here:<{widths[1]}}  {takes}")
-    return 0
 
 
 def _row(kernel: AttentionKernel) -> tuple[str, str, str]:
@@ -44,12 +33,3 @@ def _row(kernel: AttentionKernel) -> tuple[str, str, str]:
     masks = "padded keys" if kernel.takes_bias else "no padded keys"
     where = kernel.device_type or "any device"
     return kernel.name, kernel.missing() or "yes", f"{where}: {', '.join(takes)}; {masks}"
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    return argparse.ArgumentParser(
-        prog="lightning-par backends",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )

@@ -1,15 +1,10 @@
-"""Measure this machine, and write a device profile that ``search``, ``forecast`` and the like take.
+"""The command that measures a machine for predictions."""
 
-Starts ranks as ``lightning-par fit`` does: on one machine by itself, on many by their scheduler or
-torchrun. Run it while the machine does nothing else.
-"""
-
-import argparse
 import json
 import platform
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -17,65 +12,77 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_par.commands import takes_file
+from lightning_par.commands import PathName
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.constants import Constants
 from lightning_par.profiling.calibration import measure, Measures
 
-__all__ = ["as_profile", "main", "make_parser"]
-
-_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+__all__ = ["as_profile", "calibrate"]
 
 
-def main(arguments: list[str]) -> int:
-    """Measure, write the profile, and print what was found.
+def calibrate(
+    *,
+    out: PathName,
+    name: str = "here",
+    accelerator: str = "auto",
+    devices: int = 1,
+    nodes: int = 1,
+    seconds: float = 0.04,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+) -> None:
+    """Measure this machine, and write a device profile that search, forecast and the like take.
+
+    Starts ranks as ``lightning-par fit`` does: on one machine by itself, on many by their scheduler
+    or torchrun. Run it while the machine does nothing else.
 
     Args:
-        arguments: What follows ``lightning-par calibrate``.
-
-    Returns:
-        The exit status, 0.
+        out: JSON file; other devices in it are kept.
+        name: Name of the device.
+        accelerator: As for fit.
+        devices: Devices of each node.
+        nodes: Number of nodes.
+        seconds: Seconds of a timed round, of which there are some 300.
+        dtype: Type of products and messages; auto: bfloat16, on a CPU float32.
 
     Raises:
         ConfigurationError: The file's folder does not exist, or the file holds something else.
     """
-    options = make_parser().parse_args(arguments)
-    path = Path(options.out)
+    path = Path(out)
     content = _content(path)
     trainer = pl.Trainer(
-        accelerator=options.accelerator,
-        devices=options.devices,
-        num_nodes=options.nodes,
-        strategy="ddp" if options.devices * options.nodes > 1 else "auto",
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=nodes,
+        strategy="ddp" if devices * nodes > 1 else "auto",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = _Measurement(options.dtype, options.seconds)
+    module = _Measurement(dtype, seconds)
     trainer.predict(module, DataLoader([0]), return_predictions=False)  # type: ignore[arg-type]
     if trainer.is_global_zero:
-        found = module.found
-        entry, networks = as_profile(
-            options.name, found, local=options.devices, source=_source(options, module.kind)
+        source = (
+            f"lightning-par calibrate, {nodes} x {devices} ranks, {module.kind}, "
+            f"torch {torch.__version__}, {platform.machine()}"
         )
-        content["devices"][options.name] = {"accelerator": trainer.accelerator.name(), **entry}
+        entry, networks = as_profile(name, module.found, local=devices, source=source)
+        content["devices"][name] = {"accelerator": trainer.accelerator.name(), **entry}
         content["networks"] |= networks
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        print(_report(found))
-        print(f"written: {path}; use it as --profile {path} --device {options.name}")
-    return 0
+        print(_report(module.found))
+        print(f"written: {path}; use it as --profile {path} --device {name}")
 
 
 class _Measurement(pl.LightningModule):
     """Measures where a prediction would begin: the ranks and their group are there.
 
     Args:
-        dtype: Of products and messages; None: bfloat16 on a GPU, float32 on a CPU.
+        dtype: Of products and messages; "auto": bfloat16 on a GPU, float32 on a CPU.
         round_seconds: Of a round of each measurement.
     """
 
-    def __init__(self, dtype: str | None, round_seconds: float) -> None:
+    def __init__(self, dtype: str, round_seconds: float) -> None:
         super().__init__()
         self._asked, self._seconds = dtype, round_seconds
 
@@ -83,12 +90,13 @@ class _Measurement(pl.LightningModule):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Measure; what is returned is not kept, but Lightning asks for something."""
         device = self.trainer.strategy.root_device
-        self.kind = self._asked or ("float32" if device.type == "cpu" else "bfloat16")
+        self.kind = self._asked
+        if self.kind == "auto":
+            self.kind = "float32" if device.type == "cpu" else "bfloat16"
         # A prediction runs without gradients; a training step, which is measured, needs them.
+        dtype, devices = getattr(torch, self.kind), self.trainer.num_devices
         with torch.inference_mode(False), torch.enable_grad():
-            self.found = measure(
-                device, _TYPES[self.kind], self.trainer.num_devices, round_seconds=self._seconds
-            )
+            self.found = measure(device, dtype, devices, round_seconds=self._seconds)
         return batch
 
 
@@ -167,12 +175,6 @@ def _content(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _source(options: argparse.Namespace, dtype: str) -> str:
-    ranks = f"{options.nodes} x {options.devices} ranks"
-    machine = f"torch {torch.__version__}, {platform.machine()}"
-    return f"lightning-par calibrate, {ranks}, {dtype}, {machine}"
-
-
 def _report(found: Measures) -> str:
     forward, backward = found.attention
     slowdown = ", ".join(f"{factor:.2f}" for factor in found.slowdown)
@@ -198,24 +200,3 @@ def _report(found: Measures) -> str:
                 f"{link.error:.0%} in the mean"
             )
     return "\n".join(f"{name:<15}{value}" for name, value in rows.items())
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-par calibrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    takes_file(
-        parser.add_argument("--out", required=True, help="JSON file; other devices in it are kept")
-    )
-    parser.add_argument("--name", default="here", help="of the device (default: here)")
-    parser.add_argument("--accelerator", default="auto", help="as for fit (default: auto)")
-    parser.add_argument("--devices", type=int, default=1, help="of each node (default: 1)")
-    parser.add_argument("--nodes", type=int, default=1, help="default: 1")
-    parser.add_argument(
-        "--seconds", type=float, default=0.04, help="of a timed round, of which there are some 300"
-    )
-    parser.add_argument("--dtype", choices=list(_TYPES), help="default: bfloat16, on a CPU float32")
-    return parser

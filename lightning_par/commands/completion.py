@@ -1,11 +1,9 @@
-"""Print a script with which a shell completes the commands and options of lightning-par.
-
-For bash: lightning-par completion bash > ~/.local/share/bash-completion/completions/lightning-par
-"""
+"""The command that prints a script for the completion of a shell."""
 
 import argparse
 import importlib
 import inspect
+from typing import Literal
 
 from lightning.pytorch import Trainer
 
@@ -13,32 +11,27 @@ from lightning_par.commands import COMMANDS, find_parser, takes_file
 from lightning_par.errors import ConfigurationError
 from lightning_par.registration import STRATEGIES
 
-__all__ = ["main", "make_parser", "whole_parser"]
-
-_LIGHTNING = ("fit", "validate", "test", "predict")
+__all__ = ["completion", "whole_parser"]
 
 
-def main(arguments: list[str]) -> int:
-    """Print the script.
+def completion(shell: Literal["bash", "zsh", "tcsh"]) -> None:
+    """Print a script with which a shell completes the commands and options of lightning-par.
+
+    For bash, write it to ~/.local/share/bash-completion/completions/lightning-par
 
     Args:
-        arguments: What follows ``lightning-par completion``.
-
-    Returns:
-        The exit status, 0.
+        shell: The shell that is to complete them.
 
     Raises:
         ConfigurationError: shtab is not installed.
     """
-    options = make_parser().parse_args(arguments)
     try:
         shtab = importlib.import_module("shtab")
     except ImportError as error:
         raise ConfigurationError(
             "LP909", "the scripts are written by shtab, which is not installed: pip install shtab"
         ) from error
-    print(shtab.complete(whole_parser(), shell=options.shell))
-    return 0
+    print(shtab.complete(whole_parser(), shell=shell))
 
 
 def whole_parser() -> argparse.ArgumentParser:
@@ -50,7 +43,7 @@ def whole_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-par")
     parser.add_argument("--version", action="store_true", help="print the version")
     found = parser.add_subparsers()
-    for name in _LIGHTNING:
+    for name in ("fit", "validate", "test", "predict"):
         command = found.add_parser(name, help=f"{name} of Lightning's Trainer")
         for option in ("config", "ckpt_path"):
             takes_file(command.add_argument(f"--{option}"))
@@ -62,15 +55,4 @@ def whole_parser() -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         one = find_parser(name)
         found.add_parser(name, help=summary, parents=[one], conflict_handler="resolve")
-    return parser
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-par completion",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="whose completion")
     return parser

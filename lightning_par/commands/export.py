@@ -1,104 +1,76 @@
-"""Write a checkpoint as one file: its weights as .safetensors, or everything as the .ckpt
-that a plain Trainer reads; or as a folder that from_pretrained of Hugging Face reads.
-"""
+"""The command that exports checkpoints."""
 
-import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from lightning_par.checkpoint.export import export_checkpoint, export_weights
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.commands import takes_file
+from lightning_par.commands import PathName
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.huggingface import export_folder
 
-__all__ = ["main", "make_parser"]
+__all__ = ["export"]
 
 
-def main(arguments: list[str]) -> int:
-    """Export a checkpoint.
+def export(
+    *,
+    ckpt: PathName,
+    out: PathName,
+    format: Literal["file", "huggingface"] = "file",  # noqa: A002 - the option's name
+    max_shard_gb: float = 5.0,
+    below: str = "",
+    trust: bool = False,
+) -> None:
+    """Write a checkpoint as one file: its weights as .safetensors, or everything as the .ckpt that
+    a plain Trainer reads; or as a folder that from_pretrained of Hugging Face reads.
 
     Args:
-        arguments: What follows ``lightning-par export``.
-
-    Returns:
-        The exit status, 0.
+        ckpt: The checkpoint, a folder or a file.
+        out: model.safetensors, name.ckpt, or the folder of ``--format huggingface``.
+        format: file: as the suffix of --out says; huggingface: a folder with config.json and
+            model.safetensors.
+        max_shard_gb: Most bytes of a file of weights in that folder, in 1e9 bytes.
+        below: Only the weights of this module, named from it: ``--below model``.
+        trust: Read pickles in it, which may run code (.ckpt only).
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or holds a pickle and ``--trust`` is not given.
-        ConfigurationError: The suffix of ``--out`` names no format, or options exclude each other.
+        CheckpointError: The checkpoint is damaged, or holds a pickle and is not trusted.
+        ConfigurationError: The suffix of `out` names no format, or options exclude each other.
     """
-    options = make_parser().parse_args(arguments)
-    out = Path(options.out)
-    if options.format == "huggingface":
-        return _export_folder(Path(options.ckpt), out, options)
-    if out.suffix not in (".safetensors", ".ckpt"):
-        raise ConfigurationError(
-            "LP905",
+    path, is_folder = Path(out), format == "huggingface"
+    raise_problems(
+        ConfigurationError, "LP905", list(_problems(path, is_folder, max_shard_gb, below, trust))
+    )
+    reader = CheckpointReader(Path(ckpt))
+    if is_folder:
+        names = export_folder(reader, path, max_shard_bytes=int(max_shard_gb * 1e9))
+        size = sum(file.stat().st_size for file in path.iterdir())
+        held, more = f"{len(names)} tensors", f"; from_pretrained({str(path)!r}) reads it"
+    else:
+        if path.suffix == ".ckpt":
+            export_checkpoint(reader, path, unpickle=trust)
+            held = f"step {reader.manifest.step}"
+        else:
+            held = f"{len(export_weights(reader, path, below=below))} tensors"
+        size, more = path.stat().st_size, ""
+    print(f"{path}: {held}, {size:,} bytes{more}")
+
+
+def _problems(
+    out: Path, is_folder: bool, max_shard_gb: float, below: str, trust: bool
+) -> Iterator[str]:
+    is_file = out.suffix in (".safetensors", ".ckpt")
+    if is_folder and is_file:
+        yield f"--out {out}: --format huggingface writes a folder; give its name."
+    if is_folder and (below or trust):
+        yield "--below and --trust are for files: leave them out."
+    if is_folder and max_shard_gb <= 0:
+        yield f"--max-shard-gb {max_shard_gb} must be more than 0."
+    if not is_folder and not is_file:
+        yield (
             f"--out {out}: the name has to end in .safetensors (weights) or .ckpt (everything, for "
-            "a plain Trainer).",
+            "a plain Trainer)."
         )
-    if out.suffix == ".ckpt" and options.below:
-        raise ConfigurationError(
-            "LP905", "--below is for weights: use it with --out NAME.safetensors."
-        )
-    reader = CheckpointReader(Path(options.ckpt))
-    if out.suffix == ".ckpt":
-        export_checkpoint(reader, out, unpickle=options.trust)
-        print(f"{out}: step {reader.manifest.step}, {out.stat().st_size:,} bytes")
-        return 0
-    names = export_weights(reader, out, below=options.below)
-    print(f"{out}: {len(names)} tensors, {out.stat().st_size:,} bytes")
-    return 0
-
-
-def _export_folder(ckpt: Path, out: Path, options: argparse.Namespace) -> int:
-    problems = []
-    if out.suffix in (".safetensors", ".ckpt"):
-        problems.append(f"--out {out}: --format huggingface writes a folder; give its name.")
-    if options.below or options.trust:
-        problems.append("--below and --trust are for files: leave them out.")
-    if options.max_shard_gb <= 0:
-        problems.append(f"--max-shard-gb {options.max_shard_gb} must be more than 0.")
-    raise_problems(ConfigurationError, "LP905", problems)
-    reader = CheckpointReader(ckpt)
-    names = export_folder(reader, out, max_shard_bytes=int(options.max_shard_gb * 1e9))
-    size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"{out}: {len(names)} tensors, {size:,} bytes; from_pretrained({str(out)!r}) reads it")
-    return 0
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(prog="lightning-par export", description=__doc__)
-    takes_file(
-        parser.add_argument(
-            "--ckpt", required=True, metavar="CHECKPOINT", help="a folder or a file"
-        )
-    )
-    takes_file(
-        parser.add_argument(
-            "--out", required=True, help="model.safetensors, name.ckpt, or the folder of --format"
-        )
-    )
-    parser.add_argument(
-        "--format",
-        choices=("file", "huggingface"),
-        default="file",
-        help="huggingface: a folder with config.json and model.safetensors",
-    )
-    parser.add_argument(
-        "--max-shard-gb",
-        type=float,
-        default=5.0,
-        help="of a file of weights in that folder, in 1e9 bytes (default: 5)",
-    )
-    parser.add_argument(
-        "--below",
-        default="",
-        metavar="MODULE",
-        help="only the weights of this module, named from it: --below model",
-    )
-    parser.add_argument(
-        "--trust", action="store_true", help="read pickles in it, which may run code (.ckpt only)"
-    )
-    return parser
+    if not is_folder and out.suffix == ".ckpt" and below:
+        yield "--below is for weights: use it with --out NAME.safetensors."

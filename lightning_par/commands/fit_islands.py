@@ -1,6 +1,5 @@
-"""Train on several islands of this machine: start a server and the islands, and restart them."""
+"""``lightning-par fit --islands``: a server and the islands of one machine."""
 
-import argparse
 import logging
 import math
 import os
@@ -16,13 +15,13 @@ from types import FrameType
 
 import torch
 
-from lightning_par.commands import takes_file
+from lightning_par.commands import FitArguments, PathName
 from lightning_par.engine.data.islands.key import KEY_VARIABLE, read_key
 from lightning_par.engine.data.islands.server import IslandServer
 from lightning_par.errors import ConfigurationError, raise_problems
 from lightning_par.strategies.processes.island_place import ISLAND_VARIABLE, SERVER_VARIABLE
 
-__all__ = ["Islands", "main", "make_parser"]
+__all__ = ["Islands", "fit_islands"]
 
 _log = logging.getLogger(__name__)
 _PERIOD = 0.2
@@ -31,33 +30,36 @@ _GRACE = 60.0
 """Seconds within which an island has to end after a signal; saving a checkpoint takes a while."""
 
 
-def main(arguments: list[str]) -> int:
-    """Start a server and the islands, and wait for them.
+def fit_islands(
+    *, islands: int, restarts: int = 0, state: PathName | None = None, fit: FitArguments
+) -> int:
+    """Train on several islands of this machine: start a server and the islands, and restart them.
+
+    All other options are those of lightning-par fit, for each island; its strategy needs outer=.
+    Exits with status 1 if an island was given up, and with 128 + its number after a signal.
 
     Args:
-        arguments: What follows ``lightning-par fit``; what is not ours is that of every island.
-
-    Returns:
-        The exit status: 0 if every island has finished its run, 1 if one was given up, 128 and the
-        number of a signal after one.
+        islands: Number of islands.
+        restarts: How often an island that fails is started again.
+        state: Folder to which the server saves.
+        fit: Arguments of every island.
 
     Raises:
         ConfigurationError: A number makes no sense, or there is no key.
     """
-    options, rest = make_parser().parse_known_args(arguments)
     problems = []
-    if options.islands < 1:
-        problems.append(f"--islands={options.islands} must be 1 or more.")
-    if options.restarts < 0:
-        problems.append(f"--restarts={options.restarts} must be 0 or more.")
+    if islands < 1:
+        problems.append(f"--islands={islands} must be 1 or more.")
+    if restarts < 0:
+        problems.append(f"--restarts={restarts} must be 0 or more.")
     raise_problems(ConfigurationError, "LP902", problems)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     key = os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)
-    server = IslandServer("127.0.0.1", 0, read_key(None, key), state=options.state)
+    server = IslandServer("127.0.0.1", 0, read_key(None, key), state=Path(state) if state else None)
     place = {KEY_VARIABLE: key, SERVER_VARIABLE: f"127.0.0.1:{server.port}"}
-    command = [sys.executable, "-m", "lightning_par.cli", "fit", *rest]
+    command = [sys.executable, "-m", "lightning_par.cli", "fit", *fit]
     try:
-        return Islands(command, options.islands, options.restarts, place).run()
+        return Islands(command, islands, restarts, place).run()
     finally:
         server.close()
 
@@ -158,17 +160,3 @@ def _devices(island: int, count: int) -> dict[str, str]:
     if not share:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[island * share : (island + 1) * share])}
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-par fit --islands",
-        description=f"{__doc__} All other options are those of lightning-par fit, for each island; "
-        "its strategy needs outer=.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--islands", type=int, required=True, help="how many")
-    parser.add_argument("--restarts", type=int, default=0, help="how often one is started again")
-    takes_file(parser.add_argument("--state", type=Path, help="folder to which the server saves"))
-    return parser

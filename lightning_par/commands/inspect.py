@@ -1,44 +1,40 @@
-"""Show what a checkpoint holds: mesh sizes, step, bytes; and verify all checksums."""
+"""The command that shows and verifies a checkpoint."""
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_par.checkpoint.index import TensorEntry
 from lightning_par.checkpoint.reader import CheckpointReader
-from lightning_par.commands import takes_file
+from lightning_par.commands import PathName
 
-__all__ = ["main", "make_parser"]
-
-_KINDS = ("weights", "optimizer", "state")
+__all__ = ["inspect"]
 
 
-def main(arguments: list[str]) -> int:
-    """Print the contents of a checkpoint and verify its files.
+def inspect(checkpoint: PathName, *, tensors: bool = False, no_verify: bool = False) -> int:
+    """Show what a checkpoint holds: mesh sizes, step, bytes; and verify all checksums.
+
+    Exits with status 1 if a file is damaged.
 
     Args:
-        arguments: What follows ``lightning-par inspect``.
-
-    Returns:
-        The exit status: 0, or 1 if a file is damaged.
+        checkpoint: A folder or a file.
+        tensors: List every weight.
+        no_verify: Do not read the files.
 
     Raises:
         CheckpointError: The manifest or the index is missing or damaged.
     """
-    options = make_parser().parse_args(arguments)
-    reader = CheckpointReader(Path(options.path))
-    print("\n".join(_summary(reader)))
-    if options.tensors:
-        print("\n".join(_tensors(reader.index.weights)))
-    if options.no_verify:
+    reader = CheckpointReader(Path(checkpoint))
+    print(*_summary(reader), sep="\n")
+    if tensors:
+        print(*_tensors(reader.index.weights), sep="\n")
+    if no_verify:
         return 0
     problems = reader.problems(sorted(reader.manifest.files))
     count = len(reader.manifest.files)
     if not problems:
         print(f"verified: all {count} files have the length and checksum that were written")
         return 0
-    print(f"damaged: {len(problems)} of {count} files")
-    print("\n".join(f"  {problem}" for problem in problems))
+    print(f"damaged: {len(problems)} of {count} files", *problems, sep="\n  ")
     return 1
 
 
@@ -48,7 +44,7 @@ def _summary(reader: CheckpointReader) -> Iterator[str]:
     yield f"{reader.path}: step {manifest.step}, epoch {manifest.epoch}"
     yield f"written by {manifest.world_size} ranks: {mesh_sizes or '1 device'}"
     yield "versions: " + ", ".join(f"{name} {v}" for name, v in manifest.versions.items())
-    for kind in _KINDS:
+    for kind in ("weights", "optimizer", "state"):
         names = [name for name in manifest.files if name.startswith((f"{kind}-", f"{kind}/"))]
         size = sum(manifest.files[name].length for name in names)
         # One file has a checksum for every part of a tensor.
@@ -67,12 +63,3 @@ def _tensors(entries: dict[str, TensorEntry]) -> Iterator[str]:
         entry = entries[name]
         parts = f" in {len(entry.chunks)} parts" if len(entry.chunks) > 1 else ""
         yield f"{name} {list(entry.shape)} {str(entry.dtype).removeprefix('torch.')}{parts}"
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(prog="lightning-par inspect", description=__doc__)
-    takes_file(parser.add_argument("path", metavar="CHECKPOINT", help="a folder or a file"))
-    parser.add_argument("--tensors", action="store_true", help="list every weight")
-    parser.add_argument("--no-verify", action="store_true", help="do not read the files")
-    return parser

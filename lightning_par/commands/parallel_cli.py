@@ -20,7 +20,7 @@ from lightning_par.errors import ConfigurationError, nearest
 from lightning_par.strategies import MeshStrategy
 from lightning_par.strategies.processes.island_place import ISLAND_VARIABLE
 
-__all__ = ["ParallelCLI", "make_cli"]
+__all__ = ["SETTINGS", "ParallelCLI", "make_cli"]
 
 _NAME = "lightning-par"
 _DEFAULTS = {
@@ -45,8 +45,9 @@ class _Parser(LightningArgumentParser):
         text = super().format_help(*args, **kwargs)
         if self.prog.split() != [_NAME] or not COMMANDS:
             return text
-        width = max(map(len, COMMANDS))
-        lines = [f"  {name:{width}}  {what}" for name, what in sorted(COMMANDS.items())]
+        more = {**COMMANDS, "fit --islands": "train on several islands of this machine"}
+        width = max(map(len, more))
+        lines = [f"  {name:{width}}  {what}" for name, what in sorted(more.items())]
         return "\n".join([text.rstrip(), "", "More subcommands:", *lines, ""])
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -149,6 +150,17 @@ class ParallelCLI(LightningCLI):
             )
 
 
+SETTINGS: dict[str, Any] = {
+    "model_class": L.LightningModule,
+    "subclass_mode_model": True,
+    "subclass_mode_data": True,
+    "seed_everything_default": 0,
+    "parser_class": _Parser,
+    "parser_kwargs": {"prog": _NAME, "description": lightning_par.__doc__ or ""},
+}
+"""Arguments of every `ParallelCLI`."""
+
+
 def make_cli(arguments: list[str] | None = None, *, run: bool = True) -> ParallelCLI:
     """Build model, data and Trainer from a command line, and run its subcommand.
 
@@ -159,14 +171,4 @@ def make_cli(arguments: list[str] | None = None, *, run: bool = True) -> Paralle
     Returns:
         The CLI, whose attributes hold model, data module and Trainer.
     """
-    return ParallelCLI(
-        L.LightningModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        seed_everything_default=0,
-        parser_class=_Parser,
-        parser_kwargs={"prog": _NAME, "description": lightning_par.__doc__ or ""},
-        save_config_kwargs={"overwrite": True},
-        args=arguments,
-        run=run,
-    )
+    return ParallelCLI(**SETTINGS, save_config_kwargs={"overwrite": True}, args=arguments, run=run)

@@ -1,69 +1,55 @@
-"""Show how every parameter would be sharded, and why some stay whole, before anything runs.
+"""The command that shows where every parameter would be."""
 
-Takes the arguments of ``lightning-par fit``. The model is built on the meta device: no weights, no
-processes.
-"""
-
-import argparse
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+from lightning_par.commands import FitArguments
 from lightning_par.commands.run_config import configure, ConfiguredRun
-from lightning_par.commands.verify import first_batches
-from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
 from lightning_par.plan.inference.infer import describe_inferred, infer_plan
-from lightning_par.plan.lookup import find_plan
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.setup.checks import check_module
 
-__all__ = ["main", "make_parser"]
+__all__ = ["plan"]
 
 _HEAD = ("parameter", "shape", "stage", "divided", "bytes per rank", "whole under tp because")
 
 
-def main(arguments: list[str]) -> int:
-    """Print the table and the totals.
+def plan(*, all: bool = False, fit: FitArguments) -> None:  # noqa: A002 - the option's name
+    """Show how every parameter would be sharded, and why some stay whole, before anything runs.
+
+    Takes the arguments of ``lightning-par fit``: ``--config my.yaml``. The model is built on the
+    meta device: no weights, no processes.
 
     Args:
-        arguments: What follows ``lightning-par plan``.
-
-    Returns:
-        The exit status, 0.
+        all: A row for every parameter; else equal blocks share one.
+        fit: Arguments of fit.
 
     Raises:
         LightningParError: The model cannot be sharded over a mesh of these sizes.
     """
-    options, rest = make_parser().parse_known_args(arguments)
-    run = configure(rest, on_meta=True)
-    strategy = run.trainer.strategy
-    assert isinstance(strategy, MeshStrategy)
-    _infer(run, strategy)
-    placements = _place(run, strategy)
+    run = configure(fit, on_meta=True)
+    strategy = run.strategy
+    _infer(run)
+    placements = _place(run)
     rows = [_row(p, strategy.sizes) for p in placements]
-    rows = rows if options.all else _merge_blocks(rows)
+    rows = rows if all else _merge_blocks(rows)
     stage = strategy.options.zero_stage
     print(f"{type(run.model).__name__} on {strategy.sizes}, zero_stage {stage}\n")
-    print("\n".join(_format([_HEAD, *rows])))
-    print()
-    print("\n".join(_totals(placements, strategy.sizes)))
-    return 0
+    print(*_format([_HEAD, *rows]), "", *_totals(placements, strategy.sizes), sep="\n")
 
 
-def _infer(run: ConfiguredRun, strategy: MeshStrategy) -> None:
+def _infer(run: ConfiguredRun) -> None:
     """Build the model; print and take the inferred plan where the model declares none."""
-    with record_construction(), run.trainer.precision_plugin.module_init_context():
-        run.model.configure_model()
-    sizes = strategy.sizes
-    declared = strategy.options.plan is not None or find_plan(run.model) is not None
-    if declared or (sizes.tensor == 1 and sizes.pipeline == 1):
+    run.build_model()
+    strategy, sizes = run.strategy, run.strategy.sizes
+    if run.given_plan is not None or (sizes.tensor == 1 and sizes.pipeline == 1):
         return
     plan = infer_plan(
         run.model,
-        example=first_batches(run, 1)[0],
+        example=run.first_batches(1)[0],
         tensor_parallel_size=sizes.tensor,
         pipeline_parallel_size=sizes.pipeline,
     )
@@ -71,9 +57,9 @@ def _infer(run: ConfiguredRun, strategy: MeshStrategy) -> None:
     strategy.options = replace(strategy.options, plan=plan)
 
 
-def _place(run: ConfiguredRun, strategy: MeshStrategy) -> list[ParameterPlacement]:
+def _place(run: ConfiguredRun) -> list[ParameterPlacement]:
     """Return where every parameter would be, without creating a process group."""
-    options, sizes = strategy.options, strategy.sizes
+    options, sizes = run.strategy.options, run.strategy.sizes
     return find_placements(
         run.model,
         check_module(run.model, options, sizes),
@@ -131,15 +117,3 @@ def _totals(placements: Sequence[ParameterPlacement], sizes: ParallelSizes) -> I
     for rank in range(sizes.world_size):
         held = sum(p.local_bytes(rank, sizes) for p in placements)
         yield f"{sizes.describe(rank)}: {held:,} bytes of weights, {held / whole:.1%} of the model"
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-par plan",
-        description=__doc__,
-        epilog="All other arguments are those of lightning-par fit: --config my.yaml ...",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--all", action="store_true", help="a row for every parameter")
-    return parser

@@ -1,79 +1,114 @@
 """A configured run as `search` and `forecast` see it: model, batch and layout."""
 
-import argparse
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import yaml
-
 from lightning_par.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_par.commands import takes_file
-from lightning_par.commands.run_config import configure, ConfiguredRun, read_settings
-from lightning_par.commands.verify import first_batches
+from lightning_par.commands import PathName
+from lightning_par.commands.layout_picture import draw_candidate
+from lightning_par.commands.run_config import configure, trainer_number
 from lightning_par.engine.batch import find_batch_dims
-from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.plan.inference.forked import run_forked
 from lightning_par.plan.inference.infer import infer_plan
-from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from lightning_par.planner.block_trace import length_of_step, shape_of
 from lightning_par.planner.model_shape import read_shape
 from lightning_par.planner.profiles import implementation, load_profile
-from lightning_par.planner.search import Planner
+from lightning_par.planner.search import Candidate, Planner
 from lightning_par.planner.shapes import Layout, TransformerShape
 from lightning_par.planner.traced_shape import TracedShape
 from lightning_par.profiling.picture_file import check_picture_path
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.mesh_strategy import MeshStrategy
-from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.checks import check_module
 
-__all__ = ["PlannedRun", "add_machine_options", "read_run"]
+__all__ = ["Machine", "PlannedRun"]
 
 _DEVICE, _DEVICES = "h100", 8
 """Device, and devices of a node, of a machine of which nothing is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The options of commands that predict: what runs on what, and how to show it.
+
+    Attributes:
+        config: Configuration file of the run, as for fit.
+        device: Name of a device profile (default: h100).
+        profile: A file of your own with device profiles, as calibrate writes it.
+        nodes: Number of nodes; default: as configured.
+        devices: Devices of each node; default: as configured, else 8.
+        length: Tokens of a sequence; default: of the data.
+        samples: Samples of a step, all replicas; default: of the data.
+        picture: Draw the pipeline, time and memory to this .png, .svg or .pdf.
+        json: Print JSON, for programs.
+    """
+
+    config: PathName
+    device: str | None = None
+    profile: PathName | None = None
+    nodes: int | None = None
+    devices: int | None = None
+    length: int | None = None
+    samples: int | None = None
+    picture: PathName | None = None
+    json: bool = False
+
+
 class PlannedRun:
-    """A run on a machine that need not be here.
+    """A configured run on a machine that need not be here, with its model on the meta device.
+
+    Args:
+        machine: What is asked for.
+        more: More arguments of ``lightning-par fit``.
+        as_configured: Leave the Trainer its number of devices, which the sizes of its strategy may
+            be written for, in place of that of the asked machine.
 
     Attributes:
         planner: Of its model, on the asked device.
-        nodes: Of the Trainer.
+        nodes: Of the machine, as asked for or configured.
         devices: Of each node.
-        batch_size: Samples of a replica's batch, as the data make them; None: no one can say.
-        samples: Of a step of all replicas, as asked for; None: as many as the batches hold.
-        accumulated: Batches of an optimizer step.
-        sources: Where the numbers come from, and what says others.
         options: Of its strategy.
-        recompute: What its callbacks recompute.
-        accepts: Of a mesh with a ZeRO stage, whether the model can be put on it.
+
+    Raises:
+        ConfigurationError: The model is no transformer of equal blocks, or the strategy is not one
+            of this package, or there is no such profile.
     """
 
-    planner: Planner
-    nodes: int
-    devices: int
-    batch_size: int | None
-    samples: int | None
-    accumulated: int
-    sources: tuple[str, ...]
-    options: MeshOptions
-    recompute: Any
-    accepts: Callable[[ParallelSizes, int], bool]
-
-    def sizes(self) -> ParallelSizes:
-        """Return the mesh that the configuration asks for.
-
-        Raises:
-            MeshError: The sizes do not fit the devices.
-        """
-        return self.options.fit_sizes(self.nodes * self.devices, self.devices)
+    def __init__(
+        self, machine: Machine, more: Sequence[str], *, as_configured: bool = False
+    ) -> None:
+        if machine.picture:
+            check_picture_path(machine.picture)  # before what takes long
+        self._asked = machine
+        assumed = [] if machine.device else [f"device: {_DEVICE}, assumed; --device names another"]
+        device = load_profile(machine.device or _DEVICE, machine.profile)
+        configured = trainer_number(machine.config, more, "devices")
+        self.devices, source = _choose("devices", "devices", machine.devices, configured, _DEVICES)
+        number = trainer_number(machine.config, more, "num_nodes")
+        self.nodes, other = _choose("nodes", "num_nodes", machine.nodes, number, 1)
+        # The devices of another machine need not exist here: a Trainer on the CPU takes any number.
+        settings: dict[str, Any] = {"accelerator": "cpu"}
+        if not as_configured or not isinstance(configured, int):
+            settings |= {"devices": self.devices, "num_nodes": self.nodes}
+        arguments = [f"--config={machine.config}", *more]
+        arguments += [f"--trainer.{name}={value}" for name, value in settings.items()]
+        self._run = run = configure(arguments, on_meta=True)
+        self.options = run.strategy.options
+        self._checked = dict[tuple[Any, ...], bool]()
+        self._is_traced = False
+        self._sources: list[str] = []
+        self.planner = Planner(
+            shape=self._shape(machine.length, eager=device.runs_eagerly),
+            device=device,
+            code=implementation(str(run.trainer.precision), device),
+        )
+        self._batch_size = None if machine.samples else self._find_batch_size()
+        self._sources += [*assumed, *source, *other]
 
     def layout(self) -> Layout:
         """Return the layout that the configuration asks for.
@@ -82,19 +117,22 @@ class PlannedRun:
             MeshError: The sizes do not fit the devices.
             ConfigurationError: The samples of a batch are not known.
         """
-        options, sizes, pieces = self.options, self.sizes(), 1
+        options, trainer, pieces = self.options, self._run.trainer, 1
+        devices = trainer.num_nodes * trainer.num_devices
+        sizes = options.fit_sizes(devices, trainer.num_devices)
         batch_size = self._samples_of_batch(sizes)
         if sizes.pipeline > 1:
             pieces = min(options.microbatches(sizes.pipeline), batch_size)
-        virtual = options.virtual_pipeline_size
+        virtual, callbacks = options.virtual_pipeline_size, trainer.callbacks  # type: ignore[attr-defined]
+        modes = [c.recomputation.mode for c in callbacks if isinstance(c, ActivationCheckpointing)]
         return Layout(
             sizes=sizes,
             micro_batch=-(-batch_size // pieces),
-            microbatches=pieces * self.accumulated,
+            microbatches=pieces * trainer.accumulate_grad_batches,
             zero_stage=options.zero_stage,
             schedule=options.schedule,
             virtual=2 if virtual == "auto" else virtual,
-            recompute=self.recompute,
+            recompute=modes[0] if modes else "none",
             sequence_parallel=options.sequence_parallel,
             offload=options.offload_options is not None,
             expert_max_rows=options.expert_max_rows,
@@ -102,152 +140,53 @@ class PlannedRun:
         )
 
     def _samples_of_batch(self, sizes: ParallelSizes) -> int:
-        if self.samples is None:
-            if self.batch_size is None:
+        samples, accumulated = self._asked.samples, self._run.trainer.accumulate_grad_batches
+        if samples is None:
+            if self._batch_size is None:
                 raise ConfigurationError(
                     "LP905",
                     "the samples of a batch are not known: the training data cannot be looked at "
                     "here, and data.init_args has no batch_size. Write --samples N, those of a "
                     "step on all replicas.",
                 )
-            return self.batch_size
-        batches = sizes.data * self.accumulated
-        if self.samples % batches:
+            return self._batch_size
+        if samples % (batches := sizes.data * accumulated):
             raise ConfigurationError(
                 "LP905",
-                f"--samples {self.samples}: {sizes.data} replicas with {self.accumulated} batches "
-                f"each take a multiple of {batches} samples a step.",
+                f"--samples {samples}: {sizes.data} replicas with {accumulated} batches each take "
+                f"a multiple of {batches} samples a step.",
             )
-        return self.samples // batches
+        return samples // batches
 
-    def describe(self, samples: int, nodes: int, devices: int) -> str:
+    def describe(self, samples: int) -> str:
         """Return what is predicted, and where its numbers come from.
 
         Args:
             samples: Of a step.
-            nodes: Of the machine.
-            devices: Of each node.
         """
         shape = self.planner.shape
         return "\n".join(
             [
                 f"{shape.parameters / 1e9:.3g} billion parameters, {samples} samples of "
-                f"{shape.length} tokens a step, {nodes} x {devices} {self.planner.device.name}",
-                *self.sources,
+                f"{shape.length} tokens a step, {self.nodes} x {self.devices} "
+                f"{self.planner.device.name}",
+                *self._sources,
             ]
         )
 
+    def show(self, one: Candidate, values: Mapping[str, Any]) -> bool:
+        """Draw a layout and print `values` as JSON, as far as it is asked for.
 
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what runs on what."""
-    takes_file(parser.add_argument("--config", required=True, help="as for fit"))
-    parser.add_argument("--device", help=f"name of a device profile (default: {_DEVICE})")
-    takes_file(parser.add_argument("--profile", help="a file of your own with device profiles"))
-    parser.add_argument("--nodes", type=int, help="default: as configured")
-    parser.add_argument(
-        "--devices", type=int, help=f"of each node; default: as configured, else {_DEVICES}"
-    )
-    parser.add_argument("--length", type=int, help="tokens of a sequence; default: of the data")
-    parser.add_argument("--samples", type=int, help="of a step, all replicas; default: of the data")
-    takes_file(
-        parser.add_argument(
-            "--picture", help="draw the pipeline, time and memory to this .png, .svg or .pdf"
-        )
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+        Returns:
+            Whether JSON was printed, so that there shall be no text.
+        """
+        if self._asked.picture:
+            draw_candidate(self.planner, one, self._asked.picture)
+        if self._asked.json:
+            print(json.dumps({**values, "sources": self._sources}, indent=1))
+        return self._asked.json
 
-
-def read_run(
-    options: argparse.Namespace, more: list[str], *, as_configured: bool = False
-) -> PlannedRun:
-    """Build the configured model on the meta device, and read what a prediction needs.
-
-    Args:
-        options: Of `add_machine_options`; the device, nodes and devices that are not given are set.
-        more: Other arguments of ``lightning-par fit``.
-        as_configured: Leave the Trainer its number of devices, which the sizes of its strategy may
-            be written for, in place of that of the asked machine.
-
-    Raises:
-        ConfigurationError: The model is no transformer of equal blocks, or the strategy is not one
-            of this package, or there is no such profile.
-    """
-    if options.picture:
-        check_picture_path(options.picture)  # before what takes long
-    sources = [*_choose_machine(options, more)]
-    device = load_profile(options.device, options.profile)
-    # The devices of another machine need not exist here: a Trainer on the CPU takes any number.
-    machine = {"accelerator": "cpu"}
-    if not as_configured or not isinstance(_configured(options, more, "devices"), int):
-        machine |= {"devices": options.devices, "num_nodes": options.nodes}
-    arguments = [f"--config={options.config}", *more]
-    arguments += [f"--trainer.{name}={value}" for name, value in machine.items()]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-        run = configure(arguments, on_meta=True)
-    strategy = run.trainer.strategy
-    assert isinstance(strategy, MeshStrategy)
-    traced = _Traced(run)
-    trainer: Any = run.trainer
-    callbacks = [c for c in trainer.callbacks if isinstance(c, ActivationCheckpointing)]
-    shape = traced.shape(options.length, eager=device.runs_eagerly)
-    batch_size = None if options.samples else traced.batch_size
-    return PlannedRun(
-        planner=Planner(
-            shape=shape, device=device, code=implementation(str(run.trainer.precision), device)
-        ),
-        nodes=trainer.num_nodes,
-        devices=trainer.num_devices,
-        batch_size=batch_size,
-        samples=options.samples,
-        accumulated=run.trainer.accumulate_grad_batches,
-        sources=(*traced.sources, *sources),
-        options=strategy.options,
-        recompute=callbacks[0].recomputation.mode if callbacks else "none",
-        accepts=traced.accepts,
-    )
-
-
-def _choose_machine(options: argparse.Namespace, more: list[str]) -> Iterator[str]:
-    """Set what of the machine is not given; yield what is assumed."""
-    if options.device is None:
-        options.device = _DEVICE
-        yield f"device: {_DEVICE}, assumed; --device names another"
-    for name, trainers, otherwise in (("devices", "devices", _DEVICES), ("nodes", "num_nodes", 1)):
-        if getattr(options, name) is not None:
-            continue
-        configured = _configured(options, more, trainers)
-        chosen = configured if isinstance(configured, int) else otherwise
-        setattr(options, name, chosen)
-        why = (
-            f"where trainer.{trainers} is {configured!r}"
-            if configured != chosen
-            else "as configured"
-        )
-        yield f"{name}: {chosen}, {why}; --{name} says another"
-
-
-def _configured(options: argparse.Namespace, more: list[str], name: str) -> Any:
-    """Return a number of the Trainer, or what else is configured, before anything is built."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(f"--trainer.{name}", dest="value", type=yaml.safe_load)
-    given = parser.parse_known_args(more)[0].value
-    if given is None:
-        given = (read_settings(options.config).get("trainer") or {}).get(name)
-    if isinstance(given, list):
-        return len(given)
-    return int(given) if isinstance(given, str) and given.isdecimal() else given
-
-
-class _Traced:
-    """What is read of a configured model and its data, as far as it is needed."""
-
-    def __init__(self, run: ConfiguredRun) -> None:
-        self._run, self._checked = run, dict[tuple[Any, ...], bool]()
-        self._is_traced = False
-        self.sources: list[str] = []
-
-    def shape(self, length: int | None, *, eager: bool) -> TransformerShape:
+    def _shape(self, length: int | None, *, eager: bool) -> TransformerShape:
         """Return the model's shape: from a configuration, or from a trace of its step."""
         module = self._run.model
         config = getattr(module, "config", None)
@@ -258,8 +197,7 @@ class _Traced:
         # It trains all of its weights: no need to build it.
         built = not own or eager or config is None or isinstance(config, str)
         if length is None or built:
-            with record_construction(), self._run.trainer.precision_plugin.module_init_context():
-                module.configure_model()
+            self._run.build_model()
         if built:
             shape = shape_of(
                 module,
@@ -276,7 +214,7 @@ class _Traced:
             if not isinstance(shape, TracedShape) and self._length is None:
                 source = "the longest that the model allows, as no step with a batch was traced"
             source += "; --length says another"
-        self.sources.append(f"tokens of a sample: {shape.length}, of {source}")
+        self._sources.append(f"tokens of a sample: {shape.length}, of {source}")
         return shape
 
     @property
@@ -294,12 +232,11 @@ class _Traced:
     def _example(self) -> Any:
         """A batch of the training data; None: there is none to see."""
         try:
-            return first_batches(self._run, 1)[0]
+            return self._run.first_batches(1)[0]
         except Exception:  # of data of the user; the run will meet it again
             return None
 
-    @cached_property
-    def batch_size(self) -> int | None:
+    def _find_batch_size(self) -> int | None:
         """Samples of a replica's batch; None: no one can say."""
         size, source = self._own_settings.get("batch_size"), "data.init_args.batch_size"
         if size is None:
@@ -310,28 +247,21 @@ class _Traced:
             size, source = configured.get("batch_size"), "data.init_args.batch_size"
         if not isinstance(size, int):
             return None
-        self.sources.append(f"samples of a replica's batch: {size}, of {source}")
+        self._sources.append(f"samples of a replica's batch: {size}, of {source}")
         return size
 
     def _seen_size(self) -> int | None:
-        given = self._strategy.options.plan or find_plan(self._run.model)
+        given = self._run.given_plan
         found = find_batch_dims(self._example, given.batch if given else BatchLayout())
         return None if found.unsure else found.size
 
     @cached_property
     def _plan(self) -> ParallelPlan:
-        given = self._strategy.options.plan or find_plan(self._run.model)
-        return given or infer_plan(self._run.model, example=self._example)
+        return self._run.given_plan or infer_plan(self._run.model, example=self._example)
 
     def _find_plan(self) -> ParallelPlan:
         self._is_traced = True
         return self._plan
-
-    @property
-    def _strategy(self) -> MeshStrategy:
-        strategy = self._run.trainer.strategy
-        assert isinstance(strategy, MeshStrategy)
-        return strategy
 
     def accepts(self, sizes: ParallelSizes, zero: int) -> bool:
         """Tell whether the plan of a traced model fits a mesh."""
@@ -339,12 +269,22 @@ class _Traced:
             return True
         kind = sizes.tensor, sizes.pipeline, sizes.context, sizes.data > 1, zero
         if kind not in self._checked:
-            options = replace(
-                self._strategy.options, zero_stage=zero, plan=self._plan, stage_blocks=None
-            )
+            options = replace(self.options, zero_stage=zero, plan=self._plan, stage_blocks=None)
             try:
                 check_module(self._run.model, options, sizes)
                 self._checked[kind] = True
             except LightningParError:
                 self._checked[kind] = False
         return self._checked[kind]
+
+
+def _choose(
+    name: str, trainers: str, asked: int | None, configured: Any, otherwise: int
+) -> tuple[int, list[str]]:
+    """Return a number of the machine, and a line that says where it comes from if not asked for."""
+    if asked is not None:
+        return asked, []
+    if isinstance(configured, int):
+        return configured, [f"{name}: {configured}, as configured; --{name} says another"]
+    why = f"where trainer.{trainers} is {configured!r}"
+    return otherwise, [f"{name}: {otherwise}, {why}; --{name} says another"]

@@ -1,63 +1,78 @@
-"""Set one rank of a run of any size up on this machine, without weights and without the other
-ranks, and run one optimizer step: peak memory by kind, bytes by mesh axis, the order of
-collectives, and every error of the real start.
+"""The command that runs one rank of a run alone."""
 
-Takes the arguments of ``lightning-par fit``. Neither the devices nor the memory of the real run are
-needed: the rank runs on the CPU, with tensors that have a shape and no memory.
-"""
-
-import argparse
-import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from json import dumps
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from typing_extensions import override
 
-from lightning_par.commands import takes_file
-from lightning_par.commands.run_config import configure, ConfiguredRun, read_settings
+from lightning_par.commands import FitArguments, PathName
+from lightning_par.commands.run_config import configure, trainer_number
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.rehearsal.absent_ranks import LoneEnvironment
 from lightning_par.planner.rehearsal.rehearse import distinct_ranks, Rehearsal, rehearse_apart
-from lightning_par.strategies.mesh_strategy import MeshStrategy
 
-__all__ = ["main", "make_parser", "rehearse_config"]
+__all__ = ["rehearse", "rehearse_config"]
 
 _SHOWN = 24
 """Collectives that are printed; ``--json`` has all of them."""
 
 
-def main(arguments: list[str]) -> int:
-    """Print what the rehearsed ranks hold and send.
+def rehearse(
+    *,
+    config: PathName,
+    nodes: int | None = None,
+    devices: int | None = None,
+    rank: int = 0,
+    all_distinct: bool = False,
+    json: bool = False,
+    fit: FitArguments,
+) -> None:
+    """Set one rank of a run of any size up on this machine, without weights and without the other
+    ranks, and run one optimizer step: peak memory by kind, bytes by mesh axis, the order of
+    collectives, and every error of the real start.
+
+    Neither the devices nor the memory of the real run are needed: the rank runs on the CPU, with
+    tensors that have a shape and no memory.
 
     Args:
-        arguments: What follows ``lightning-par rehearse``.
-
-    Returns:
-        The exit status, 0.
+        config: Configuration file of the run, as for fit.
+        nodes: Number of nodes; default: as configured.
+        devices: Devices of each node; default: as configured.
+        rank: Global rank.
+        all_distinct: One rank of each kind: the first of every pipeline stage, and the last rank.
+        json: Print JSON, for programs.
+        fit: More arguments of fit.
 
     Raises:
         LightningParError: What the real run would refuse at its start.
     """
-    options = make_parser().parse_known_args(arguments)
-    known, rest = options
-    num_nodes, devices = _counts(known)
-    rest = [f"--config={known.config}", *rest]
-    ranks = [known.rank]
-    if known.all_distinct:
-        ranks = _distinct(rest, num_nodes, devices)
-    found = [rehearse_config(rest, num_nodes=num_nodes, devices=devices, rank=r) for r in ranks]
-    if known.json:
-        print(json.dumps([{**asdict(each), "peak": each.peak} for each in found], indent=1))
-        return 0
+    num_nodes = nodes or trainer_number(config, fit, "num_nodes") or 1
+    number = devices or trainer_number(config, fit, "devices")
+    if not isinstance(number, int) or number < 1:
+        raise ConfigurationError(
+            "LP905",
+            f"trainer.devices={number!r} is no number of devices; say how many with --devices.",
+        )
+    arguments, ranks = [f"--config={config}", *fit], [rank]
+    if all_distinct:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = configure([*arguments, *_overrides(num_nodes, number)], on_meta=True)
+        ranks = distinct_ranks(run.strategy.sizes)
+    found = [
+        rehearse_config(arguments, num_nodes=num_nodes, devices=number, rank=each) for each in ranks
+    ]
+    if json:
+        print(dumps([{**asdict(each), "peak": each.peak} for each in found], indent=1))
+        return
     for each in found:
-        print("\n".join(_describe(each)))
-    return 0
+        print(*_describe(each), sep="\n")
 
 
 def rehearse_config(
@@ -90,16 +105,14 @@ def _make(
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 
-    class Rehearsed(ConfiguredRun):
-        @override
-        def instantiate_trainer(self, **options: Any) -> pl.Trainer:
-            return super().instantiate_trainer(plugins=[environment], **options)
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = configure(
-            [*arguments, *_overrides(num_nodes, devices)], on_meta=False, kind=Rehearsed
-        )
+        overrides = _overrides(num_nodes, devices)
+        try:
+            run = configure([*arguments, *overrides], on_meta=False, plugins=[environment])
+        except SystemExit as ended:
+            text = "the arguments of fit have the mistake that is told above."
+            raise ConfigurationError("LP905", text) from ended
     run.trainer.callbacks.append(observer)  # type: ignore[attr-defined]
     return run.trainer, run.model, run.datamodule
 
@@ -115,51 +128,23 @@ def _overrides(num_nodes: int, devices: int) -> list[str]:
     ]
 
 
-def _distinct(arguments: Sequence[str], num_nodes: int, devices: int) -> list[int]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run = configure([*arguments, *_overrides(num_nodes, devices)], on_meta=True)
-    strategy = run.trainer.strategy
-    assert isinstance(strategy, MeshStrategy)
-    return distinct_ranks(strategy.sizes)
-
-
-def _counts(options: argparse.Namespace) -> tuple[int, int]:
-    """Return the numbers of nodes and of devices of a node: as given, or those of the file."""
-    written = read_settings(options.config).get("trainer") or {}
-    num_nodes = options.nodes or written.get("num_nodes", 1)
-    devices = options.devices or written.get("devices")
-    if not isinstance(devices, int) or devices < 1:
-        raise ConfigurationError(
-            "LP905",
-            f"trainer.devices={devices!r} is no number of devices; say how many with --devices.",
-        )
-    return int(num_nodes), devices
-
-
-def _describe(found: Rehearsal) -> list[str]:
-    lines = [
-        f"{found.place}: {found.parameters:,} parameters",
-        f"  peak of a step {_size(found.peak)}, of the set-up {_size(found.setup_peak)}",
-    ]
-    kinds = sorted(found.memory.items(), key=lambda item: -item[1])
-    lines += [f"    {kind:<22}{_size(size):>14}" for kind, size in kinds]
-    lines.append(f"  {'axis':<16}{'operation':<16}{'calls':>8}{'sent in a step':>20}")
-    lines += [
-        f"  {_axis(e.axis):<16}{e.operation:<16}{e.calls:>8,}{e.sent:>18,} B" for e in found.volume
-    ]
-    lines.append(f"  {sum(c.calls for c in found.collectives):,} collectives in order:")
-    lines += [
-        f"    {c.calls} x {c.operation} over {_axis(c.axis)}, {c.payload:,} bytes"
-        for c in found.collectives[:_SHOWN]
-    ]
+def _describe(found: Rehearsal) -> Iterator[str]:
+    yield f"{found.place}: {found.parameters:,} parameters"
+    yield f"  peak of a step {_size(found.peak)}, of the set-up {_size(found.setup_peak)}"
+    for kind, size in sorted(found.memory.items(), key=lambda item: -item[1]):
+        yield f"    {kind:<22}{_size(size):>14}"
+    yield f"  {'axis':<16}{'operation':<16}{'calls':>8}{'sent in a step':>20}"
+    for e in found.volume:
+        yield f"  {_axis(e.axis):<16}{e.operation:<16}{e.calls:>8,}{e.sent:>18,} B"
+    yield f"  {sum(c.calls for c in found.collectives):,} collectives in order:"
+    for c in found.collectives[:_SHOWN]:
+        yield f"    {c.calls} x {c.operation} over {_axis(c.axis)}, {c.payload:,} bytes"
     if len(found.collectives) > _SHOWN:
-        lines.append(f"    and {len(found.collectives) - _SHOWN} more (--json has them)")
-    lines.append(
+        yield f"    and {len(found.collectives) - _SHOWN} more (--json has them)"
+    yield (
         f"  rehearsed in {found.seconds:.1f} s of processor time and "
         f"{_size(found.host_bytes)} of host memory"
     )
-    return lines
 
 
 def _size(size: int) -> str:
@@ -172,24 +157,3 @@ def _size(size: int) -> str:
 def _axis(name: str) -> str:
     """Return a name of an axis to read; groups without one, as for tied weights, have a number."""
     return f"group {name}" if name.isdigit() else name
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-par rehearse",
-        description=__doc__,
-        epilog="All other arguments are those of lightning-par fit.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    takes_file(parser.add_argument("--config", required=True, help="as for fit"))
-    parser.add_argument("--nodes", type=int, help="default: trainer.num_nodes of the file")
-    parser.add_argument("--devices", type=int, help="per node; default: trainer.devices of it")
-    parser.add_argument("--rank", type=int, default=0, help="global rank (default: 0)")
-    parser.add_argument(
-        "--all-distinct",
-        action="store_true",
-        help="one rank of each kind: the first of every pipeline stage, and the last rank",
-    )
-    parser.add_argument("--json", action="store_true", help="for machines")
-    return parser

@@ -1,26 +1,38 @@
 """Model, data and Trainer of a ``lightning-par fit`` command line, built but not started."""
 
+import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import lightning as L
+import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from lightning_par.commands.parallel_cli import ParallelCLI
+from lightning_par.commands.parallel_cli import ParallelCLI, SETTINGS
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError
+from lightning_par.plan.lookup import find_plan
+from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 
-__all__ = ["ConfiguredRun", "configure", "read_settings"]
+__all__ = ["ConfiguredRun", "configure", "read_settings", "trainer_number"]
 
 
 class ConfiguredRun(ParallelCLI):
-    """`ParallelCLI` that builds model, data and Trainer, and does not run the subcommand."""
+    """`ParallelCLI` that builds model, data and Trainer, and does not run the subcommand.
 
-    on_meta = False
+    Args:
+        arguments: What follows ``lightning-par fit``.
+        plugins: More plugins of the Trainer.
+    """
+
+    def __init__(self, arguments: Sequence[str], plugins: Sequence[Any] = ()) -> None:
+        self._plugins = {"plugins": [*plugins]} if plugins else {}
+        super().__init__(**SETTINGS, save_config_callback=None, args=["fit", *arguments])
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -29,52 +41,92 @@ class ConfiguredRun(ParallelCLI):
         self.config = parser.parse_args(args)
 
     @override
-    def instantiate_classes(self) -> None:
-        if not self.on_meta:
-            super().instantiate_classes()
-            return
-        # A constructor that makes parameters makes them on the meta device.
-        with record_construction():
-            super().instantiate_classes()
+    def instantiate_trainer(self, **options: Any) -> pl.Trainer:
+        return super().instantiate_trainer(**self._plugins, **options)
+
+    @property
+    def strategy(self) -> MeshStrategy:
+        """The Trainer's strategy.
+
+        Raises:
+            ConfigurationError: It is not one of this package.
+        """
+        strategy = self.trainer.strategy
+        if isinstance(strategy, MeshStrategy):
+            return strategy
+        raise ConfigurationError(
+            "LP903",
+            f"trainer.strategy is a {type(strategy).__name__}, which places whole models; name one "
+            "of this package, such as --trainer.strategy=hybrid3d.",
+        )
+
+    @property
+    def given_plan(self) -> ParallelPlan | None:
+        """The plan of the strategy's options, or that which the model declares."""
+        return self.strategy.options.plan or find_plan(self.model)
+
+    def build_model(self) -> None:
+        """Call the model's `configure_model`, with parameters on the meta device."""
+        with record_construction(), self.trainer.precision_plugin.module_init_context():
+            self.model.configure_model()
+
+    def first_batches(self, steps: int) -> list[Any]:
+        """Return the first training batches; if there are fewer, they repeat.
+
+        Args:
+            steps: How many.
+        """
+        source = self.model if self.datamodule is None else self.datamodule
+        # The Trainer would call these hooks, but only inside fit.
+        source.prepare_data()
+        if self.datamodule is not None:
+            self.datamodule.setup("fit")
+        found = list(islice(source.train_dataloader(), steps))
+        return list(islice(cycle(found), steps))
 
     def fit(self, **_: Any) -> None:
         """Stand for `Trainer.fit` and do nothing: the caller wants the objects only."""
 
 
-# A class and not an argument: LightningCLI builds everything inside __init__.
-class _MetaRun(ConfiguredRun):
-    on_meta = True
-
-
 def configure(
-    arguments: Sequence[str], *, on_meta: bool, kind: type[ConfiguredRun] | None = None
+    arguments: Sequence[str], *, on_meta: bool, plugins: Sequence[Any] = ()
 ) -> ConfiguredRun:
     """Build the model, data and Trainer that ``lightning-par fit`` would run.
 
     Args:
         arguments: What follows ``lightning-par fit``.
         on_meta: Whether parameters are created on the meta device, without memory.
-        kind: Class that builds them; None: the one that `on_meta` says.
+        plugins: More plugins of the Trainer.
 
     Raises:
         ConfigurationError: The Trainer's strategy is not one of this package.
     """
-    chosen: Any = kind or (_MetaRun if on_meta else ConfiguredRun)
-    run: ConfiguredRun = chosen(
-        L.LightningModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        seed_everything_default=0,
-        save_config_callback=None,
-        args=["fit", *arguments],
-    )
-    if not isinstance(run.trainer.strategy, MeshStrategy):
-        raise ConfigurationError(
-            "LP903",
-            f"trainer.strategy is a {type(run.trainer.strategy).__name__}, which places whole "
-            "models; name one of this package, such as --trainer.strategy=hybrid3d.",
-        )
+    # A constructor that makes parameters makes them on the meta device.
+    with record_construction() if on_meta else nullcontext():
+        run = ConfiguredRun(arguments, plugins)
+    _ = run.strategy  # raises where it is another's
     return run
+
+
+def trainer_number(config: str, arguments: Sequence[str], name: str) -> Any:
+    """Return a number of the Trainer before anything is built; None: nothing is said.
+
+    Args:
+        config: Configuration file of ``fit``.
+        arguments: More arguments of ``fit``, which count before the file.
+        name: ``"devices"``, of which a list counts as its length, or ``"num_nodes"``.
+
+    Returns:
+        A number, or what else is configured, such as ``"auto"``.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--trainer.{name}", dest="value", type=yaml.safe_load)
+    given = parser.parse_known_args(arguments)[0].value
+    if given is None:
+        given = (read_settings(config).get("trainer") or {}).get(name)
+    if isinstance(given, list):
+        return len(given)
+    return int(given) if isinstance(given, str) and given.isdecimal() else given
 
 
 def read_settings(config: str | Path) -> dict[str, Any]:
@@ -91,19 +143,15 @@ def read_settings(config: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigurationError("LP905", f"--config {path}: there is no such file.")
     settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    trainer = settings.get("trainer") or {}
-    for held in (settings, trainer):
-        for name in {"model", "data", "strategy"} & held.keys():
+    for held in (settings, settings.get("trainer") or {}):
+        for name in {"model", "data", "strategy", "callbacks"} & held.keys():
             held[name] = _piece(held[name], path.parent)
-    callbacks = trainer.get("callbacks")
-    if isinstance(callbacks, list):
-        trainer["callbacks"] = [_piece(callback, path.parent) for callback in callbacks]
-    elif callbacks is not None:
-        trainer["callbacks"] = _piece(callbacks, path.parent)
     return settings
 
 
 def _piece(value: Any, folder: Path) -> Any:
-    """Return the contents of the file that a value names; any other value as it is."""
+    """Return the contents of the files that a value names; any other value as it is."""
+    if isinstance(value, list):
+        return [_piece(each, folder) for each in value]
     path = folder / value if isinstance(value, str) else folder
     return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else value

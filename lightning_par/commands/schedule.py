@@ -1,99 +1,75 @@
-"""Print and draw a pipeline schedule before anything runs it."""
+"""The command that shows a pipeline schedule."""
 
-import argparse
-
-from lightning_par.commands import takes_file
-from lightning_par.engine.pipeline.schedules import build_schedule, SCHEDULES
-from lightning_par.engine.pipeline.simulator import format_schedule, simulate, Simulation
+from lightning_par.commands import PathName
+from lightning_par.engine.pipeline.schedules import build_schedule
+from lightning_par.engine.pipeline.simulator import format_schedule, simulate
 from lightning_par.profiling.timeline_plot import draw_timeline
 
-__all__ = ["main", "make_parser"]
+__all__ = ["schedule"]
 
 _MAX_GRID_WIDTH = 300
 """Characters of a line above which a printed grid would only wrap."""
 
 
-def main(arguments: list[str]) -> int:
-    """Print the grid of a schedule, its bubble and the peak of micro-batches in flight per stage.
+def schedule(
+    *,
+    schedule: str = "1f1b",
+    stages: int = 4,
+    microbatches: int = 8,
+    virtual: int | None = None,
+    forward: float = 1.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+    p2p: float = 0.0,
+    out: PathName | None = None,
+) -> None:
+    """Print and draw a pipeline schedule before anything runs it: what every rank does when, the
+    idle time (bubble), and the peak of micro-batches in flight per stage.
 
     Args:
-        arguments: What follows ``lightning-par schedule``.
-
-    Returns:
-        The exit status, 0.
+        schedule: 1f1b, gpipe, interleaved, zb-h1, zb-h2, zbv, or a file.
+        stages: Pipeline ranks.
+        microbatches: Micro-batches of a step.
+        virtual: Stages per rank, for interleaved (default: 2).
+        forward: Time of a forward of a rank.
+        backward_input: Time of the gradient of the input of a rank.
+        backward_weight: Time of the gradients of the weights of a rank.
+        p2p: Time of a message to another rank.
+        out: Draw it to this .png, .svg or .pdf.
 
     Raises:
         ScheduleError: The schedule deadlocks or is malformed, or a time is negative.
-        ConfigurationError: ``--out`` has another suffix, or matplotlib is not installed.
+        ConfigurationError: `out` has another suffix, or matplotlib is not installed.
     """
-    options = make_parser().parse_args(arguments)
-    schedule = build_schedule(
-        options.schedule, options.stages, options.microbatches, options.virtual
-    )
+    built = build_schedule(schedule, stages, microbatches, virtual)
     # The options are times of a whole rank; the simulator takes those of one stage.
-    chunks = schedule.num_stages / schedule.num_ranks
-    backward = options.backward_input + options.backward_weight
-    simulation = simulate(
-        schedule,
-        forward=options.forward / chunks,
+    chunks = built.num_stages / built.num_ranks
+    backward = backward_input + backward_weight
+    found = simulate(
+        built,
+        forward=forward / chunks,
         backward=backward / chunks,
-        backward_weight=options.backward_weight / chunks,
-        p2p=options.p2p,
+        backward_weight=backward_weight / chunks,
+        p2p=p2p,
     )
-    grid = format_schedule(schedule)
+    grid = format_schedule(built)
     if max(map(len, grid.splitlines())) <= _MAX_GRID_WIDTH:
         print(grid)
         print("(slots of 1 for a forward and for each half of a backward)\n")
     else:
         print(f"{grid.splitlines()[0]}; the grid is too wide to print, --out draws it.\n")
-    print(_summary(simulation, options.forward + backward))
-    if options.out:
-        title = f"{schedule.name}, {schedule.num_microbatches} micro-batches"
-        path = draw_timeline(simulation.events, options.out, title=title, unit="slots")
+    stages_at_peak = " ".join(map(str, found.peak_in_flight))
+    ranks_at_peak = " ".join(f"{peak:g}" for peak in found.peak_per_rank)
+    print(
+        f"step: {found.makespan:g} (a micro-batch takes {forward + backward:g} on every rank)",
+        f"bubble: {found.bubble:.4f} of the step, all ranks",
+        f"bubble: {found.span_bubble:.4f} of the longest span of a rank, from its first action to "
+        "its last",
+        f"micro-batches in flight at the peak, per stage: {stages_at_peak}",
+        f"  per rank, in parts of all its stages: {ranks_at_peak}",
+        sep="\n",
+    )
+    if out:
+        title = f"{built.name}, {built.num_microbatches} micro-batches"
+        path = draw_timeline(found.events, out, title=title, unit="slots")
         print(f"\ndrawn: {path}")
-    return 0
-
-
-def _summary(simulation: Simulation, work: float) -> str:
-    """Return the lines on makespan, bubble and memory.
-
-    Args:
-        simulation: Simulated schedule.
-        work: Time of the forward and backward of one micro-batch on one rank.
-    """
-    stages = " ".join(map(str, simulation.peak_in_flight))
-    ranks = " ".join(f"{peak:g}" for peak in simulation.peak_per_rank)
-    return "\n".join(
-        [
-            f"step: {simulation.makespan:g} (a micro-batch takes {work:g} on every rank)",
-            f"bubble: {simulation.bubble:.4f} of the step, all ranks",
-            f"bubble: {simulation.span_bubble:.4f} of the longest span of a rank, from its first "
-            "action to its last",
-            f"micro-batches in flight at the peak, per stage: {stages}",
-            f"  per rank, in parts of all its stages: {ranks}",
-        ]
-    )
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(prog="lightning-par schedule", description=__doc__)
-    parser.add_argument(
-        "--schedule", default="1f1b", help=f"{', '.join(sorted(SCHEDULES))}, or a file"
-    )
-    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks (default: 4)")
-    parser.add_argument("--microbatches", type=int, default=8, help="default: 8")
-    parser.add_argument("--virtual", type=int, help="stages per rank, for interleaved (default: 2)")
-    for name, what in (
-        ("forward", "a forward"),
-        ("backward-input", "the gradient of the input"),
-        ("backward-weight", "the gradients of the weights"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=float, default=1.0, help=f"time of {what} of a rank (default: 1)"
-        )
-    parser.add_argument(
-        "--p2p", type=float, default=0.0, help="time of a message to another rank (default: 0)"
-    )
-    takes_file(parser.add_argument("--out", help="draw it to this .png, .svg or .pdf"))
-    return parser

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from lightning_par.checkpoint.progress import showing
-from lightning_par.commands.calibrate import main
+from lightning_par.commands import find_command
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.profiles import load_profile, reached
 from lightning_par.profiling.rounds import fit_positive
 from tests.support.progress import Kept
 
+main = find_command("calibrate")
 QUICK = ["--accelerator=cpu", "--seconds=0.0005"]
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_par.commands.fit_islands import Islands, main
+from lightning_par.commands import find_command
+from lightning_par.commands.fit_islands import Islands
 from lightning_par.commands.parallel_cli import make_cli
 from lightning_par.errors import ConfigurationError
 
@@ -76,7 +77,7 @@ def test_a_signal_ends_every_island(tmp_path: Path) -> None:
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"--islands=0 must be 1(.|\n)*--restarts=-1"):
-        main(["--islands=0", "--restarts=-1"])
+        find_command("fit_islands")(["--islands=0", "--restarts=-1"])
 
 
 @pytest.mark.filterwarnings("ignore")

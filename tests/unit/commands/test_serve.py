@@ -12,18 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_par.commands.serve import main
+from lightning_par.commands import find_command
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.errors import ConfigurationError
 from tests.support.islands import Island, KEY, SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
+main = find_command("serve")
 
 
 @contextmanager
 def process(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run the command; it is killed at the end if it still runs."""
-    code = "import sys; from lightning_par.commands.serve import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import sys; from lightning_par.commands import find_command; "
+        "sys.exit(find_command('serve')(sys.argv[1:]))"
+    )
     options = [f"--port={port}", f"--state={folder / 'state'}"]
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "LIGHTNING_PAR_KEY": KEY.decode()}
