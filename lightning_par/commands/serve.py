@@ -42,8 +42,6 @@ def serve(
     key = read_key(key_file, os.environ.get(KEY_VARIABLE))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     try:
         tls = None
         if certificate is not None:
@@ -52,6 +50,8 @@ def serve(
         server = IslandServer(host, port, key, state=Path(state) if state else None, tls=tls)
     except OSError as error:
         raise ConfigurationError("LP709", f"cannot serve on {host}:{port}: {error}") from error
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
     print(f"serving on {host}:{server.port}", flush=True)
     ended.wait()
     server.close()

@@ -78,5 +78,7 @@ def test_server_needs_a_key_and_a_free_port(
     with pytest.raises(ConfigurationError, match="cannot be read"):
         main([f"--key-file={tmp_path / 'no such file'}"])
     monkeypatch.setenv("LIGHTNING_PAR_KEY", KEY.decode())
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(ConfigurationError, match=r"cannot serve on 127\.0\.0\.1:0"):
         main(["--port=0", f"--certificate={tmp_path / 'none'}"])
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
