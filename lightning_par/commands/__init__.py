@@ -178,7 +178,7 @@ def takes_file(action: argparse.Action) -> None:
 
 def fill(text: str) -> str:
     """Return paragraphs in lines as wide as the terminal; words, such as paths, stay whole."""
-    width = min(_WIDTH, shutil.get_terminal_size().columns - 2)  # as argparse
+    width = min(_WIDTH, shutil.get_terminal_size().columns)
     return "\n\n".join(
         textwrap.fill(part, width, break_long_words=False, break_on_hyphens=False)
         for part in text.split("\n\n")
