@@ -12,6 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,39 +92,48 @@ class PackedTree:
     specs: tuple[TensorSpec, ...]
 
 
-def pack(tree: Any) -> tuple[PackedTree, list[Tensor]]:
+def pack(tree: Any, *, by_name: bool = False) -> tuple[PackedTree, list[Tensor]]:
     """Take a tree apart.
 
     Args:
         tree: Any picklable value; tensors may appear more than once.
+        by_name: Whether classes that were defined inside of a function, which pickle refuses, are
+            sent by their names; the receiver needs a tree with objects of these classes.
 
     Returns:
         The tree without tensors, and its distinct tensors.
     """
     file = io.BytesIO()
-    pickler = _Packer(file)
+    pickler = _Packer(file, by_name=by_name)
     pickler.dump(tree)
     specs = tuple(map(TensorSpec.of, pickler.tensors))
     return PackedTree(file.getvalue(), specs), pickler.tensors
 
 
-def unpack(packed: PackedTree, tensors: Sequence[Any]) -> Any:
+def unpack(packed: PackedTree, tensors: Sequence[Any], like: Any = None) -> Any:
     """Return a new tree.
 
     Args:
         packed: From `pack`.
         tensors: What stands in the place of each distinct tensor.
+        like: A tree of this rank whose classes stand for those that were sent by their names.
     """
-    return _Unpacker(io.BytesIO(packed.structure), tensors).load()
+    return _Unpacker(io.BytesIO(packed.structure), tensors, like).load()
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, *, by_name: bool) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
+        self.classes: dict[str, type] = {}
         self._indices: dict[int, int] = {}
+        self._by_name = by_name
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: Any) -> int | str | None:
+        if self._by_name and isinstance(value, type) and "<locals>" in value.__qualname__:
+            name = f"{value.__module__}.{value.__qualname__}"
+            self.classes[name] = value
+            return name
         if not isinstance(value, Tensor):
             return None
         index = self._indices.setdefault(id(value), len(self.tensors))
@@ -133,12 +143,18 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Any]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Any], like: Any) -> None:
         super().__init__(file)
-        self._tensors = tensors
+        self._tensors, self._like = tensors, like
 
-    def persistent_load(self, index: int) -> Any:
-        return self._tensors[index]
+    def persistent_load(self, index: int | str) -> Any:
+        return self._classes[index] if isinstance(index, str) else self._tensors[index]
+
+    @cached_property
+    def _classes(self) -> dict[str, type]:
+        packer = _Packer(io.BytesIO(), by_name=True)
+        packer.dump(self._like)
+        return packer.classes
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -182,7 +198,7 @@ class TreeBroadcast:
         """
         if self._group.size() == 1:
             return tree
-        header, tensors = pack(tree) if self._is_source else (None, [])
+        header, tensors = pack(tree, by_name=True) if self._is_source else (None, [])
         packed: PackedTree = pickle.loads(self._agree_on(pickle.dumps(header)))
         received: list[Any] = [None] * len(packed.specs)
         numbers: dict[tuple[str, torch.dtype], list[int]] = {}
@@ -201,7 +217,7 @@ class TreeBroadcast:
             for index, number in zip(indices, found.unbind(), strict=True):
                 received[index] = number.to(packed.specs[index].dtype)
         is_alike = self._is_source and all(tensor.is_contiguous() for tensor in tensors)
-        return tree if is_alike else unpack(packed, received)
+        return tree if is_alike else unpack(packed, received, like=tree)
 
     def _send(
         self, own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: str
