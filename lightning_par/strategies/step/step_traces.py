@@ -196,7 +196,7 @@ def adjust_logs(
         samples: Its number, in training.
 
     **Communicates**: in training two numbers over the replicas, for a mean that is logged with a
-    ``batch_size`` other than the number of samples.
+    ``batch_size``.
     """
     original = module.log
 
@@ -209,12 +209,16 @@ def adjust_logs(
         yield
 
 
-def _weighs_itself(value: Any, options: dict[str, Any], samples: int) -> bool:
-    """Whether a mean for the step is logged with another weight than the number of samples."""
-    size, kind = options.get("batch_size"), reduction_name(options.get("reduce_fx", "mean"))
+def _weighs_itself(value: Any, options: dict[str, Any]) -> bool:
+    """Whether a mean for the step is logged with a weight of its own.
+
+    All replicas have to answer alike, as a collective follows: not by what the weight is, which may
+    be the number of samples on some of them.
+    """
+    kind = reduction_name(options.get("reduce_fx", "mean"))
     is_mean = kind in ("mean", "avg") and not isinstance(value, Metric)
     is_joined = bool(options.get("sync_dist")) and options.get("on_step") is not False
-    return size is not None and int(size) != samples and is_mean and is_joined
+    return options.get("batch_size") is not None and is_mean and is_joined
 
 
 def _joined(
@@ -227,7 +231,7 @@ def _joined(
     """Return the mean over the replicas of a value that is logged with its own weight, for a step;
     other values as they are. Lightning weighs in the mean over an epoch only.
     """
-    if not samples or not _weighs_itself(value, options, samples):
+    if not samples or not _weighs_itself(value, options):
         return value
     strategy: Any = module.trainer.strategy
     if not module.trainer.training or strategy.mesh.sizes.data == 1:

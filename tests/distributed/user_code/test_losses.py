@@ -259,6 +259,16 @@ def a_value_logged_with_the_number_that_it_is_a_mean_of() -> Any:
     return Module(), token_pairs()
 
 
+@CASES.add(equal="zero1 pp2")
+def a_value_logged_with_a_number_that_one_replica_has_samples_too() -> Any:
+    """Replica 0 has one counted token in each sample, hence as many as samples; replica 1 two."""
+    module, samples = a_value_logged_with_the_number_that_it_is_a_mean_of()
+    for number, (tokens, _) in enumerate(samples):
+        tokens[tokens % 3 == 0] += 1
+        tokens[: 1 + number % 2] = 3
+    return module, samples
+
+
 @CASES.add(equal="zero1", trainer={"precision": "bf16-mixed"}, tolerance=2e-3)
 def counts_that_differ_by_one_at_first_in_bfloat16() -> Any:
     module, *_ = of_loss(by_hand)
