@@ -44,6 +44,7 @@ def summarize(step: Simulation) -> PipelineSummary:
             waits=(0.0,) * len(row),
             transfers=(),
             entries=(),
+            expected=(),
             blocks=dict.fromkeys(range(*bounds[rank]), 1.0),
         )
         for rank, row in enumerate(step.events)

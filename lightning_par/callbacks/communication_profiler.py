@@ -1,9 +1,7 @@
 """`CommunicationProfiler`: volume and exposed time of a step's communication, per mesh axis."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,9 +16,9 @@ __all__ = ["CommunicationProfiler"]
 
 _NOTE = (
     "One step, all ranks together; times are the mean over the ranks that took part. Sent: what "
-    "the ranks send with the ring algorithm. Predicted: the same of a rehearsal, if one is given. "
-    "Time runs from the call to the end of the wait for its result. Exposed: a rank stood still "
-    "for it. Hidden: it went on computing. What is under way at once is added up."
+    "the ranks send with the ring algorithm. Predicted: what the plan and the shapes say; empty "
+    "where they do not. Time runs from the call to the end of the wait for its result. Exposed: a "
+    "rank stood still for it. Hidden: it went on computing. What is under way at once is added up."
 )
 
 
@@ -56,8 +54,8 @@ class CommunicationProfiler(Profiler):
     - ``communication/axis/operation/calls``: number of calls, summed over all ranks
     - ``communication/axis/operation/sent`` (bytes): sent under the ring algorithm, summed over all
       ranks
-    - ``communication/axis/operation/predicted`` (bytes): the same, of the rehearsal, if one is
-      given
+    - ``communication/axis/operation/predicted`` (bytes): the same, computed from the plan; absent
+      where the plan does not determine it
     - ``communication/axis/operation/time`` (ms): from the call to the end of the wait, mean over
       the participating ranks
     - ``communication/axis/operation/exposed`` (ms): part of ``time`` in which the rank was blocked
@@ -66,8 +64,6 @@ class CommunicationProfiler(Profiler):
     communication blocked which rank; without that callback this one writes both.
 
     Args:
-        expected: File with what ``lightning-par rehearse --all-distinct --json`` printed of this
-            run: what a step should send. None: nothing is predicted.
         folder: Folder of the files; None: ``profile`` in the folder of the Trainer's logger.
         keep_steps: Number of steps, counted from the last, that the files show; 1 or more.
 
@@ -82,32 +78,10 @@ class CommunicationProfiler(Profiler):
 
     _logged: frozenset[str] = frozenset()
 
-    def __init__(
-        self,
-        *,
-        expected: str | Path | None = None,
-        folder: str | Path | None = None,
-        keep_steps: int = 3,
-    ) -> None:
-        super().__init__(folder=folder, keep_steps=keep_steps)
-        # Global rank that was rehearsed -> axis and operation -> bytes sent.
-        self._rehearsed: dict[int, dict[tuple[str, str], float]] = {}
-        for found in () if expected is None else json.loads(Path(expected).read_text("utf-8")):
-            rows = {(row["axis"], row["operation"]): row["sent"] for row in found["volume"]}
-            self._rehearsed[found["rank"]] = rows
-
-    def _expected(self, recording: Recording, rank: int) -> Mapping[tuple[str, str], float]:
-        """Return what a rank should send: as rehearsed of it, or of the first of its stage."""
-        sizes = recording.mesh.sizes
-        stage = sizes.coordinates(rank)["pp"]
-        alike = (r for r in self._rehearsed if sizes.coordinates(r)["pp"] == stage)
-        return self._rehearsed.get(rank) or self._rehearsed.get(min(alike, default=rank), {})
-
     @override
     def measure(self, recording: Recording) -> Mapping[str, float]:
         # All ranks, since ranks of different stages use different axes and operations.
-        expected = self._expected(recording, dist.get_rank())
-        mine = _rank_parts(recording.steps.last(), expected)
+        mine = _rank_parts(recording.steps.last())
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         # A value that is not logged anew would stay in the logger's next rows.
@@ -126,10 +100,7 @@ class CommunicationProfiler(Profiler):
 
     @override
     def describe(self, recording: Recording, records: Sequence[RankRecord]) -> ReportSection:
-        rows = _join(
-            _rank_parts(record.steps[-1], self._expected(recording, record.rank))
-            for record in records
-        )
+        rows = _join(_rank_parts(record.steps[-1]) for record in records)
         section = ReportSection()
         sent, exposed = sum(r.sent for r in rows.values()), sum(r.exposed for r in rows.values())
         section.headline = {
@@ -158,20 +129,17 @@ class CommunicationProfiler(Profiler):
         return section
 
 
-_Parts = dict[tuple[str, str], tuple[CommVolumeEntry | None, float | None, float, float]]
+_Parts = dict[tuple[str, str], tuple[CommVolumeEntry | None, CommVolumeEntry | None, float, float]]
 
 
-def _rank_parts(step: StepRecord, expected: Mapping[tuple[str, str], float]) -> _Parts:
+def _rank_parts(step: StepRecord) -> _Parts:
     """Return one rank's part of every row.
 
-    Args:
-        step: What was recorded of it.
-        expected: Axis and operation -> the bytes that it should send.
-
     Returns:
-        (axis, operation) -> counted volume, expected bytes, seconds, exposed seconds.
+        (axis, operation) -> counted volume, expected volume, seconds, exposed seconds.
     """
     counted = {(e.axis, e.operation): e for e in step.entries}
+    expected = {(e.axis, e.operation): e for e in step.expected}
     times: dict[tuple[str, str], tuple[float, float]] = {}
     for t in step.transfers:
         key = t.axis, t.operation
@@ -194,7 +162,7 @@ def _join(parts: Iterable[_Parts]) -> dict[tuple[str, str], _Row]:
                 row.sent += counted.sent
                 row.ranks += 1
             if expected is not None:
-                row.predicted = (row.predicted or 0) + expected
+                row.predicted = (row.predicted or 0) + expected.sent
             row.seconds += seconds
             row.exposed += exposed
     return dict(sorted(rows.items()))

@@ -1,6 +1,6 @@
 """Base of the profiler callbacks: one shared recording of the steps, one report at the end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,20 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_par.engine.batch import signature
 from lightning_par.engine.clock import clock_for, measure_offset
+from lightning_par.engine.data.gradient_reduction import SharedGradients
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.stage import StageStub
 from lightning_par.errors import ConfigurationError
 from lightning_par.profiling.chrome_trace import write_trace
-from lightning_par.profiling.comm_volume import CommVolume, named_groups
+from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry
+from lightning_par.profiling.expected_comm_volume import Forecast, Parts
 from lightning_par.profiling.html_report import Report, Table, write_report
 from lightning_par.profiling.pipeline_record import RankRecord, StepRecorder
 from lightning_par.sizes import AXES
 from lightning_par.strategies.mesh_strategy import MeshStrategy
-from lightning_par.upstream.lightning import is_logging_step
+from lightning_par.upstream.lightning import is_accumulating, is_logging_step
 
 __all__ = ["Profiler", "Recording", "ReportSection", "mesh_strategy"]
 
@@ -57,10 +60,15 @@ class Recording:
         clock = clock_for(strategy.root_device)
         self.steps = StepRecorder(
             clock=clock,
-            comm_volume=CommVolume(named_groups(self.parallel_model), clock),
+            comm_volume=CommVolume(self._axes(), clock),
             blocks=self._blocks(),
             keep=keep,
         )
+        self._forecast = Forecast(self._parts(trainer, strategy), self.steps.comm_volume)
+        # The expected volume follows from the shapes, so it is computed once per batch signature.
+        self._expected: dict[Hashable, tuple[CommVolumeEntry, ...]] = {}
+        self._signature: Hashable = None
+        self._shape_hooks: ExitStack | None = None
         self._hooks = ExitStack()
 
     def start(self) -> None:
@@ -72,13 +80,48 @@ class Recording:
             self._hooks.callback(setattr, executor, "clock", before)
         self._hooks.enter_context(self.steps.hooked())
         after_look = self.parallel_model.steps.after_look
-        # What the first look at the step adds is no part of it.
-        after_look[id(self)] = self.steps.begin
+        after_look[id(self)] = self._restart
         self._hooks.callback(after_look.pop, id(self), None)
 
     def stop(self) -> None:
         """Remove the hooks; may be called again."""
         self._hooks.close()
+
+    def begin(self, batch: Any, *, synchronizes: bool) -> None:
+        """Start to record a step.
+
+        Args:
+            batch: Batch of the step, of which only the shapes are used.
+            synchronizes: Whether gradients are reduced at the end of the step, rather than
+                accumulated.
+        """
+        self._signature = signature(batch, synchronizes)
+        if self._signature not in self._expected:
+            self._shape_hooks = self._forecast.watch()
+        self.steps.begin()
+
+    def _restart(self) -> None:
+        """Forget what the first look at the step has added to the step that is being recorded."""
+        if self._shape_hooks is not None:
+            self._shape_hooks.close()
+            self._shape_hooks = self._forecast.watch()
+        self.steps.begin()
+
+    def end(self, step: int) -> None:
+        """End the step.
+
+        Args:
+            step: Number of the batch.
+        """
+        run = self.parallel_model.steps.last_run
+        if self._shape_hooks is not None:
+            self._shape_hooks.close()
+            self._shape_hooks = None
+            actions = [] if run is None else [action for action, *_ in run.marks]
+            synchronizes = bool(self._signature[-1])  # type: ignore[index]
+            rows = self._forecast.rows(actions, synchronizes=synchronizes)
+            self._expected[self._signature] = rows
+        self.steps.end(step, run, self._expected[self._signature])
 
     def gather(self, group: dist.ProcessGroup, *, last: bool = False) -> list[RankRecord]:
         """Return the records of all ranks of a group, on the clock of its first rank.
@@ -105,6 +148,38 @@ class Recording:
         found: list[Any] = [None] * group.size()
         dist.all_gather_object(found, mine, group=group)
         return found
+
+    def _axes(self) -> dict[str, dist.ProcessGroup]:
+        """Return the groups that communication is counted under, by name."""
+        axes = dict(self.parallel_model.groups)
+        # Stages that share a tied weight reduce its gradient over a group that is no mesh axis.
+        known = {group.group_name for group in axes.values()}
+        others = [s.group for s in self.parallel_model.shared if s.group.group_name not in known]
+        for number, group in enumerate(others, 1):
+            axes["pp shared weights" + (f" {number}" if number > 1 else "")] = group
+        return axes
+
+    def _parts(self, trainer: pl.Trainer, strategy: MeshStrategy) -> Parts:
+        # A loss scaler checks for inf and NaN itself; otherwise the gradient norm shows them, and
+        # computing it takes a collective.
+        scales_loss = getattr(trainer.precision_plugin, "scaler", None) is not None
+        checks_finite = strategy.options.on_nonfinite != "ignore" and not scales_loss
+        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        return Parts(
+            takes_norm=checks_finite or clips,
+            compresses=self.parallel_model.compression is not None,
+            module=self.parallel_model.module,
+            resolved=self.parallel_model.resolved,
+            mesh=self.mesh,
+            bounds=self.parallel_model.bounds,
+            owners=self.parallel_model.rank_of_stage,
+            shared=[s for s in self.parallel_model.shared if isinstance(s, SharedGradients)],
+            zero_stage=strategy.options.zero_stage,
+            sequence_parallel=strategy.options.sequence_parallel
+            and self.parallel_model.resolved.plan.sequence_region != "none",
+            compiled=strategy.options.compile_blocks is not False,
+            expert_max_rows=strategy.options.expert_max_rows,
+        )
 
     def _blocks(self) -> dict[int, Any]:
         """Return the blocks of this rank's stages by their index in the model."""
@@ -175,7 +250,8 @@ class Profiler(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._is_recorder(trainer):
-            self.recording.steps.begin()
+            synchronizes = not is_accumulating(trainer)
+            self.recording.begin(batch, synchronizes=synchronizes)
 
     @override
     def on_train_batch_end(
@@ -189,8 +265,7 @@ class Profiler(Callback):
         recording = self.recording
         # The recorder comes first in the list, so the step is complete when the others measure.
         if self._is_recorder(trainer):
-            run = recording.parallel_model.steps.last_run
-            recording.steps.end(trainer.fit_loop.total_batch_idx, run)
+            recording.end(trainer.fit_loop.total_batch_idx)
         if is_logging_step(trainer):
             values = self.measure(recording)
             pl_module.log_dict(dict(values), on_step=True, on_epoch=False, batch_size=1)

@@ -46,14 +46,7 @@ from lightning_par.engine.pipeline.stage_links import ODD
 from lightning_par.profiling.collective_hooks import Call, CollectiveHook
 from lightning_par.upstream.pytree import tree_leaves
 
-__all__ = [
-    "CommVolume",
-    "CommVolumeEntry",
-    "Transfer",
-    "named_groups",
-    "payload_of",
-    "ring_bytes",
-]
+__all__ = ["CommVolume", "CommVolumeEntry", "Transfer", "payload_of", "ring_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,17 +307,6 @@ class CommVolume(CollectiveHook):
         name = group.group_name
         world = dist.group.WORLD is not None and name == dist.group.WORLD.group_name
         return self._axes.get(name, "world" if world else name)
-
-
-def named_groups(model: Any) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of a parallel model that communication is counted under, by name."""
-    axes = dict(model.groups)
-    # Stages that share a tied weight reduce its gradient over a group that is no mesh axis.
-    known = {group.group_name for group in axes.values()}
-    others = [shared.group for shared in model.shared if shared.group.group_name not in known]
-    for number, group in enumerate(others, 1):
-        axes["pp shared weights" + (f" {number}" if number > 1 else "")] = group
-    return axes
 
 
 def _entry(axis: str, operation: str, count: _Count) -> CommVolumeEntry:

@@ -57,6 +57,7 @@ class StepRecord:
         waits: Seconds for which each action waited for its input; as long as `actions`.
         transfers: Communication in the order of the calls.
         entries: Communication volume that was counted.
+        expected: Communication volume that follows from the plan; lacks some axes and operations.
         blocks: Index of a block -> seconds of its forward, the mean over the micro-batches.
     """
 
@@ -67,6 +68,7 @@ class StepRecord:
     waits: tuple[float, ...]
     transfers: tuple[TimedTransfer, ...]
     entries: tuple[CommVolumeEntry, ...]
+    expected: tuple[CommVolumeEntry, ...]
     blocks: Mapping[int, float]
 
     def shifted(self, seconds: float) -> "StepRecord":
@@ -129,6 +131,7 @@ class _UnreadStep:
     run: PipelineRun | None
     transfers: list[Transfer]
     entries: tuple[CommVolumeEntry, ...]
+    expected: tuple[CommVolumeEntry, ...]
     blocks: list[tuple[int, Any, Any]]
 
 
@@ -178,12 +181,15 @@ class StepRecorder:
         self.comm_volume.enabled = True
         self._start = self.clock.mark()
 
-    def end(self, step: int, run: PipelineRun | None) -> None:
+    def end(
+        self, step: int, run: PipelineRun | None, expected: tuple[CommVolumeEntry, ...] = ()
+    ) -> None:
         """End the step and keep its record.
 
         Args:
             step: Number of the batch.
             run: Actions of the pipeline schedule as they ran; None without a pipeline.
+            expected: Communication volume that follows from the plan.
         """
         self.comm_volume.enabled = False
         unread = _UnreadStep(
@@ -193,6 +199,7 @@ class StepRecorder:
             run=run,
             transfers=self.comm_volume.transfers,
             entries=self.comm_volume.entries(),
+            expected=expected,
             blocks=self._blocks,
         )
         self._start = None
@@ -223,6 +230,7 @@ class StepRecorder:
             waits=() if run is None else tuple(run.waited.values()),
             transfers=self._timed(unread.transfers),
             entries=unread.entries,
+            expected=unread.expected,
             blocks=self._block_means(unread.blocks),
         )
 

@@ -39,6 +39,7 @@ def records() -> tuple[list[RankRecord], Any]:
                     waits=(0.0,) * len(events),
                     transfers=(TimedTransfer("tp", "all_gather", 4096, 2048.0, *wait, (wait,)),),
                     entries=(),
+                    expected=(),
                     blocks={},
                 )
             )

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_par import Hybrid3DStrategy
+from lightning_par.callbacks import CommunicationProfiler
 from lightning_par.models import GPTModule
 from lightning_par.profiling.comm_volume import CommVolumeEntry
-from tests.support.expected_volume import Keeper
 from tests.support.host_runs import start_ranks
 from tests.support.hosts import open_hosts
 from tests.support.models.toy_gpt import loader
@@ -79,13 +79,14 @@ class HostBytes:
         return self.wire / (sum(self.counted.values()) + doubled) - 1
 
 
-class _Counting(Keeper):
+class _Counting(CommunicationProfiler):
     """Keeps what the last step sent to other hosts, and what the interface of this one sent."""
 
     def __init__(self, folder: Path, devices: int) -> None:
         super().__init__(folder=folder)
         self._devices, self.wire = devices, list[int]()
-        self.sent: tuple[dict[Row, int], dict[Row, int]] = ({}, {})
+        self.counted: dict[Row, int] = {}
+        self.expected: dict[Row, int] = {}
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx in (FIRST, FIRST + STEPS):
@@ -94,8 +95,9 @@ class _Counting(Keeper):
         super().on_train_batch_start(trainer, module, batch, batch_idx)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_end(trainer, pl_module)
-        self.sent = self._leaving(self.counted), self._leaving(self.expected)
+        last = self.recording.steps.last()
+        self.counted, self.expected = self._leaving(last.entries), self._leaving(last.expected)
+        self.recording.stop()
 
     def _leaving(self, entries: Sequence[CommVolumeEntry]) -> dict[Row, int]:
         return {(e.axis, e.operation): e.sent for e in entries if self._leaves(e.axis)}
@@ -138,7 +140,7 @@ def _train_and_count(out: Path, layouts: Layouts, devices: int, nodes: int) -> N
         )
         trainer.fit(GPTModule(overrides=MODEL), batches)
         wire = counting.wire[1] - counting.wire[0] if trainer.local_rank == 0 else 0
-        found[name] = wire, *counting.sent
+        found[name] = wire, counting.counted, counting.expected
     torch.save(found, out / f"{trainer.global_rank}.pt")
 
 

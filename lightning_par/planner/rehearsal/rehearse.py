@@ -50,12 +50,7 @@ from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.planner.rehearsal.absent_ranks import answered_alone, lone_world, LoneEnvironment
 from lightning_par.planner.rehearsal.weightless import WeightlessTensors
 from lightning_par.profiling.collective_hooks import Call
-from lightning_par.profiling.comm_volume import (
-    CommVolume,
-    CommVolumeEntry,
-    named_groups,
-    payload_of,
-)
+from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, payload_of
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.upstream.functions import replaced
@@ -180,7 +175,7 @@ class StepObserver(Callback):
         self.setup_peak = self.live.peak
         self.live.restart()
         model = strategy.parallel_model
-        self._volume = volume = _OrderedVolume(named_groups(model), self.live)
+        self._volume = volume = _OrderedVolume(dict(model.groups), self.live)
         self._open.enter_context(volume)
         self._open.enter_context(_marked_parameters(self.live))
         model.steps.after_look[id(volume)] = volume.clear

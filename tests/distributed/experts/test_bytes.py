@@ -19,7 +19,7 @@ from lightning_par.planner.shapes import Implementation, Layout
 from lightning_par.planner.step_time import StepCost
 from lightning_par.sizes import ParallelSizes
 from tests.distributed.profiling.test_bytes import _Counter
-from tests.support.expected_volume import Keeper
+from tests.distributed.profiling.test_expected_comm_volume import Keeper
 from tests.support.models.mixture import DIM, EXPERTS, FF, layout, LENGTH, make, VOCAB
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par import Hybrid3DStrategy
-from tests.support.expected_volume import Keeper
+from lightning_par.callbacks import CommunicationProfiler
+from lightning_par.profiling.comm_volume import CommVolumeEntry
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import run_ranks
@@ -22,6 +23,18 @@ class SilentModule(ToyModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.model(batch["ids"])
         return F.cross_entropy(logits.view(-1, logits.size(-1)), batch["labels"].flatten())
+
+
+class Keeper(CommunicationProfiler):
+    """Keeps what the last step counted and what was expected."""
+
+    counted: tuple[CommVolumeEntry, ...] = ()
+    expected: tuple[CommVolumeEntry, ...] = ()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        last = self.recording.steps.last()
+        self.counted, self.expected = last.entries, last.expected
+        self.recording.stop()
 
 
 def rows(rank: int, world: int, folder: Any, options: Any, run: Any) -> Any:

@@ -36,6 +36,7 @@ def record(events, waits=None, transfers=(), blocks=None):
         waits=tuple(waits or [0.0] * len(events)),
         transfers=tuple(transfers),
         entries=(),
+        expected=(),
         blocks=blocks or {},
     )
 

@@ -1,5 +1,5 @@
-"""Expected communication volume of a step, computed from the plan: what the measured one is held
-against.
+"""Expected communication volume of a step, computed from the plan; profilers compare it with the
+measured one.
 
 n is the size of the group; x and y are the input and the output of a module on this rank.
 
@@ -44,7 +44,6 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_par.callbacks import CommunicationProfiler
 from lightning_par.dtensor import local_part
 from lightning_par.engine.collectives import split_sizes
 from lightning_par.engine.data.gradient_reduction import SharedGradients
@@ -56,10 +55,9 @@ from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.plan.tensor_styles import StyleSpec, TENSOR_STYLES
 from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, ring_bytes
 from lightning_par.upstream.autograd import is_in_backward
-from lightning_par.upstream.lightning import is_accumulating
 from lightning_par.upstream.pytree import tree_leaves
 
-__all__ = ["ExpectedVolume", "Keeper", "Parts"]
+__all__ = ["Forecast", "Parts"]
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
@@ -110,7 +108,7 @@ class _Sum:
 
 
 @dataclass(eq=False)
-class ExpectedVolume:
+class Forecast:
     """Computes the communication volume that one step on this rank should have.
 
     Shapes come from forward hooks, which are installed for the first step of each kind (training,
@@ -257,11 +255,11 @@ class ExpectedVolume:
 class _TensorHook:
     """Adds the collectives of one call of a module with a tensor style."""
 
-    expected: ExpectedVolume
+    forecast: Forecast
     style: StyleSpec
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        group = self.expected.parts.mesh.group("tp")
+        group = self.forecast.parts.mesh.group("tp")
         x = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
         if self.style.crossing == "enter":
             self._cross(group, x, "all_gather", "reduce_scatter", in_forward=False)
@@ -269,12 +267,12 @@ class _TensorHook:
             self._cross(group, output, "reduce_scatter", "all_gather", in_forward=True)
         if self.style.output == "logits":
             tokens = output.numel() // output.shape[-1] * output.element_size()
-            self.expected._add(group, "all_reduce", tokens)
-            self.expected._add(group, "all_reduce", 2 * tokens)
+            self.forecast._add(group, "all_reduce", tokens)
+            self.forecast._add(group, "all_reduce", 2 * tokens)
         if self.style.output == "gathered":
             features = output.shape[-1]
             padded = split_sizes(features, group.size())[0] * group.size()
-            self.expected._add(group, "all_gather", _bytes(output) // features * padded)
+            self.forecast._add(group, "all_gather", _bytes(output) // features * padded)
 
     def _cross(
         self,
@@ -286,8 +284,8 @@ class _TensorHook:
         in_forward: bool,
     ) -> None:
         returns = tensor.requires_grad and not _recomputes()
-        size, add = _bytes(tensor), self.expected._add
-        if self.expected.parts.sequence_parallel:
+        size, add = _bytes(tensor), self.forecast._add
+        if self.forecast.parts.sequence_parallel:
             add(group, forward, group.size() * size)
             if returns:
                 add(group, backward, group.size() * size)
@@ -299,12 +297,12 @@ class _TensorHook:
 class _BoundaryHook:
     """Adds the messages of one micro-batch over a boundary between stages."""
 
-    expected: ExpectedVolume
+    forecast: Forecast
     boundary: int
     sends: bool
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        parts = self.expected.parts
+        parts = self.forecast.parts
         earlier, later = parts.owners[self.boundary], parts.owners[self.boundary + 1]
         if earlier == later or _recomputes():
             return
@@ -313,23 +311,23 @@ class _BoundaryHook:
         moved = list({id(t): t for t in tensors}.values()) if self.sends else tensors[:1]
         for kind, ends in (("activations", (earlier, later)), ("gradients", (later, earlier))):
             operation = "send" if (kind == "activations") == self.sends else "recv"
-            group = self.expected.ledger.group_of(group_name(kind, *ends))
+            group = self.forecast.ledger.group_of(group_name(kind, *ends))
             travels = [t for t in moved if kind == "activations" or t.requires_grad]
             for tensor in travels:
-                self.expected._add(group, operation, _bytes(tensor))
+                self.forecast._add(group, operation, _bytes(tensor))
             if kind == "gradients" and travels:  # a byte each: whether there is a gradient
-                self.expected._add(group, operation, len(travels))
+                self.forecast._add(group, operation, len(travels))
 
 
 @dataclass(frozen=True)
 class _ExpertHook:
     """Adds the all-to-alls of one call of `compute` of a module with experts, which it calls."""
 
-    expected: ExpectedVolume
+    forecast: Forecast
     inner: Callable[..., tuple[Tensor, Any]]
 
     def __call__(self, x: Tensor, counts: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Any]:
-        parts, add = self.expected.parts, self.expected._add
+        parts, add = self.forecast.parts, self.forecast._add
         assert parts.mesh.expert_mesh is not None
         out, other = self.inner(x, counts, *more, **named)
         group = parts.mesh.expert_mesh.get_group("ep")
@@ -371,65 +369,3 @@ def _padded(parameter: nn.Parameter, mesh: ParallelMesh) -> int:
         return 1
     shards = mesh.sizes.data_shard
     return -(-shape[0] // shards) * shards * math.prod(shape[1:])
-
-
-def _parts(trainer: Any) -> Parts:
-    strategy = trainer.strategy
-    model = strategy.parallel_model
-    # A loss scaler checks for inf and NaN itself; otherwise the gradient norm shows them, and
-    # computing it takes a collective.
-    scales_loss = getattr(trainer.precision_plugin, "scaler", None) is not None
-    checks_finite = strategy.options.on_nonfinite != "ignore" and not scales_loss
-    clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-    return Parts(
-        takes_norm=checks_finite or clips,
-        compresses=model.compression is not None,
-        module=model.module,
-        resolved=model.resolved,
-        mesh=strategy.mesh,
-        bounds=model.bounds,
-        owners=model.rank_of_stage,
-        shared=[s for s in model.shared if isinstance(s, SharedGradients)],
-        zero_stage=strategy.options.zero_stage,
-        sequence_parallel=strategy.options.sequence_parallel
-        and model.resolved.plan.sequence_region != "none",
-        compiled=strategy.options.compile_blocks is not False,
-        expert_max_rows=strategy.options.expert_max_rows,
-    )
-
-
-class Keeper(CommunicationProfiler):
-    """Keeps what the last step counted, and what is expected of it since the first of its kind."""
-
-    counted: tuple[CommVolumeEntry, ...] = ()
-    expected: tuple[CommVolumeEntry, ...] = ()
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_start(trainer, pl_module)
-        steps, model = self.recording.steps, trainer.strategy.parallel_model.steps
-        volume = ExpectedVolume(_parts(trainer), steps.comm_volume)
-        found: dict[bool, tuple[CommVolumeEntry, ...]] = {}  # by whether gradients are summed
-        hooks, kind, begin, end = [ExitStack()], [True], steps.begin, steps.end
-
-        # Not in hooks of this callback, as those of a user see whole parameters.
-        def watch() -> None:
-            hooks[0].close()
-            kind[0] = not is_accumulating(trainer)
-            if kind[0] not in found:
-                hooks[0] = volume.watch()
-            begin()
-
-        def finish(step: int, run: Any) -> None:
-            hooks[0].close()
-            if kind[0] not in found:
-                actions = [] if run is None else [action for action, *_ in run.marks]
-                found[kind[0]] = volume.rows(actions, synchronizes=kind[0])
-            self.expected = found[kind[0]]
-            end(step, run)
-
-        steps.begin, steps.end = watch, finish  # type: ignore[method-assign]
-        model.after_look[id(self.recording)] = watch
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.counted = self.recording.steps.last().entries
-        self.recording.stop()
