@@ -135,7 +135,7 @@ def _options(source: Callable[..., Any]) -> Iterator[tuple[Parameter, str]]:
         if _is_group(parameter.annotation):
             yield from _options(parameter.annotation)
         elif parameter.annotation != FitArguments:
-            yield parameter, said[parameter.name].replace("``", "").rstrip(".")
+            yield parameter, said.get(parameter.name, "").replace("``", "").rstrip(".")
 
 
 def _add(parser: argparse.ArgumentParser, parameter: Parameter, meaning: str) -> None:

@@ -27,7 +27,7 @@ def draw_candidate(planner: Planner, one: Candidate, path: str | Path) -> Path:
     Args:
         planner: What predicted the layout.
         one: The layout.
-        path: PathName to write; the suffix (.png, .svg or .pdf) says the format.
+        path: File to write; the suffix (.png, .svg or .pdf) says the format.
 
     Returns:
         `path`.

@@ -27,10 +27,14 @@ class ConfiguredRun(ParallelCLI):
 
     Args:
         arguments: What follows ``lightning-par fit``.
+        on_meta: See `configure`.
         plugins: More plugins of the Trainer.
     """
 
-    def __init__(self, arguments: Sequence[str], plugins: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, on_meta: bool, plugins: Sequence[Any] = ()
+    ) -> None:
+        self._on_meta = on_meta
         self._plugins = {"plugins": [*plugins]} if plugins else {}
         super().__init__(**SETTINGS, save_config_callback=None, args=["fit", *arguments])
 
@@ -39,6 +43,12 @@ class ConfiguredRun(ParallelCLI):
         self._start_from_own_defaults(parser, args)
         # Not super(): it warns of arguments that are given while sys.argv has some, too.
         self.config = parser.parse_args(args)
+
+    @override
+    def instantiate_classes(self) -> None:
+        # Constructors only: parsing imports the user's module, whose own tensors stay what they are.
+        with record_construction() if self._on_meta else nullcontext():
+            super().instantiate_classes()
 
     @override
     def instantiate_trainer(self, **options: Any) -> pl.Trainer:
@@ -101,9 +111,7 @@ def configure(
     Raises:
         ConfigurationError: The Trainer's strategy is not one of this package.
     """
-    # A constructor that makes parameters makes them on the meta device.
-    with record_construction() if on_meta else nullcontext():
-        run = ConfiguredRun(arguments, plugins)
+    run = ConfiguredRun(arguments, on_meta=on_meta, plugins=plugins)
     _ = run.strategy  # raises where it is another's
     return run
 
@@ -120,13 +128,20 @@ def trainer_number(config: str, arguments: Sequence[str], name: str) -> Any:
         A number, or what else is configured, such as ``"auto"``.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(f"--trainer.{name}", dest="value", type=yaml.safe_load)
+    parser.add_argument(f"--trainer.{name}", dest="value", type=_from_yaml)
     given = parser.parse_known_args(arguments)[0].value
     if given is None:
         given = (read_settings(config).get("trainer") or {}).get(name)
     if isinstance(given, list):
         return len(given)
     return int(given) if isinstance(given, str) and given.isdecimal() else given
+
+
+def _from_yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be read as YAML") from error
 
 
 def read_settings(config: str | Path) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def run_process(command: Sequence[str], log: Path, timeout: float) -> int | None
 
     Args:
         command: Its words.
-        log: PathName for what it says.
+        log: File for what it says.
         timeout: Seconds after which it is ended.
 
     Returns:
@@ -157,7 +157,7 @@ class _StepClock(Callback):
     """Writes the median time of an optimizer step, on rank 0.
 
     Args:
-        path: PathName to write.
+        path: File to write.
     """
 
     def __init__(self, path: Path) -> None:

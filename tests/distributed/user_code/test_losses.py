@@ -264,7 +264,7 @@ def a_value_logged_with_a_number_that_one_replica_has_samples_too() -> Any:
     """Replica 0 has one counted token in each sample, hence as many as samples; replica 1 two."""
     module, samples = a_value_logged_with_the_number_that_it_is_a_mean_of()
     for number, (tokens, _) in enumerate(samples):
-        tokens[tokens % 3 == 0] += 1
+        tokens[tokens % 3 == 0] = 1
         tokens[: 1 + number % 2] = 3
     return module, samples
 
