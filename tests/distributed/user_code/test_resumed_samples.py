@@ -171,3 +171,50 @@ def test_another_global_batch_sees_every_sample_that_was_to_come(many: int, tmp_
     assert sorted(set(seen)) == sorted(todo)
     epochs = [n for _, _, batches in found for batch in batches[rest:] for n in batch]
     assert set(epochs) == set(range(22))
+
+
+class Late(Noting):
+    """Saves, and makes a batch of its own, in the hooks that come when training is over."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def _save(self, hook: str) -> None:
+        self.trainer.save_checkpoint(Path(self.folder) / f"{hook}.ckpt")
+
+    def on_fit_start(self) -> None:
+        self.trainer.strategy.batch_to_device((torch.ones(2, 5), torch.ones(2)))
+
+    def on_fit_end(self) -> None:
+        self.on_fit_start()
+        self._save("end")
+
+    def teardown(self, stage: str) -> None:
+        self._save("teardown")
+
+
+def _save_late(rank: int, world: int, layout: str, folder: str) -> Any:
+    seed_everything(5, verbose=False)
+    module = Late(folder)
+    trainer = _trainer(layout, max_steps=2, limit_val_batches=0)
+    trainer.fit(module, _loader(layout, "shuffled", 6))
+    trainer.save_checkpoint(Path(folder) / "after.ckpt")
+    found = []
+    for name in ("end", "teardown", "after"):
+        seed_everything(5, verbose=False)
+        module, path = Noting(), Path(folder) / f"{name}.ckpt"
+        trainer = _trainer(layout, max_steps=4, limit_val_batches=0)
+        loader = _loader(layout, "shuffled", 6)
+        trainer.fit(module, loader, ckpt_path=path, weights_only=False)
+        found.append(module.losses)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["zero0", "tp2"])
+def test_what_is_saved_after_training_goes_on_there(layout: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ((losses, _, _),) = run_ranks(_on_rank, 1, None, "shuffled", folder, None, timeout=60)
+    for found in run_ranks(_save_late, 2, layout, folder, timeout=90):
+        for resumed in found:
+            torch.testing.assert_close(resumed, losses[2:4], rtol=0, atol=2e-6)
