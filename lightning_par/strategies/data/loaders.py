@@ -255,7 +255,7 @@ class ReplicaLoaders:
         if not batches.resumes:
             return
         # In the middle of a step the last of these is one less.
-        more = len(batches) - batches.remaining - progress.ready
+        more = batches.before - progress.ready
         progress.ready += more
         progress.started += more
         progress.processed += more
