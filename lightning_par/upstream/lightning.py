@@ -128,10 +128,13 @@ def next_of_fit(trainer: pl.Trainer) -> tuple[list[Any], list[object]]:
 def loaders_in_use(loop: Any) -> tuple[Any, bool]:
     """Return the nest of the loaders of a loop that runs, and whether a batch comes of several.
 
-    `Trainer.train_dataloader` and the like do not tell how `CombinedLoader` combines them.
+    `Trainer.train_dataloader` and the like do not tell how `CombinedLoader` combines them. A loop
+    that does not run, as in `on_fit_end`, has none.
     """
     with names_of("lightning"):
         fetcher: Any = loop._data_fetcher
+    if fetcher is None:
+        return [], False
     with names_of("lightning"):
         iterators = fetcher.combined_loader._iterator.iterators
     return fetcher.combined_loader.iterables, len(iterators) > 1

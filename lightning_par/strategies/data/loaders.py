@@ -114,7 +114,8 @@ class ReplicaLoaders:
         is_inside = progress.current.ready and not progress.is_last_batch
         if trainer.state.fn != TrainerFn.FITTING or not self._divides or not is_inside:
             return []
-        loaders = tree_leaves(loaders_in_use(trainer.fit_loop)[0])
+        # The Trainer keeps them after training, when its loop has no loaders in use.
+        loaders = tree_leaves(trainer.train_dataloader)
         if not self._has_replicas and len(loaders) > 1:
             return []  # of several, a loader may have begun again
         divided = [self._divided.get(x) if isinstance(x, DataLoader) else None for x in loaders]
@@ -187,6 +188,8 @@ class ReplicaLoaders:
         loaders, spec = tree_flatten(nest)
         if not is_joint:
             loaders = loaders[dataloader_idx : dataloader_idx + 1]
+        if not loaders:  # of no loader, as a batch that a hook makes outside of a loop
+            return batch, Share()
         shares = [self._taken(loader) for loader in loaders]
         if len(shares) == 1:
             return batch, shares[0] or Share()
@@ -252,7 +255,7 @@ class ReplicaLoaders:
         if not batches.resumes:
             return
         # In the middle of a step the last of these is one less.
-        more = len(batches) - batches.remaining - progress.ready
+        more = batches.before - progress.ready
         progress.ready += more
         progress.started += more
         progress.processed += more

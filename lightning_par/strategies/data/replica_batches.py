@@ -92,7 +92,7 @@ class ReplicaBatches:
         self.shares: deque[Share] = deque()
         self._source = given.sampler if self._is_dealt else given
         self._resumed, self._start, self._taken = self._fitting(cursor), 0, 0
-        self._before = len(self) - self.remaining if self._resumed else 0
+        self._before = self.before
         self._states: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -128,11 +128,28 @@ class ReplicaBatches:
         return self._resumed is not None
 
     @property
-    def remaining(self) -> int:
-        """Number of batches from where the epoch goes on."""
-        start = self._resumed["seen"] if self._resumed else 0
-        drops = getattr(self._given, "drop_last", False)
-        return max(0, len(self._source) - start + (0 if drops else self._step - 1)) // self._step
+    def before(self) -> int:
+        """Number of batches, of this layout, before where the epoch goes on."""
+        if self._resumed is None:
+            return 0
+        start, of = self._resumed["seen"], self._length
+        if of is None:
+            return int(start // self._step)
+        more = 0 if getattr(self._given, "drop_last", False) else self._step - 1
+        return int(len(self) - max(0, of - start + more) // self._step)
+
+    @property
+    def _length(self) -> int | None:
+        """Number of entries of an epoch; None: nobody knows, as of a sampler without an end."""
+        try:
+            return len(self._source)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def _size(self) -> int | None:
+        """Number of samples in an entry, where it is a batch of a batch sampler that says it."""
+        return None if self._is_dealt else getattr(self._given, "batch_size", None)
 
     def take(self) -> Share | None:
         """Return the share of the next batch, which the step gets now."""
@@ -150,28 +167,34 @@ class ReplicaBatches:
         taken = self._taken if self._replicas > 1 else ready - self._before
         if taken <= 0:
             return None
-        size = None if self._is_dealt else getattr(self._given, "batch_size", None)
-        kind = {"of": len(self._source), "size": size}
+        kind = {"of": self._length, "size": self._size}
         return {"seen": self._start + taken * self._step, **kind, **self._states}
 
     def _fitting(self, cursor: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return where an epoch goes on, in batches of the user's batch sampler as it is now."""
-        if cursor is None or cursor["of"] == len(self._source):
+        if cursor is None:
+            return None
+        of, size, own = cursor["of"], cursor["size"], self._size
+        if size == own if None in (of, self._length) else of == self._length:
             return cursor
-        size, own = cursor["size"], getattr(self._given, "batch_size", None)
-        if self._is_dealt or not size or not own or cursor["seen"] * size % own:
+        if not size or not own or cursor["seen"] * size % own:
             rank_zero_warn(
-                f"the sampler of the data loader has {len(self._source)} entries, of which the "
-                f"checkpoint knows {cursor['of']}: the epoch begins again. Resume with the data "
+                f"the sampler of the data loader has {self._length} entries, of which the "
+                f"checkpoint knows {of}: the epoch begins again. Resume with the data "
                 "and the batch size with which it was saved."
             )
             return None
         return {**cursor, "seen": cursor["seen"] * size // own}
 
+    @property
+    def _generator(self) -> torch.Generator | None:
+        """The generator of the sampler, as those of torch have it; others may name it the same."""
+        found = getattr(self._source, "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+
     def _note(self) -> None:
         """Note the random states from which the sampler draws the order of an epoch."""
-        generator = getattr(self._source, "generator", None)
-        own = None if generator is None else generator.get_state()
+        own = None if self._generator is None else self._generator.get_state()
         self._states = {"random": collect_random_states(_CPU), "generator": own}
         self._start = self._taken = self._before = 0
 
@@ -183,7 +206,7 @@ class ReplicaBatches:
             return iter(self._source)
         self._start, self._taken = resumed["seen"], 0
         self._states = {name: resumed[name] for name in ("random", "generator")}
-        before, generator = collect_random_states(_CPU), getattr(self._source, "generator", None)
+        before, generator = collect_random_states(_CPU), self._generator
         restore_random_states(self._states["random"], _CPU)
         if generator is not None and self._states["generator"] is not None:
             generator.set_state(self._states["generator"])

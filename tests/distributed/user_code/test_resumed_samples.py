@@ -1,5 +1,6 @@
 """Runs that go on inside an epoch, on any layout: every sample that was still to come, once."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from tests.distributed.user_code.test_samples import Net, Rows
 from tests.distributed.user_code.test_uncommon_loaders import _REPLICAS, _trainer, _WORLD
@@ -91,6 +92,16 @@ class Eager(BatchSampler):
         return iter([order[at : at + size] for at in range(0, len(order), size)])
 
 
+class Endless(Sampler[int]):
+    """Has no end, and an attribute named as that of torch's samplers, which is none of torch's."""
+
+    generator = random.Random(3)
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from torch.randperm(22).tolist()
+
+
 def _loader(layout: str | None, kind: str, many: int) -> Any:
     if kind == "module":
         return Data(layout)
@@ -98,6 +109,8 @@ def _loader(layout: str | None, kind: str, many: int) -> Any:
     generator = torch.Generator().manual_seed(7) if kind == "generator" else None
     if kind == "stateful":
         return Stateful(rows, size, shuffle=True, generator=torch.Generator())
+    if kind == "endless":
+        return DataLoader(rows, size, sampler=Endless())
     if kind in ("batches", "eager"):
         sampler = (Eager if kind == "eager" else BatchSampler)(RandomSampler(rows), size, False)
         return DataLoader(rows, batch_sampler=sampler)
@@ -109,7 +122,8 @@ def _run(layout: str | None, kind: str, folder: str, step: int | None, many: int
     seed_everything(5, verbose=False)
     module = Noting()
     saving = [Saving(Path(folder))] if step is None else []
-    trainer = _trainer(layout, max_epochs=3, limit_val_batches=0, callbacks=saving)
+    many_of = {"limit_train_batches": 4} if kind == "endless" else {}
+    trainer = _trainer(layout, max_epochs=3, limit_val_batches=0, callbacks=saving, **many_of)
     path = None if step is None else Path(folder) / f"{step}.ckpt"
     trainer.fit(module, _loader(layout, kind, many), ckpt_path=path, weights_only=False)
     return module.losses, module.head.bias.detach().clone(), module.seen
@@ -128,6 +142,8 @@ _SHOWN = [
     ("zero0", "tp2", "eager"),
     ("zero0", "tp2", "stateful"),
     ("tp2", "zero0", "module"),
+    ("zero0", "tp2", "endless"),
+    ("tp2", "zero0", "endless"),
 ]
 _CELLS = [
     *_SHOWN,
@@ -171,3 +187,50 @@ def test_another_global_batch_sees_every_sample_that_was_to_come(many: int, tmp_
     assert sorted(set(seen)) == sorted(todo)
     epochs = [n for _, _, batches in found for batch in batches[rest:] for n in batch]
     assert set(epochs) == set(range(22))
+
+
+class Late(Noting):
+    """Saves, and makes a batch of its own, in the hooks that come when training is over."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def _save(self, hook: str) -> None:
+        self.trainer.save_checkpoint(Path(self.folder) / f"{hook}.ckpt")
+
+    def on_fit_start(self) -> None:
+        self.trainer.strategy.batch_to_device((torch.ones(2, 5), torch.ones(2)))
+
+    def on_fit_end(self) -> None:
+        self.on_fit_start()
+        self._save("end")
+
+    def teardown(self, stage: str) -> None:
+        self._save("teardown")
+
+
+def _save_late(rank: int, world: int, layout: str, folder: str) -> Any:
+    seed_everything(5, verbose=False)
+    module = Late(folder)
+    trainer = _trainer(layout, max_steps=2, limit_val_batches=0)
+    trainer.fit(module, _loader(layout, "shuffled", 6))
+    trainer.save_checkpoint(Path(folder) / "after.ckpt")
+    found = []
+    for name in ("end", "teardown", "after"):
+        seed_everything(5, verbose=False)
+        module, path = Noting(), Path(folder) / f"{name}.ckpt"
+        trainer = _trainer(layout, max_steps=4, limit_val_batches=0)
+        loader = _loader(layout, "shuffled", 6)
+        trainer.fit(module, loader, ckpt_path=path, weights_only=False)
+        found.append(module.losses)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["zero0", "tp2"])
+def test_what_is_saved_after_training_goes_on_there(layout: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ((losses, _, _),) = run_ranks(_on_rank, 1, None, "shuffled", folder, None, timeout=60)
+    for found in run_ranks(_save_late, 2, layout, folder, timeout=90):
+        for resumed in found:
+            torch.testing.assert_close(resumed, losses[2:4], rtol=0, atol=2e-6)
