@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn, Tensor
-from torch.distributed.tensor import DTensor
 
 __all__ = ["LEFT_ALONE", "copy_of", "is_container", "is_foreign", "refill", "restore_of"]
 
@@ -48,7 +47,7 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
     if copied is value or id(value) in seen:
         return lambda: None
     if isinstance(value, Tensor):
-        return partial(_restore_tensor, value, copied)
+        return partial(value.data.copy_, copied) if _is_written_to(value) else lambda: None
     if isinstance(value, torch.Generator):
         return partial(value.set_state, copied)
     if isinstance(value, np.ndarray):
@@ -65,11 +64,11 @@ def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:
     return restore
 
 
-@torch.no_grad()
-def _restore_tensor(value: Tensor, copied: Tensor) -> None:
-    """Write only what has changed: an expanded tensor, or one on read-only memory, has not."""
-    if isinstance(value, DTensor) or not torch.equal(value.data, copied):
-        value.data.copy_(copied)
+def _is_written_to(value: Tensor) -> bool:
+    """Whether anyone can write to a tensor: torch lets nobody write to one that was expanded."""
+    if value.layout != torch.strided:
+        return True
+    return all(step or size < 2 for step, size in zip(value.stride(), value.shape, strict=True))
 
 
 def _restore_file(file: Any, seen: set[int]) -> Callable[[], Any]:
