@@ -39,6 +39,7 @@ _PASSED_ON = (
     *("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"),
     *("torch.distributed.nn.functional", "torch.autograd.function", "torch.utils._contextlib"),
     *("os", "_collections_abc", "collections.abc"),  # `os.environ.get`
+    "lightning_par.strategies.processes.world_size",  # two contexts of it, one in the other
 )
 _OF_FRAMEWORKS = (
     *("torch", "torchmetrics"),

@@ -93,6 +93,71 @@ def whole_tokens_that_a_block_counts() -> Any:
     return PlainModule(CountingNet()), token_pairs()
 
 
+def keeping(keep: Any) -> Any:
+    """A module that does something with its buffers before its loss."""
+
+    class Module(PlainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, value in {
+                "mask": torch.full((4, 4), float("-inf")).triu(1),
+                "nans": torch.full((2,), float("nan")),
+                "cache": torch.empty(0),
+                "late": None,
+                "first": torch.zeros(2),
+                "largest": torch.zeros(()),
+                "seen": torch.zeros(64, dtype=torch.bool),
+            }.items():
+                self.register_buffer(name, value, persistent=False)
+
+        def loss(self, batch: Any) -> Tensor:
+            keep(self, batch[0])
+            return super().loss(batch)
+
+    return Module(), token_pairs()
+
+
+@CASES.add(equal="zero1", large="tp2", strategy={"verify": False})
+def buffers_with_infinities_that_nothing_changes() -> Any:
+    return keeping(lambda module, x: module.mask[: x.shape[1], : x.shape[1]])
+
+
+def grow(module: Any, x: Tensor) -> None:
+    if module.cache.numel() < x.shape[1]:
+        module.cache = torch.arange(x.shape[1], device=x.device).cos().to(module.cache.dtype)
+        module.late = torch.full((x.shape[1],), float("-inf"), device=x.device)
+        module.first = None
+
+
+@CASES.add(equal="zero1", large="tp2", strategy={"verify": False})
+def buffers_that_grow_appear_or_vanish() -> Any:
+    return keeping(grow)
+
+
+def note_largest(module: Any, x: Tensor) -> None:
+    module.largest = torch.maximum(module.largest, x.max().to(module.largest.dtype))
+
+
+@CASES.add(
+    equal="tp2",
+    refused={"zero1": r"the buffer largest from its samples"},
+    strategy={"verify": False},
+)
+def a_running_maximum() -> Any:
+    return keeping(note_largest)
+
+
+def note_seen(module: Any, x: Tensor) -> None:
+    module.seen = module.seen | (torch.bincount(x.flatten(), minlength=64) > 0)
+
+
+@CASES.add(
+    equal="tp2", refused={"zero1": r"the buffer seen from its samples"}, strategy={"verify": False}
+)
+def flags_of_tokens_that_were_seen() -> Any:
+    return keeping(note_seen)
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""

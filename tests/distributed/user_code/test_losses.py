@@ -1,5 +1,6 @@
 """Losses that are not the mean over the samples."""
 
+import os
 import re
 import warnings
 from dataclasses import replace
@@ -385,6 +386,11 @@ def times_the_number_of_ranks_that_the_strategy_has() -> Any:
 @CASES.add(refused={"tp2": _OF_WORLD}, strategy={"verify": False})
 def times_the_size_of_the_group_of_all_ranks() -> Any:
     return of_world(lambda _: dist.group.WORLD.size() if dist.is_initialized() else 1)
+
+
+@CASES.add(refused={"tp2": _OF_WORLD}, strategy={"verify": False})
+def times_the_number_of_processes_in_the_environment() -> Any:
+    return of_world(lambda _: int(os.environ["WORLD_SIZE"]) if dist.is_initialized() else 1)
 
 
 _OF_RANK = r"training_step computes the loss=.* from its rank .*test_losses.*Leave the rank out"

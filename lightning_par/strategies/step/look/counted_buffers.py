@@ -76,7 +76,10 @@ class CountedBuffers:
         **Communicates**: names and what changed, over all ranks.
         """
         self.is_known = True
-        found = {name: _kind(value, [end[name] for end in ends]) for name, value in before.items()}
+        found = {
+            name: _kind(before.get(name), [end.get(name) for end in ends])
+            for name in {name: None for held in (before, *ends) for name in held}
+        }
         every: list[Any] = [None] * self._mesh.sizes.world_size
         dist.all_gather_object(every, {name: kind for name, kind in found.items() if kind})
         replica = [every[rank] for rank in dist.get_process_group_ranks(self._mesh.replica_group)]
@@ -127,20 +130,46 @@ class CountedBuffers:
         with torch.no_grad():
             for name, value in before.items():
                 buffer = self._module.get_buffer(name)
-                added = torch.zeros_like(value) if fills else buffer - value
+                added = torch.zeros_like(value) if fills else _change(value, buffer)
                 buffer.copy_(value + all_reduce(added, self._mesh.data_group))
 
 
-def _kind(before: Tensor, ends: Sequence[Tensor]) -> tuple[bool, float] | None:
+def _kind(before: Tensor | None, ends: Sequence[Tensor | None]) -> tuple[bool, float] | None:
     """Return whether a buffer is a sum over samples, and a number of what the whole has changed;
     None if it does not change, or whatever the samples are, as a count of steps.
+
+    Args:
+        before: The buffer before the step; None: there was none.
+        ends: As in `CountedBuffers.learn`.
     """
-    whole, *parts = [end.double() - before.double() for end in ends]
+    if any(end is None or end.shape != ends[0].shape for end in ends):  # type: ignore[union-attr]
+        return None  # it vanishes, or its shape is that of the samples: nothing is added up in it
+    is_new = before is None or before.shape != ends[0].shape  # type: ignore[union-attr]
+    # What is new, as a cache that grows, changes from nothing.
+    start = torch.zeros_like(ends[0]) if is_new else before  # type: ignore[arg-type]
+    whole, *parts = [_change(_wide(start), _wide(end)) for end in ends]  # type: ignore[arg-type]
     if not bool(whole.any()) or (parts and _is_near(parts[0], whole)):
         return None
     places = torch.arange(1, whole.numel() + 1, dtype=whole.dtype, device=whole.device)
-    return bool(parts) and _is_near(parts[-1], whole), float((whole.flatten() * places).sum())
+    can_add = not is_new and start.dtype != torch.bool
+    is_sum = bool(parts) and can_add and _is_near(parts[-1], whole)
+    return is_sum, float((_finite(whole).flatten() * places).sum())
+
+
+def _change(before: Tensor, end: Tensor) -> Tensor:
+    """Return what was added to a buffer: nothing where it is as before, also infinite or NaN."""
+    is_same = (end == before) | ((end != end) & (before != before))
+    return torch.where(is_same, 0, end - before)
 
 
 def _is_near(change: Tensor, whole: Tensor) -> bool:
-    return bool((change - whole).abs().max() <= _TOLERANCE * whole.abs().max())
+    largest = _finite(whole).abs().max()
+    return bool((_change(whole, change).abs() <= _TOLERANCE * largest).all())
+
+
+def _wide(value: Tensor) -> Tensor:
+    return (torch.view_as_real(value) if value.is_complex() else value).double()
+
+
+def _finite(value: Tensor) -> Tensor:
+    return value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
