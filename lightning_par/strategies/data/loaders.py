@@ -93,8 +93,9 @@ class ReplicaLoaders:
         strategy: Any = trainer.strategy
         self._prepared[trainer.state.stage] += 1
         self.has_several |= self._prepared[trainer.state.stage] > 1
+        cursor = self._cursor_of(dataloader)  # every loader has one, if only some are divided
         if self._divides and self._is_divided(trainer):
-            dataloader = self._divide(dataloader)
+            dataloader = self._divide(dataloader, cursor)
         if trainer.predicting and self._has_replicas:
             divided = self._divided.get(dataloader) if isinstance(dataloader, DataLoader) else None
             if samples_differ(dataloader, device, divided):
@@ -214,7 +215,7 @@ class ReplicaLoaders:
                 )
         return share
 
-    def _divide(self, dataloader: object) -> object:
+    def _divide(self, dataloader: object, cursor: Any) -> object:
         """Return a copy of a loader whose batch sampler gives this replica's part."""
         if not isinstance(dataloader, DataLoader) or isinstance(
             dataloader.dataset, IterableDataset
@@ -238,7 +239,7 @@ class ReplicaLoaders:
             predicts=bool(self._module.trainer.predicting),
             repeats=self._why_repeat,
             agree=self._agree if self._has_replicas else lambda: None,
-            cursor=self._cursor_of(dataloader),
+            cursor=cursor,
         )
         # A copy, as the user may iterate the loader in another run; made anew, it would need every
         # argument of a class of the user's.
@@ -264,6 +265,8 @@ class ReplicaLoaders:
     def _cursor_of(self, dataloader: Any) -> Any:
         """Return where a loader goes on, once, unless it or the data module has a state for it."""
         trainer: Any = self._module.trainer
+        if trainer.training and trainer.train_dataloader is not None:
+            self._cursors.clear()  # those of a later epoch are new
         if not trainer.training or not self._cursors:
             return None
         cursor, module = self._cursors.pop(0), trainer.datamodule

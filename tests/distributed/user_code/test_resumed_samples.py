@@ -8,7 +8,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from tests.distributed.user_code.test_samples import Net, Rows
 from tests.distributed.user_code.test_uncommon_loaders import _REPLICAS, _trainer, _WORLD
@@ -234,3 +235,55 @@ def test_what_is_saved_after_training_goes_on_there(layout: str, tmp_path: Path)
     for found in run_ranks(_save_late, 2, layout, folder, timeout=90):
         for resumed in found:
             torch.testing.assert_close(resumed, losses[2:4], rtol=0, atol=2e-6)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(40))
+
+
+class Several(pl.LightningModule):
+    """Notes the samples of the loader that is no stream; makes its loaders anew for every epoch."""
+
+    def __init__(self, folder: str | None, *, has_stream: bool) -> None:
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(5, 1), list[list[int]]()
+        self.folder, self.has_stream = folder, has_stream
+
+    def train_dataloader(self) -> Any:
+        rows = DataLoader(Rows(24), 3, shuffle=True)
+        return CombinedLoader([DataLoader(Stream(), 3), rows] if self.has_stream else [rows])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows, numbers = batch[-1]
+        self.seen.append(numbers.tolist())
+        return self.layer(rows.to(self.layer.weight.dtype)).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.folder and self.trainer.global_step == 2:
+            self.trainer.save_checkpoint(Path(self.folder) / "2.ckpt")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def _run_several(rank: int, world: int, folder: str, has_stream: bool, saves: bool) -> Any:
+    seed_everything(5, verbose=False)
+    module = Several(folder if saves else None, has_stream=has_stream)
+    trainer = _trainer(
+        "zero0", max_epochs=2, limit_val_batches=0, reload_dataloaders_every_n_epochs=1
+    )
+    trainer.fit(module, ckpt_path=None if saves else Path(folder) / "2.ckpt", weights_only=False)
+    return module.seen
+
+
+@pytest.mark.parametrize("resumed", ["the same", "one loader fewer"])
+def test_each_of_several_loaders_goes_on_where_it_was(resumed: str, tmp_path: Path) -> None:
+    folder, keeps = str(tmp_path), resumed == "the same"
+    before = run_ranks(_run_several, 2, folder, True, True, timeout=90)
+    found = run_ranks(_run_several, 2, folder, keeps, False, timeout=90)
+    for whole, rest in zip(before, found, strict=True):
+        if keeps:
+            assert rest[:2] == whole[2:4]
+    # The epoch after it sees every sample.
+    assert sorted(n for rest in found for batch in rest[-4:] for n in batch) == [*range(24)]
