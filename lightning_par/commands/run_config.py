@@ -46,7 +46,7 @@ class ConfiguredRun(ParallelCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        # Constructors only: parsing imports the user's module, whose own tensors stay what they are.
+        # Constructors only: parsing imports the user's module, and its own tensors stay real.
         with record_construction() if self._on_meta else nullcontext():
             super().instantiate_classes()
 

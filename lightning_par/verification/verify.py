@@ -138,7 +138,9 @@ def compare_traces(
         notes.append(f"dropout was off: {one.dropouts} calls of it drew nothing")
     # Dropout is checked only where everything else is equal: its symptom would be the same.
     with_dropout = [trace for _, trace in ranks if trace is not None]
-    if first is None and not failed and len(with_dropout) == len(ranks):
+    refused = [trace.error for trace in with_dropout if trace.error is not None]
+    causes += [f"with dropout the run failed: {error}" for error in dict.fromkeys(refused)]
+    if first is None and not failed and not refused and len(with_dropout) == len(ranks):
         causes += _causes_of_dropout(with_dropout, sizes)
     return VerifyReport(
         sizes=sizes,

@@ -46,10 +46,14 @@ class Overflow(Callback):
         self.rank, self.scales, self.weights = rank, [], []
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.fit_loop.total_batch_idx == 1 and trainer.global_rank == self.rank:
-            local_gradients([next(p for p in pl_module.parameters() if p.grad is not None)])[
-                0
-            ].view(-1)[0] = float("inf")
+        sizes = getattr(trainer.strategy, "sizes", None)
+        if trainer.fit_loop.total_batch_idx != 1:
+            return
+        if sizes is not None and sizes.pipeline > 1:  # hooks of all ranks do the same
+            list(pl_module.parameters())[-1].grad.fill_(float("inf"))  # of rank 1
+        elif trainer.global_rank == self.rank:
+            held = (p for p in pl_module.parameters() if p.grad is not None)
+            local_gradients([next(held)])[0].view(-1)[0] = float("inf")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.scales.append(trainer.precision_plugin.scaler.get_scale())

@@ -133,7 +133,9 @@ class UserHooks:
         if self._view.is_on:  # one hook calls another
             return call()
         label = _label(owner, name)
-        is_first = label in self._on_all and label not in self._seen
+        # Hooks on gradients are compared in every step: what follows waits for all ranks, too.
+        is_new = label not in self._seen or name in _ON_GRADIENTS
+        is_first = label in self._on_all and is_new
         self._seen.add(label)
         if name.endswith("epoch_end"):
             self._model.sharding.release()  # evaluation steps may have gathered parameters

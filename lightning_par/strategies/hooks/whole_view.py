@@ -134,7 +134,7 @@ class WholeView(TorchFunctionMode):
 
         Args:
             hook: Its name, for messages.
-            is_first: Whether it runs for the first time.
+            is_first: Whether it runs for the first time, or is compared in every run.
 
         Raises:
             ConfigurationError: On every rank, where ranks ask for different things.

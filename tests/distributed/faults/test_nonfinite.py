@@ -25,16 +25,21 @@ class Poisoned(ToyModule):
         super().__init__()
         self.rank, self.what = rank, what
 
+    def on_train_start(self) -> None:
+        # Not in the step, where a loss that depends on the rank is refused.
+        self.is_hit = dist.get_rank() == self.rank
+
     def hits(self) -> bool:
-        # Behind the blocks of a pipeline `self.global_rank` is that of rank 0.
-        return dist.get_rank() == self.rank and self.trainer.global_step == 1
+        return self.is_hit and self.trainer.global_step == 1
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * float("inf") if self.what == "loss" and self.hits() else loss
 
     def on_after_backward(self) -> None:
-        if self.what == "gradient" and self.hits():
+        # Under a pipeline hooks of all ranks do the same, and the last stage holds the weight.
+        is_staged = self.trainer.strategy.sizes.pipeline > 1 and self.trainer.global_step == 1
+        if self.what == "gradient" and (is_staged or self.hits()):
             with torch.no_grad():
                 # A norm is replicated under tp, hence counted on one rank only.
                 local = self.model.blocks[-1].norm2.bias.grad

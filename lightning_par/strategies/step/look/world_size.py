@@ -79,8 +79,7 @@ def _look(
         # As if it may fail: it may need as many tensors as it has gathered.
         with noting_world_size([], count):
             of_size = look(size=0)[0] if read else found[0]
-        with noting_rank([], place):
-            of_rank = look(size=0)[0] if asked else found[0]
+        of_rank = _as_rank(look, place) if asked else found[0]
     except ConfigurationError as error:
         if not is_plain:
             raise
@@ -101,6 +100,17 @@ def _look(
     return found
 
 
+def _as_rank(look: Callable[..., tuple[Seen, bool]], place: int) -> Seen | None:
+    """Return what a step computes that reads another rank; None if it fails as that rank, such as
+    where only rank 0 has made what it uses.
+    """
+    try:
+        with noting_rank([], place):
+            return look(size=0)[0]
+    except ConfigurationError:
+        return None
+
+
 def _of_size(
     here: Seen, other: Seen, again: Numbers, read: str, sizes: ParallelSizes, count: int
 ) -> str:
@@ -115,9 +125,11 @@ def _of_size(
 
 
 def _of_rank(
-    here: Seen, other: Seen, again: Numbers, asked: str, mesh: ParallelMesh, place: int
+    here: Seen, other: Seen | None, again: Numbers, asked: str, mesh: ParallelMesh, place: int
 ) -> str:
-    """Return which loss comes from the rank; empty if none does."""
+    """Return which loss comes from the rank; empty if none does, or if that is not known."""
+    if other is None:
+        return ""
     losses = [pair for pair in _seen(here) if pair[0] == _LOSS]
     for name, value, counted in _differing(losses, _seen(other), again):
         return (
