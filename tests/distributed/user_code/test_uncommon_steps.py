@@ -219,6 +219,25 @@ def checkpoint_inside_of_a_block_of_two_stages() -> Any:
     return checkpointed()
 
 
+@CASES.add(equal="tp2 pp2 zero1")
+def objects_of_a_class_of_a_function() -> Any:
+    class Pair:
+        def __init__(self, tokens: Tensor, labels: Tensor) -> None:
+            self.tokens, self.labels = tokens, labels
+
+        def to(self, device: Any) -> "Pair":
+            return Pair(self.tokens.to(device), self.labels.to(device))
+
+    class Module(PlainModule):
+        def unpack(self, batch: Any) -> tuple[Tensor, Tensor]:
+            return batch.tokens, batch.labels
+
+    def collate(rows: Any) -> Pair:
+        return Pair(*map(torch.stack, zip(*rows, strict=True)))
+
+    return Module(), token_pairs(), collate
+
+
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
 def test_equal_or_refused(case: str, layout: str, refusal: str | None) -> None:
     """Check one cell of the table."""

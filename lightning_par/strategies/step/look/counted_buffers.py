@@ -146,7 +146,7 @@ def _kind(before: Tensor | None, ends: Sequence[Tensor | None]) -> tuple[bool, f
         return None  # it vanishes, or its shape is that of the samples: nothing is added up in it
     is_new = before is None or before.shape != ends[0].shape  # type: ignore[union-attr]
     # What is new, as a cache that grows, changes from nothing.
-    start = torch.zeros_like(ends[0]) if is_new else before  # type: ignore[arg-type]
+    start: Tensor = torch.zeros_like(ends[0]) if is_new else before  # type: ignore[arg-type, assignment]
     whole, *parts = [_change(_wide(start), _wide(end)) for end in ends]  # type: ignore[arg-type]
     if not bool(whole.any()) or (parts and _is_near(parts[0], whole)):
         return None
