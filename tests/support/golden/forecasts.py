@@ -10,7 +10,6 @@ change is written with `--write` and shows in the diff of `forecasts.json`.
 import argparse
 import contextlib
 import hashlib
-import importlib
 import io
 import itertools
 import json
@@ -23,8 +22,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_par import commands as package
 from lightning_par import Hybrid3DStrategy, memory_estimate
+from lightning_par.commands import find_command
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.models import GPTModule
 from lightning_par.plan.inference.infer import infer_plan
@@ -215,7 +214,7 @@ def rehearsals() -> Iterator[tuple[str, Any]]:
 def _printed(name: str, path: Path, *more: str) -> str:
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        importlib.import_module(f"{package.__name__}.{name}").main([f"--config={path}", *more])
+        find_command(name)([f"--config={path}", *more])
     return text.getvalue()
 
 
