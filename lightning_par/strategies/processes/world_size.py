@@ -79,9 +79,18 @@ def noting_rank(places: list[str], rank: int | None = None) -> Any:
 
 @contextmanager
 def _noting(number: _Number, places: list[str], most: int | None) -> Iterator[None]:
+    is_reading = False
+
     def read(name: str, original: Callable[[], Any]) -> Any:
+        nonlocal is_reading
+        if is_reading:  # one way reads it by another, and the user's code by the first of them
+            return original()
         frame = user_frame(sys._getframe(2))
-        found = original()
+        is_reading = True
+        try:
+            found = original()
+        finally:
+            is_reading = False
         if frame is None:
             return found
         places.append(f"{name} in line {frame.f_lineno} of {frame.f_code.co_filename}")
