@@ -142,7 +142,7 @@ def _fit(kind: type[PlainModule], layout: str | None, steps: int, path: Any = No
         devices=world,
         strategy=strategy,
         precision="64-true",
-        max_epochs=steps // 4,  # a checkpoint inside an epoch goes on with other samples than Lightning
+        max_epochs=steps // 4,  # inside an epoch a run goes on with the samples to come
         max_steps=-1,
         num_sanity_val_steps=0,
     )
