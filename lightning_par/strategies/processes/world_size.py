@@ -98,6 +98,14 @@ def _noting(number: _Number, places: list[str], most: int | None) -> Iterator[No
             return found
         return most == 0 if isinstance(found, bool) else min(int(found), most)
 
+    with _diverted(number, read):
+        yield
+
+
+@contextmanager
+def _diverted(number: _Number, read: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Let every way to read a number go by a function, which gets its name and the way itself."""
+
     def of_object(owner: Any, label: str, name: str) -> property:
         given = getattr(owner, name)
         return property(lambda it: read(f"{label}.{name}", lambda: given.fget(it)))
