@@ -27,7 +27,7 @@ ON_HOST = $(wildcard tests/distributed/hosts/*.py) $(addprefix tests/distributed
 SIMULATED = tests/cuda_simulation tests/gpu \
 	$(filter-out $(ON_HOST),$(sort $(shell find tests/distributed -name 'test_*.py')))
 # By itself: its ranks are copies of the process, which must not have computed gradients on a device.
-SIMULATED_ALONE = tests/unit/planner/rehearsal/test_rehearse.py
+SIMULATED_ALONE = tests/unit/verification/test_rehearse.py
 # The part of it that continuous integration runs.
 SIMULATED_SHORT = tests/cuda_simulation tests/gpu/test_single_device.py tests/gpu/test_offload.py \
 	$(addprefix tests/distributed/,test_mixed_precision.py faults/test_nonfinite.py)

@@ -25,7 +25,7 @@ from _paired import add_arguments, Arguments, fit, launch, read_arguments
 from torchmetrics.functional import spearman_corrcoef
 
 from lightning_par.commands.calibrate import as_profile
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.planner.block_trace import shape_of
 from lightning_par.planner.profiles import DeviceProfile, implementation, load_profile
 from lightning_par.planner.search import Candidate, Planner

@@ -23,14 +23,14 @@ from _paired import Arguments, launch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_par.callbacks import ActivationCheckpointing
-from lightning_par.engine.memory.live import GRADIENTS, LiveBytes, OPTIMIZER, PARAMETERS
+from lightning_par.observe.live_bytes import GRADIENTS, LiveBytes, OPTIMIZER, PARAMETERS
 from lightning_par.planner.memory import predict_memory
 from lightning_par.planner.model_shape import read_shape
 from lightning_par.planner.profiles import implementation, load_profile
-from lightning_par.planner.rehearsal.rehearse import distinct_ranks, rehearse_apart
 from lightning_par.planner.shapes import Layout, Recompute
 from lightning_par.strategies import Hybrid3DStrategy
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.verification.rehearse import distinct_ranks, rehearse_apart
 
 MODEL = replace(CONFIG, num_layers=8)
 SAMPLES = 8

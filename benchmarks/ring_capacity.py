@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_par import Hybrid3DStrategy
-from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.models import BertModule
+from lightning_par.observe.live_bytes import LiveBytes
 
 GIB = 2**30
 LENGTH, SAMPLES = 256, (3, 4, 5)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_par.engine.context.apply import build_axis
 from lightning_par.engine.context.options import ContextOptions
-from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.mesh import build_mesh
+from lightning_par.observe.live_bytes import LiveBytes
 from lightning_par.profiling.comm_volume import CommVolume
 from lightning_par.sizes import ParallelSizes
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lightning_par.engine.data.compression.options import GradientCompression
     from lightning_par.engine.data.islands.options import Outer
     from lightning_par.errors import LightningParError
-    from lightning_par.plan.inference.infer import infer_plan
+    from lightning_par.inference.infer import infer_plan
     from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
     from lightning_par.plan.resolved_plan import check_plan
     from lightning_par.sizes import ParallelSizes
@@ -82,7 +82,7 @@ else:
         "check_plan": "plan.resolved_plan",
         "memory_estimate": "strategies.memory_estimate",
         "load_from_checkpoint": "strategies.components.load_module",
-        "infer_plan": "plan.inference.infer",
+        "infer_plan": "inference.infer",
         "verify": "verification",
     }
     _PACKAGES = ("callbacks", "huggingface", "models", "strategies", "verification")

@@ -14,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_par import check_plan, ParallelSizes
 from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
 
 SIZES = ParallelSizes(tensor=2, pipeline=2, data_shard=2)
 

@@ -14,7 +14,7 @@ from lightning_par.engine.activations.checkpointing import (
     wait_on_host,
 )
 from lightning_par.errors import ConfigurationError, either, raise_problems
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import resolve_plan
 from lightning_par.strategies.mesh_strategy import MeshStrategy

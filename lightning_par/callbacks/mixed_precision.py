@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_par.engine.grad_scaler import MeshGradScaler, underflow_share
 from lightning_par.errors import ConfigurationError, either, raise_problems
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.resolved_plan import resolve_plan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.setup.precision import (

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_par.callbacks.first_step_counter import FirstStepCounter, gather_numbers
 from lightning_par.engine.batch import batch_entry, batch_size
 from lightning_par.errors import ConfigurationError
-from lightning_par.profiling.flops import FlopCounter
+from lightning_par.observe.flops import FlopCounter
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.upstream.lightning import compute_dtype, is_logging_step
 

@@ -8,7 +8,7 @@ from math import prod
 from lightning_par.commands import FitArguments
 from lightning_par.commands.run_config import configure, ConfiguredRun
 from lightning_par.engine.memory.placement import find_placements, ParameterPlacement
-from lightning_par.plan.inference.infer import describe_inferred, infer_plan
+from lightning_par.inference.infer import describe_inferred, infer_plan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.setup.checks import check_module
 

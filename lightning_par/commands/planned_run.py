@@ -13,8 +13,8 @@ from lightning_par.commands.layout_picture import draw_candidate
 from lightning_par.commands.run_config import configure, trainer_number
 from lightning_par.engine.batch import find_batch_dims
 from lightning_par.errors import ConfigurationError, LightningParError
-from lightning_par.plan.inference.forked import run_forked
-from lightning_par.plan.inference.infer import infer_plan
+from lightning_par.inference.forked import run_forked
+from lightning_par.inference.infer import infer_plan
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from lightning_par.planner.block_trace import length_of_step, shape_of
 from lightning_par.planner.model_parts import TracedShape

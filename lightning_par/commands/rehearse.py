@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning_par.commands import FitArguments, PathName
 from lightning_par.commands.run_config import configure, trainer_number
 from lightning_par.errors import ConfigurationError
-from lightning_par.planner.rehearsal.absent_ranks import LoneEnvironment
-from lightning_par.planner.rehearsal.rehearse import distinct_ranks, Rehearsal, rehearse_apart
+from lightning_par.verification.absent_ranks import LoneEnvironment
+from lightning_par.verification.rehearse import distinct_ranks, Rehearsal, rehearse_apart
 
 __all__ = ["rehearse", "rehearse_config"]
 

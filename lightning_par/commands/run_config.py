@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_par.commands.parallel_cli import ParallelCLI, SETTINGS
 from lightning_par.engine.init.deferred_init import record_construction
 from lightning_par.errors import ConfigurationError
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 

@@ -28,9 +28,9 @@ from typing_extensions import override
 from lightning_par.checkpoint.progress import advance, counted
 from lightning_par.commands.run_config import configure
 from lightning_par.errors import LightningParError
-from lightning_par.planner.rehearsal.rehearse import VALUE_CALLBACKS
 from lightning_par.planner.run_settings import apply_layout
 from lightning_par.planner.shapes import Layout
+from lightning_par.verification.rehearse import VALUE_CALLBACKS
 
 __all__ = ["Trial", "main", "run_process", "try_layouts"]
 

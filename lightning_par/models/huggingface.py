@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_par.errors import ConfigurationError
+from lightning_par.inference.lookup import find_plan
 from lightning_par.models.language_module import group_parameters
-from lightning_par.plan.lookup import find_plan
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 
 __all__ = ["HuggingFaceModule"]

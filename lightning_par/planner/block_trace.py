@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn, Tensor
 
 from lightning_par.errors import ConfigurationError, PlanError
-from lightning_par.plan.inference.examples import runs_of
-from lightning_par.plan.inference.forked import ForkError, run_forked
-from lightning_par.plan.inference.tracing import (
+from lightning_par.inference.examples import runs_of
+from lightning_par.inference.forked import ForkError, run_forked
+from lightning_par.observe.recorder import (
     called_around,
     input_paths,
     tensors_in,

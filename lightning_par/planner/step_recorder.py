@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_par.plan.inference.tracing import called_around, tensors_in
+from lightning_par.observe.flops import FlopCounter
+from lightning_par.observe.recorder import called_around, tensors_in
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.plan.tensor_styles import StyleSpec, TENSOR_STYLES
 from lightning_par.planner.model_parts import (
@@ -23,7 +24,6 @@ from lightning_par.planner.model_parts import (
     ModelPart,
     Product,
 )
-from lightning_par.profiling.flops import FlopCounter
 from lightning_par.upstream.autograd import is_in_backward
 from lightning_par.upstream.dispatch import operator_schema
 from lightning_par.upstream.functions import replaced

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from lightning_par.engine.clock import Clock
 from lightning_par.engine.pipeline.stage_links import ODD
-from lightning_par.profiling.collective_hooks import Call, CollectiveHook
+from lightning_par.observe.collective_hooks import Call, CollectiveHook
 from lightning_par.upstream.pytree import tree_leaves
 
 __all__ = ["CommVolume", "CommVolumeEntry", "Transfer", "payload_of", "ring_bytes"]

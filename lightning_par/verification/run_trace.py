@@ -20,9 +20,9 @@ from lightning_par.checkpoint.progress import advance
 from lightning_par.dtensor import full_tensors
 from lightning_par.engine.batch import split_batch
 from lightning_par.errors import LightningParError
+from lightning_par.observe.modes import DoublePrecision, WithoutDropout
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
-from lightning_par.strategies.proof.determinism import DoublePrecision, WithoutDropout
 from lightning_par.strategies.step.pipelined_step import loss_of
 from lightning_par.strategies.step.step_traces import logs_off
 from lightning_par.verification.layouts import strategy_at

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_par.checkpoint.progress import counted
 from lightning_par.errors import ConfigurationError
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lightning_par.commands.rehearse import rehearse_config
-from lightning_par.engine.memory.live import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
+from lightning_par.observe.live_bytes import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from tests.support.exhaustive import some
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_par.strategies.proof.determinism import DoublePrecision
+from lightning_par.observe.modes import DoublePrecision
 from tests.support.cli_scripts import run_script
 from tests.support.ranks.api import run_ranks
 

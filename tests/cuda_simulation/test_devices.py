@@ -13,7 +13,7 @@ from lightning_par import Hybrid3DStrategy
 from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.errors import ConfigurationError
-from lightning_par.planner.rehearsal.rehearse import rehearse_apart
+from lightning_par.verification.rehearse import rehearse_apart
 from tests.distributed.user_code.test_parameters import CASES as PENALTIES
 from tests.support.cuda_simulation import is_wanted
 from tests.support.models.rehearsed import build

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_par import AutoParallelStrategy
 from lightning_par.models import GPTModule
-from lightning_par.strategies.proof.determinism import DoublePrecision
+from lightning_par.observe.modes import DoublePrecision
 from tests.distributed.models import test_bert
 from tests.support.exhaustive import some
 from tests.support.models import mixture

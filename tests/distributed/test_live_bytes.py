@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.tensor import distribute_tensor, Shard
 
 from lightning_par import Hybrid3DStrategy
-from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.models import GPTModule
+from lightning_par.observe.live_bytes import LiveBytes
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import ranks, run_ranks
 from tests.support.samples import byte_loader

@@ -15,8 +15,8 @@ from torch import nn
 from lightning_par import cli, Hybrid3DStrategy, verify
 from lightning_par.errors import ConfigurationError
 from lightning_par.models import HuggingFaceModule
+from lightning_par.observe.modes import WithoutDropout
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.proof.determinism import WithoutDropout
 from lightning_par.verification.processes import run_rank
 from lightning_par.verification.run_trace import Subject
 from lightning_par.verification.verify import compare_traces

@@ -17,7 +17,7 @@ from lightning_par.engine.activations.checkpointing import Recomputation
 from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.pipeline.schedules import SCHEDULES
 from lightning_par.errors import ConfigurationError, LightningParError, MeshError
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.planner.block_trace import shape_of
 from lightning_par.planner.layouts import divisors, LayoutSpace

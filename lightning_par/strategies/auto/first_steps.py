@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_par.engine.memory.live import LiveBytes, OPTIMIZER, PARAMETERS
+from lightning_par.observe.live_bytes import LiveBytes, OPTIMIZER, PARAMETERS
 from lightning_par.strategies.auto.choice import Choice
 
 __all__ = ["FirstSteps"]

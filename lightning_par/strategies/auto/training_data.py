@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_par.engine.batch import batch_entry, has_entry, sequence_entries
 from lightning_par.engine.tensor_tree import tensors_of
-from lightning_par.plan.inference.forked import ForkError, run_forked
+from lightning_par.inference.forked import ForkError, run_forked
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.setup.inferred_plan import loaders_of
 from lightning_par.upstream.pytree import tree_leaves

@@ -18,7 +18,7 @@ from torch import nn, Tensor
 from torchmetrics import Metric
 
 from lightning_par.dtensor import whole
-from lightning_par.strategies.step.look.contents import LEFT_ALONE
+from lightning_par.observe.contents import LEFT_ALONE
 from lightning_par.upstream.tensor import count_of_changes
 
 __all__ = ["StepAttributes"]

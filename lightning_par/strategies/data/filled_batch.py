@@ -9,8 +9,8 @@ import torch
 from torch import nn, Tensor
 from torchmetrics import Metric
 
+from lightning_par.observe.isolate import untouched
 from lightning_par.strategies.step.batch_weights import BatchWeights
-from lightning_par.strategies.step.look.untouched import untouched
 from lightning_par.upstream.torchmetrics import (
     last_batch_value,
     set_last_batch_value,

@@ -25,7 +25,7 @@ from lightning_par.errors import (
     raise_problems,
     UnknownOptionError,
 )
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes

@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par.engine.batch import has_entry
 from lightning_par.huggingface.lookup import find_model
-from lightning_par.plan.inference.examples import runs_of
-from lightning_par.plan.inference.forked import ForkError, run_forked
-from lightning_par.plan.inference.infer import describe_inferred, infer_here, refuse_all
-from lightning_par.plan.inference.tracing import input_paths, trace_forward
-from lightning_par.plan.lookup import declares_plan, find_plan
+from lightning_par.inference.examples import runs_of
+from lightning_par.inference.forked import ForkError, run_forked
+from lightning_par.inference.infer import describe_inferred, infer_here, refuse_all
+from lightning_par.inference.lookup import declares_plan, find_plan
+from lightning_par.observe.recorder import input_paths, trace_forward
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.upstream.lightning import trainer_of

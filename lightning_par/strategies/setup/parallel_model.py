@@ -20,7 +20,7 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.components.module_forms import ModuleForms
 from lightning_par.strategies.components.state_map import named_tensors, StateMap
-from lightning_par.strategies.proof.first_step import FirstStepProof
+from lightning_par.strategies.start.first_step import FirstStepProof
 from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.runner import StepRunner
 

@@ -44,14 +44,14 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.components.step_writes import StepWrites
+from lightning_par.strategies.start.seen_losses import LookAtStep
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
     BatchWeights,
     weigh,
     weighted_mean,
 )
-from lightning_par.strategies.step.look.loss_rule import Seen
-from lightning_par.strategies.step.look.seen_losses import LookAtStep
+from lightning_par.strategies.step.loss_rule import Seen
 from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.returned import (
     counts_in,

@@ -25,6 +25,7 @@ from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.tensor_tree import TreeBroadcast
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.observe.isolate import untouched
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.batch_copies import copies_to
 from lightning_par.strategies.data.filled_batch import counting_nowhere
@@ -33,20 +34,19 @@ from lightning_par.strategies.data.replica_batches import Share
 from lightning_par.strategies.data.uneven_batches import check_loader
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.start.divided_step import DividedLook, Look
+from lightning_par.strategies.start.first_look import FirstLook
+from lightning_par.strategies.start.seen_losses import LookAtStep
+from lightning_par.strategies.start.silence import silent
+from lightning_par.strategies.start.trial import Trial
+from lightning_par.strategies.start.uncut_batch import run_parts
+from lightning_par.strategies.start.world_size import compares_world_sizes
 from lightning_par.strategies.step.batch_statistics import (
     check_batch_statistics,
     synchronize_batchnorm,
 )
 from lightning_par.strategies.step.batch_weights import BatchWeigher, declared_rule, Step
-from lightning_par.strategies.step.look.divided_step import DividedLook, Look
-from lightning_par.strategies.step.look.first_look import FirstLook
-from lightning_par.strategies.step.look.loss_rule import choose_parts, Seen
-from lightning_par.strategies.step.look.seen_losses import LookAtStep
-from lightning_par.strategies.step.look.silence import silent
-from lightning_par.strategies.step.look.trial import Trial
-from lightning_par.strategies.step.look.uncut_batch import run_parts
-from lightning_par.strategies.step.look.untouched import untouched
-from lightning_par.strategies.step.look.world_size import compares_world_sizes
+from lightning_par.strategies.step.loss_rule import choose_parts, Seen
 from lightning_par.strategies.step.manual_step import ManualSteps
 from lightning_par.strategies.step.metrics import bind_metrics
 from lightning_par.strategies.step.parameter_reads import ParameterReads

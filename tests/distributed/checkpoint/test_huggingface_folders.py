@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from lightning_par import cli, Hybrid3DStrategy
-from lightning_par.engine.memory.live import LiveBytes
-from lightning_par.strategies.proof.determinism import DoublePrecision
+from lightning_par.observe.live_bytes import LiveBytes
+from lightning_par.observe.modes import DoublePrecision
 from tests.support.models.huggingface import auto_class, HFModule, MODELS, PaddedText
 from tests.support.models.toy_gpt import loader
 from tests.support.parity import own_parameters, quiet_trainer

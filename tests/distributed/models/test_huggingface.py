@@ -14,9 +14,9 @@ import torch
 
 from lightning_par import check_plan, Hybrid3DStrategy, ParallelSizes
 from lightning_par.engine.memory.placement import find_placements
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
+from lightning_par.observe.modes import DoublePrecision
 from lightning_par.strategies import MeshStrategy
-from lightning_par.strategies.proof.determinism import DoublePrecision
 from tests.support.models.huggingface import ADAPTED, FAMILIES, HFModule, MODELS, PaddedText
 from tests.support.models.toy_gpt import loader
 from tests.support.parity import quiet_trainer, Recorder, Result, TOLERANCE

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_par
-from lightning_par.engine.memory.live import LiveBytes
+from lightning_par.observe.live_bytes import LiveBytes
 from tests.support.offload_runs import KINDS
 from tests.support.parity import own_parameters, quiet_trainer, Result
 from tests.support.ranks.api import run_ranks

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from lightning_par.engine.memory.live import LiveBytes
-from lightning_par.planner.rehearsal.rehearse import rehearse_apart, StepObserver
+from lightning_par.observe.live_bytes import LiveBytes
+from lightning_par.verification.rehearse import rehearse_apart, StepObserver
 from tests.support.exhaustive import some
 from tests.support.models.rehearsed import build
 from tests.support.ranks.api import run_ranks

@@ -207,13 +207,13 @@ def _says_entry(kind: Any) -> Any:
     return Claims
 
 
-_LOOK = "lightning_par.strategies.step.look.first_look.FirstLook.is_due"
+_LOOK = "lightning_par.strategies.start.first_look.FirstLook.is_due"
 _STATISTICS = "lightning_par.strategies.step.runner.check_batch_statistics"
 _READS = "lightning_par.strategies.setup.parallelize.describe_parameters"
 _NORMS = "lightning_par.strategies.step.gradient_norms.GradientNorms.in_hooks"
 _EFFECTS = "lightning_par.engine.pipeline.module_split.watch_side_effects"
 _MIXING = "lightning_par.engine.context.attention.check_mixing"
-_DIVIDED = "lightning_par.strategies.step.look.divided_step.DividedLook.check_training"
+_DIVIDED = "lightning_par.strategies.start.divided_step.DividedLook.check_training"
 
 UNGUARDED: dict[str, tuple[Any, str, list[str]]] = {
     "parameters read in the step": (ReadsParameters, "pp2", [_READS]),

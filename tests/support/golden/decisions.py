@@ -31,7 +31,7 @@ from typing import Any, Self
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_par.profiling.collective_hooks import Call, CollectiveHook
+from lightning_par.observe.collective_hooks import Call, CollectiveHook
 from tests.support.ranks.api import close_ranks, RankError, run_ranks
 from tests.support.user_code import Cases, train_case, world_of
 

@@ -25,9 +25,9 @@ import torch
 from lightning_par import Hybrid3DStrategy, memory_estimate
 from lightning_par.commands import find_command
 from lightning_par.engine.init.deferred_init import record_construction
+from lightning_par.inference.infer import infer_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.models import GPTModule
-from lightning_par.plan.inference.infer import infer_plan
-from lightning_par.plan.lookup import find_plan
 from lightning_par.planner.block_trace import trace_shape
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.memory import predict_memory

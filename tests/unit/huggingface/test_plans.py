@@ -14,11 +14,11 @@ from lightning_par.engine.batch import count_valid, sequence_entries, shift_labe
 from lightning_par.engine.context.apply import check_context
 from lightning_par.errors import PlanError
 from lightning_par.huggingface import derive_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.mesh import ParallelSizes
-from lightning_par.plan.lookup import find_plan
+from lightning_par.observe.modes import DoublePrecision
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan
-from lightning_par.strategies.proof.determinism import DoublePrecision
 from tests.support.models.huggingface import FAMILIES, HFModule
 
 
@@ -201,7 +201,7 @@ for name in [n for n in sys.modules if n.partition(".")[0] == "transformers"]:
 sys.meta_path.insert(0, Refuse())
 from torch import nn
 import lightning_par.huggingface
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
 assert find_plan(nn.Linear(2, 3)) is None
 """
 

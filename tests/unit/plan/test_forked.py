@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_par.errors import PlanError
-from lightning_par.plan.inference.forked import ForkError, run_forked
+from lightning_par.inference.forked import ForkError, run_forked
 
 
 def test_nothing_that_it_changes_or_writes_is_seen(
@@ -53,7 +53,7 @@ def test_its_error_is_raised() -> None:
 def test_a_fork_that_ends_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ForkError, match="ended early"):
         run_forked(lambda: os._exit(3))
-    monkeypatch.setattr("lightning_par.plan.inference.forked._LIMIT", 0.1)
+    monkeypatch.setattr("lightning_par.inference.forked._LIMIT", 0.1)
     with pytest.raises(ForkError, match="took more than"):
         run_forked(lambda: os.read(os.pipe()[0], 1))
 

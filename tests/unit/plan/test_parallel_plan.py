@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from lightning_par.errors import PlanError
-from lightning_par.plan.lookup import find_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.plan.parallel_plan import BatchLayout, match_pattern, ParallelPlan
 
 BATCH = BatchLayout(sequence_dims={"text.ids": 2}, labels="text.labels", label_shift=3)

@@ -10,12 +10,13 @@ from torch import nn, Tensor
 
 from lightning_par import ParallelPlan
 from lightning_par.engine.init.deferred_init import record_construction
-from lightning_par.engine.memory.live import LiveBytes, PARAMETERS
 from lightning_par.errors import ConfigurationError, PlanError
+from lightning_par.inference.infer import infer_plan
+from lightning_par.inference.lookup import find_plan
 from lightning_par.models import GPTModule, MixtralModule
-from lightning_par.plan.inference import tracing
-from lightning_par.plan.inference.infer import infer_plan
-from lightning_par.plan.lookup import find_plan
+from lightning_par.observe import recorder as tracing
+from lightning_par.observe.flops import FlopCounter
+from lightning_par.observe.live_bytes import LiveBytes, PARAMETERS
 from lightning_par.plan.resolved_plan import check_plan
 from lightning_par.plan.tensor_styles import TENSOR_STYLES
 from lightning_par.planner.block_trace import shape_of, trace_shape
@@ -27,7 +28,6 @@ from lightning_par.planner.part_cost import PartCosts
 from lightning_par.planner.profiles import implementation, load_profile
 from lightning_par.planner.search import Planner
 from lightning_par.planner.shapes import Layout
-from lightning_par.profiling.flops import FlopCounter
 from lightning_par.sizes import ParallelSizes
 from tests.support.models.user_encoders import labeled_rows, LoggedEncoder, TorchEncoder
 

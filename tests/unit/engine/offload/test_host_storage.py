@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_par.engine.memory.live import LiveBytes
 from lightning_par.engine.offload.cpu_kernels import choose_kernel
 from lightning_par.engine.offload.host_optimizer import HostOptimizer
 from lightning_par.engine.offload.host_storage import allocate
@@ -14,6 +13,7 @@ from lightning_par.engine.offload.options import OffloadOptions
 from lightning_par.engine.offload.update_worker import UpdateWorker
 from lightning_par.models.gpt.config import GPTConfig
 from lightning_par.models.gpt.model import GPT
+from lightning_par.observe.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 

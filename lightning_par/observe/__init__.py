@@ -1,0 +1,1 @@
+"""Run a training step without a trace, watch what it does, and compare two of them."""

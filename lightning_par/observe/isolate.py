@@ -1,0 +1,132 @@
+"""Running the user's code without a trace: what it changed in a module is put back."""
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import nn, Tensor
+
+from lightning_par.dtensor import local_part
+from lightning_par.observe.contents import copy_of, refill, restore_of
+from lightning_par.observe.outside import outside_kept
+
+__all__ = ["StateOfParts", "untouched"]
+
+_COPIED = 2**30
+"""Bytes of parameters that are copied, as a step may write to them."""
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module, which hold its parameters, buffers, children and hooks."""
+
+_Name = tuple[str, str]
+"""Of a buffer or attribute: the name of its module, and its own."""
+
+
+@contextmanager
+def untouched(module: nn.Module, but: Container[_Name] = ()) -> Iterator[None]:
+    """Leave children, parameters, buffers, hooks and attributes of a module and its parts alone.
+
+    Parameters are put back where the copy of this rank's part is small. Tensors, arrays, random
+    generators, containers and objects in attributes keep their contents, at any depth; so does what
+    the code of the module keeps outside of it, see `outside_kept`.
+
+    Args:
+        module: Code that changes it may run inside.
+        but: Buffers and attributes that stay as they are then; read at the end.
+    """
+    # Lightning evaluates in inference mode on CUDA, where a DTensor cannot be detached.
+    with torch.inference_mode(False), torch.no_grad():
+        parameters = [local_part(parameter.detach()) for parameter in module.parameters()]
+    if sum(tensor.nbytes for tensor in parameters) > _COPIED:
+        parameters = []
+    seen = {id(part) for part in module.modules()}
+    contents = [restore_of(parameter, seen) for parameter in parameters]
+    hooks = [(held, set(held)) for part in module.modules() for held in _hooks(part)]
+    state = {name: (value, restore_of(value, seen)) for name, value in _state(module)}
+    children = [(part._modules, dict(part._modules)) for part in module.modules()]
+    parts = dict(module.named_modules())
+    try:
+        with outside_kept(parts.values()):
+            yield
+    finally:
+        for held, before in children:
+            if held != before:
+                refill(held, before)
+        for restore in contents:
+            restore()
+        for held, names in hooks:
+            _drop_new(held, names)
+        for place, name in [key for key, _ in _state(module) if key not in state]:
+            if (place, name) not in but:
+                _holder(parts[place], name).pop(name, None)
+        for key, (value, restore) in state.items():
+            if key not in but:
+                restore()
+                place, name = key
+                _holder(parts[place], name)[name] = value
+
+
+def _state(module: nn.Module) -> Iterator[tuple[_Name, Any]]:
+    """Give the buffers and attributes of a module and its children."""
+    for place, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _OWN:
+                yield (place, name), value
+        for name, buffer in part.named_buffers(recurse=False):
+            yield (place, name), buffer
+
+
+class StateOfParts:
+    """The state in which the parts of a batch are looked at: each begins with the module as the
+    step does, as it does on every replica.
+
+    But what samples change in it, stays: if a loss depends on that, no rule will fit.
+
+    Args:
+        module: The user's LightningModule.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._ends: list[dict[_Name, Any]] = []
+        self._changed: set[_Name] = set()
+
+    @contextmanager
+    def next_part(self) -> Iterator[None]:
+        """Surrounds the step on the whole first, then on each part."""
+        with untouched(self._module, but=self._changed):
+            yield
+            self._ends.append({name: copy_of(value) for name, value in _state(self._module)})
+            if len(self._ends) == 2:
+                one, other = self._ends
+                both = one.keys() & other.keys()
+                self._changed |= one.keys() ^ other.keys()
+                self._changed |= {name for name in both if not _equal(one[name], other[name])}
+
+
+def _hooks(module: nn.Module) -> list[dict[Any, Any]]:
+    """Return the dicts that hold what is called before and after a module, and how."""
+    return [held for name, held in vars(module).items() if name in _OWN and "_hooks" in name]
+
+
+def _drop_new(held: dict[Any, Any], before: set[Any]) -> None:
+    for key in held.keys() - before:
+        del held[key]
+
+
+def _holder(part: nn.Module, name: str) -> dict[str, Any]:
+    """Return the dict of a module in which a buffer or attribute stands."""
+    held = vars(part)
+    buffers: dict[str, Any] = held["_buffers"]
+    return buffers if name in buffers else held
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    try:
+        return one is other or bool(np.all(one == other))
+    except Exception:  # of a class of the user's, or of tensors in a container
+        return False

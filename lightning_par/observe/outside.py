@@ -1,0 +1,167 @@
+"""What the user's code keeps outside of its module: globals, closures and class attributes.
+
+A script often notes what happens in a list next to the module, or counts on its class. The first
+look and the proof run the user's code once more than one process does; what it has changed there is
+put back. Found are the names that the code itself uses, and those of functions that it calls.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import Strategy
+from torch import nn, Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_par.observe.contents import is_container, is_foreign, restore_of
+
+__all__ = ["outside_kept"]
+
+_OF_THE_RUN = (
+    nn.Module,
+    pl.Trainer,
+    pl.Callback,
+    pl.LightningDataModule,
+    Strategy,
+    DataLoader,
+    Dataset,
+)
+"""What `untouched` and the proof take care of, or what is only read and may be large."""
+_LARGEST = 100_000
+"""Items up to which a container is looked into; a larger one is data."""
+
+
+@contextmanager
+def outside_kept(owners: Iterable[object]) -> Iterator[None]:
+    """Leave alone what the methods of some objects refer to outside of these objects.
+
+    Restored are values of global and nonlocal names, attributes of classes, and at any depth the
+    contents of containers and objects that they lead to.
+
+    Args:
+        owners: The module, its parts and callbacks.
+    """
+    found = _References()
+    for kind in {type(owner) for owner in owners}:
+        found.add_class(kind)
+    for owner in owners:
+        for value in vars(owner).values():
+            found.add_function(value)  # as one that was put on the object
+    try:
+        yield
+    finally:
+        for restore in found.restores:
+            restore()
+
+
+class _References:
+    """Values that functions and classes of the user refer to.
+
+    Attributes:
+        restores: Each gives one of them its present value again.
+    """
+
+    def __init__(self) -> None:
+        self.restores: list[Callable[[], Any]] = []
+        self._seen: set[int] = set()
+        self._names: set[tuple[int, str]] = set()
+
+    def add_class(self, kind: type) -> None:
+        """Add the attributes and methods of a class and of those that it is derived from."""
+        for base in kind.__mro__:
+            if id(base) in self._seen or not _is_of_user(base.__module__):
+                continue
+            self._seen.add(id(base))
+            attributes = dict(vars(base))
+            self.restores.append(partial(_restore_class, base, attributes))
+            for value in attributes.values():
+                self._add(value)
+
+    def add_function(self, value: Any) -> None:
+        """Add what a function, method, property or partial refers to; nothing of another value."""
+        for name in ("__func__", "func", "fget", "__wrapped__"):
+            inner = getattr(value, name, None) if not isinstance(value, type) else None
+            if inner is not None:
+                self.add_function(inner)
+        if not isinstance(value, FunctionType) or id(value) in self._seen:
+            return
+        if not _is_of_user(value.__module__):
+            return
+        self._seen.add(id(value))
+        names = set(_names_of(value.__code__))
+        self._add_names(value.__globals__, names)
+        for cell in value.__closure__ or ():
+            self._add_cell(cell)
+        for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            self._add(default)
+
+    def _add_names(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
+        for name in names:
+            if name in namespace and (id(namespace), name) not in self._names:
+                self._names.add((id(namespace), name))
+                value = namespace[name]
+                self.restores.append(partial(namespace.__setitem__, name, value))
+                self._add(value)
+                if isinstance(value, ModuleType) and _is_of_user(value.__name__):
+                    self._add_names(vars(value), names)
+
+    def _add_cell(self, cell: CellType) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # it is empty
+            return
+        if id(cell) not in self._seen:
+            self._seen.add(id(cell))
+            self.restores.append(partial(setattr, cell, "cell_contents", value))
+            self._add(value)
+
+    def _add(self, value: Any) -> None:
+        if isinstance(value, type):
+            self.add_class(value)
+        elif isinstance(value, FunctionType | property | staticmethod | classmethod | partial):
+            self.add_function(value)
+        elif isinstance(value, (ModuleType, *_OF_THE_RUN)) or _is_of_a_package(value):
+            return
+        elif not is_container(value) or len(value) <= _LARGEST:
+            self.restores.append(restore_of(value, self._seen))
+
+
+def _is_of_a_package(value: Any) -> bool:
+    """Whether a value is an object of an installed package, such as the run of a logger, which may
+    have threads of its own.
+    """
+    kept = isinstance(value, Tensor | SimpleNamespace | Namespace) or is_container(value)
+    return not kept and hasattr(value, "__dict__") and not _is_of_user(type(value).__module__)
+
+
+@cache
+def _is_of_user(module_name: str | None) -> bool:
+    """Whether a module is no part of Python or of a package that was installed."""
+    module = sys.modules.get(module_name or "")
+    if module is None or module_name == "__main__":
+        return module is not None
+    folders = {"site-packages", "dist-packages"}.intersection(
+        Path(getattr(module, "__file__", None) or "").parts
+    )
+    return not folders and not is_foreign(module.__name__)
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of(constant)
+
+
+def _restore_class(kind: type, attributes: dict[str, Any]) -> None:
+    for name in vars(kind).keys() - attributes.keys():
+        delattr(kind, name)
+    for name, value in attributes.items():
+        if vars(kind).get(name) is not value:
+            setattr(kind, name, value)

@@ -1,0 +1,260 @@
+"""Whether a step on divided sequences computes what it does on whole ones, tried on a few samples.
+
+Note [Whole or divided]: attention of the blocks sees the tokens of all context ranks, but nothing
+else does. A step that shifts labels, generates text, pools over tokens, or keeps outputs in a list
+gives something else where a rank has its own tokens. So its first batch runs both ways, without a
+trace: a training step whose loss differs is refused, an evaluation step then runs on whole
+sequences, on every context rank the same. So does one of which that batch decides nothing, as where
+an accuracy is 0 both ways; the next epoch asks again.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_par.engine.batch import (
+    batch_entry,
+    BatchDims,
+    sequence_entries,
+    take_samples,
+    with_entries,
+)
+from lightning_par.errors import ConfigurationError, LightningParError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.observe.modes import WithoutDropout
+from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeights
+from lightning_par.strategies.step.loss_rule import Seen
+from lightning_par.strategies.step.metrics import compare_metrics
+from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.step_traces import join_over_context
+from lightning_par.upstream.pytree import tree_leaves
+
+__all__ = ["DividedLook", "Look"]
+
+_TOKENS = 4096
+"""Tokens of a sequence, and of all samples but the first two, that one device tries."""
+_TELL_NOTHING = (0.0, 1.0)
+"""Values that both ways may have by chance, as an accuracy has."""
+
+Look = Callable[[Any, int, dist.ProcessGroup | None], tuple[Seen, bool]]
+"""Runs the step on some samples, of that number, without a trace, and tells whether it draws random
+numbers. The updates of metrics on all ranks of the group count together."""
+
+
+class DividedLook:
+    """Compares a step on divided sequences with the same step on whole ones.
+
+    Args:
+        module: The user's LightningModule.
+        mesh: Its ``cp`` axis divides sequences.
+        sequence: Divides them.
+        layout: Where the sequence dims of a batch are.
+        weigher: Weighs what the ranks log.
+        tolerance: Returns that of roundings, relative.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        sequence: ShardedSequence,
+        layout: BatchLayout,
+        weigher: BatchWeigher,
+        tolerance: Callable[[], float],
+    ) -> None:
+        self._module, self._mesh, self._sequence = module, mesh, sequence
+        self._layout, self._weigher, self._tolerance = layout, weigher, tolerance
+        self._unsettled: set[Any] = set()
+
+    def check_training(self, batch: Any, dims: BatchDims, run: Look) -> None:
+        """Refuse a training step whose loss on divided sequences is another one.
+
+        Args:
+            batch: That of this replica, whole.
+            dims: Which entries have a batch dim.
+            run: Runs the step.
+
+        Raises:
+            ConfigurationError: See above, or the step mixes tokens in a block.
+
+        **Communicates**: what the step does, twice, and what was seen over all ranks.
+        """
+        with WithoutDropout():
+            found = self._try(batch, dims, run, trains=True)
+        if "" in found:
+            raise ConfigurationError("LP322", self._refusal(found[""]))
+        if found:
+            rank_zero_warn(
+                f"training_step on sequences that are divided among {self._mesh.sizes.context} "
+                f"context-parallel ranks: {'; '.join(found.values())}. A rank logs what it "
+                "computes from its own tokens, and the mean by labels is kept: log a count or a "
+                "sum with reduce_fx='sum', and a mean over tokens as it is."
+            )
+
+    def runs_divided(self, key: tuple[Any, ...], batch: Any, dims: BatchDims, run: Look) -> bool:
+        """Tell whether an evaluation step computes on divided sequences what it does on whole ones;
+        if not, say so.
+
+        Args:
+            key: Name of the step, and number of its data loader.
+            batch: As in `check_training`.
+            dims: As in `check_training`.
+            run: As in `check_training`.
+
+        **Communicates**: what the step does, twice, and what was seen over all ranks.
+        """
+        found = self._try(batch, dims, run, trains=False)
+        group = self._mesh.data_group if found else self._mesh.token_group
+        for fqn in self._metrics:
+            metric: Any = self._module.get_submodule(fqn)
+            metric.process_group = group
+        again = key in self._unsettled
+        self._unsettled.discard(key)
+        if found and all(text == _UNDECIDED for text in found.values()):
+            self._unsettled.add(key)
+        elif found and not again:
+            rank_zero_info(
+                f"{key[0]} runs on whole sequences, the same on each of {self._mesh.sizes.context} "
+                f"context-parallel ranks: {next(iter(found.values()))}."
+            )
+        return not found
+
+    def is_unsettled(self, key: Any, batch_index: Any) -> bool:
+        """Tell whether an evaluation step has to be tried again, as at the beginning of an epoch.
+
+        Args:
+            key: As in `runs_divided`.
+            batch_index: Number of the batch.
+        """
+        return batch_index == 0 and key in self._unsettled
+
+    def _try(self, batch: Any, dims: BatchDims, run: Look, *, trains: bool) -> dict[str, str]:
+        """Return what differs, the same on every rank: name -> text; "" is the step itself."""
+        few, count = self._few(batch, dims)
+        try:
+            whole, draws = run(few, count, None)
+        except Exception as failure:
+            if trains and not isinstance(failure, LightningParError):
+                self._run_divided(few, count, run, trains=True)  # a refusal says more
+            raise
+        self._metrics = set(whole.metrics[0])
+        error, seen, weights = "", None, None
+        try:
+            seen, weights = self._run_divided(few, count, run, trains=trains)
+        except Exception as failure:
+            if trains:
+                raise
+            error = str(failure).removesuffix(" [lightning-par explain LP303]")
+        names = [call.name for call in seen.logs[0]] if seen is not None and seen.logs else []
+        leaves = () if seen is None or trains else seen.leaves
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (error, leaves, names))
+        for failed, left, logged in every:
+            if failed:
+                return {"": f"on divided ones it fails ({failed})"}
+            if left:
+                return {"": f"it leaves values in self.{', self.'.join(left)}"}
+            if logged != names and not trains:
+                return {"": "on divided ones ranks log different values"}
+        if seen is None or weights is None or draws:
+            return {} if trains else {"": "it draws random numbers"}
+        found = self._compared(whole, seen, weights, trains=trains)
+        dist.all_gather_object(every, found)
+        found = {name: text for each in every for name, text in each.items()}
+        if found.keys() - {""} and set(found.values()) != {_UNDECIDED}:
+            # What a second run logs otherwise, as a time, tells nothing.
+            again, _ = run(few, count, None)
+            pairs = zip(whole.logs[0], again.logs[0], strict=False)
+            varies = {a.name for a, b in pairs if a.value != b.value and a.value == a.value}
+            dist.all_gather_object(every, varies)
+            found = {n: t for n, t in found.items() if not any(n in each for each in every)}
+        return found
+
+    def _run_divided(
+        self, few: Any, count: int, run: Look, *, trains: bool
+    ) -> tuple[Seen, BatchWeights]:
+        try:
+            (shard,) = self._sequence.open([few])
+            weights = self._weigher.weigh([shard], [count])
+            seen, _ = run(shard, count, self._sequence.shard.group)
+            if trains:  # says more than that a loss differs
+                self._sequence.check()
+            return seen, weights
+        finally:
+            self._sequence.close()
+
+    def _few(self, batch: Any, dims: BatchDims) -> tuple[Any, int]:
+        """Return some samples of a batch, and their number; of long sequences the first tokens."""
+        try:
+            entries = sequence_entries(batch, self._layout).items()
+            held = {path: (batch_entry(batch, path), dim) for path, dim in entries}
+            longest = max((e.shape[d] for e, d in held.values()), default=1)
+            tokens = min(longest, _TOKENS)
+            degree = self._mesh.sizes.tensor if self._mesh.sizes.pipeline > 1 else 1
+            tokens -= tokens % degree if tokens > degree else 0  # as the stages of a pipeline need
+            long = {p: (e, d) for p, (e, d) in held.items() if e.shape[d] > tokens}
+        except (LightningParError, IndexError):  # the step on its tokens will tell
+            return batch, dims.size or 1
+        few = with_entries(batch, {p: e.narrow(d, 0, tokens) for p, (e, d) in long.items()})
+        size, most = dims.size or 1, max(2, _TOKENS // max(1, longest))
+        if dims.size is None or dims.unsure or size <= most:
+            return few, size
+        return take_samples(few, dims, range(most)), most
+
+    def _compared(
+        self, whole: Seen, seen: Seen, weights: BatchWeights, *, trains: bool
+    ) -> dict[str, str]:
+        """Return which values on divided sequences are others than on whole ones."""
+        tolerance = self._tolerance()
+        values: dict[str, tuple[float, float]] = {}
+        if whole.losses and seen.losses and not weights.is_sum:
+            for one, other in zip(whole.losses[0], seen.losses[0], strict=False):
+                loss = self._sequence.mean(torch.tensor(other, dtype=torch.float64), weights.own)
+                values[""] = float(loss), one
+        for call, own in zip(whole.logs[0], seen.logs[0], strict=False):
+            joined, _ = join_over_context(own.value, own.options, weights)
+            values[call.name] = float(joined), call.value
+        found = {}
+        for name, (value, wanted) in values.items():
+            text = f"{name or 'the loss'} is {value:.6g} on divided ones, {wanted:.6g} on whole"
+            if not math.isclose(value, wanted, rel_tol=tolerance, abs_tol=1e-9):
+                if math.isfinite(value) and math.isfinite(wanted):
+                    found[name] = text
+            elif not trains and wanted in _TELL_NOTHING:
+                found[name] = _UNDECIDED
+        kinds = compare_metrics(whole.metrics[0], seen.metrics[0], tolerance)
+        for name, kind in kinds.items():
+            if kind:
+                found[name] = f"{name} gets other values on divided ones"
+            elif not trains and _tells_nothing(whole.metrics[0][name.removeprefix("self.")]):
+                found[name] = _UNDECIDED
+        return found
+
+    def _refusal(self, difference: str) -> str:
+        layout, cure = self._layout, "and compute what you compute token by token"
+        if layout.shifted is not None:
+            cure = (
+                f"give the batch an entry {layout.shifted!r}, the labels moved by one token with "
+                f"-100 at the end; pass it to the model as {layout.shifted}=, and compute by "
+                "yourself from it and the logits, token by token"
+            )
+        return (
+            f"context_parallel_size={self._mesh.sizes.context}: training_step computes something "
+            f"else on divided sequences: {difference}. A rank sees its own tokens, with labels "
+            "that are shifted already, so a step must not shift, slice or pool them. Shift labels "
+            f"in the data, {cure}; or use context_parallel_size=1. No weight was changed."
+        )
+
+
+_UNDECIDED = "undecided"
+
+
+def _tells_nothing(values: Any) -> bool:
+    numbers: Sequence[Any] = [torch.as_tensor(v) for v in tree_leaves(values) if v is not None]
+    return all(bool(((n == 0) | (n == 1) | n.isnan()).all()) for n in numbers)

@@ -1,0 +1,581 @@
+"""The first look at a run's training step: finds how the loss of a batch is made of those of its
+parts, without leaving a trace.
+
+Length: the ways to decide, and what is said where none of them does.
+"""
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_par.engine.batch import BatchDims, has_entry, take_samples
+from lightning_par.errors import ConfigurationError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.data.replica_batches import Share
+from lightning_par.strategies.decisions import Decisions
+from lightning_par.strategies.start.contrast import make_contrast
+from lightning_par.strategies.start.loss_form import FormWatch
+from lightning_par.strategies.start.seen_losses import labels_seen, rules_seen
+from lightning_par.strategies.start.uncut_batch import cure_of_uncut, run_parts, RunParts
+from lightning_par.strategies.step.batch_statistics import training_batchnorms
+from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
+from lightning_par.strategies.step.loss_rule import (
+    candidate_rules,
+    choose_parts,
+    choose_rule,
+    errors_of,
+    Seen,
+)
+from lightning_par.strategies.step.metrics import compare_metrics, OF_METRIC
+from lightning_par.strategies.step.returned import warn_of_results
+from lightning_par.strategies.step.step_traces import (
+    compare_parts,
+    MEAN_OF_SAMPLES,
+    NOT_OF_PARTS,
+    SAME_KIND,
+    SUM_OF_PARTS,
+)
+from lightning_par.strategies.step.weights_on_host import KnownWeights
+
+__all__ = ["FirstLook"]
+
+_LOG = logging.getLogger(__name__)
+_LOOKS = 4
+"""Batches for which rules that agreed so far may differ, before the question is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Finding:
+    """What one replica, or all of them together, found out about the rule.
+
+    Attributes:
+        errors: Name of a rule -> its largest error; empty if nothing can be told.
+        is_random: Whether the step draws random numbers that cannot be cut.
+        seen: Names of the rules that a cross-entropy shows; None: it shows none.
+        labels: Entries of the batch that are labels of a cross-entropy.
+        samples: Number of samples of the smallest batch; 0 if it is not known.
+    """
+
+    errors: Mapping[str, float]
+    is_random: bool
+    seen: frozenset[str] | None = None
+    labels: frozenset[str] = frozenset()
+    samples: int = 0
+
+
+class FirstLook:
+    """Finds the rule of a run's loss, see Note [Finding the rule] in `look/loss_rule.py`.
+
+    Args:
+        module: The user's LightningModule.
+        mesh: Mesh of this run.
+        layout: What is declared of its batches.
+        weigher: Gets the rule.
+        decisions: Where it is noted.
+
+    Attributes:
+        share: What the batch that comes is of the global one.
+        is_over: Whether no later step has to be looked at, whatever its batch.
+        watches: Whether the form of the loss has to stay as it was when it was looked at.
+        form: Notices where it does not.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        layout: BatchLayout,
+        weigher: BatchWeigher,
+        decisions: Decisions,
+    ) -> None:
+        self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
+        self._decisions = decisions
+        self._looks, self._is_known, self.watches, self.share = 0, True, False, Share()
+        self.form = FormWatch(module.device)
+        self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
+
+    def is_due(
+        self,
+        batch: Any,
+        samples: int,
+        microbatches: int,
+        known: KnownWeights | None = None,
+    ) -> bool:
+        """Tell whether the step has to be looked at before it runs; the same on every rank.
+
+        Args:
+            batch: That of this replica.
+            samples: Their number.
+            microbatches: Into how many it is cut.
+            known: How the rules weigh it, if the host knows that; None: the weigher is asked.
+
+        **Communicates**: see `BatchWeigher.is_unsettled`.
+        """
+        if self.is_over:
+            return False
+        if not self._looks:
+            # What the first replica has alone tells nothing of how losses of replicas add up.
+            return not self.share.is_whole or self._mesh.sizes.data == 1
+        if not self.share.is_even:
+            return False
+        is_settled = self._is_known and not self._weigher.alternatives
+        self.is_over = self._looks >= _LOOKS or is_settled
+        if self.is_over or not self._finds_rule(microbatches):
+            if self.is_over and not is_settled:
+                self._name_unsettled()
+            return False
+        if not self._is_known:
+            return True
+        weigher = self._weigher
+        compared = weigher.compare_rules(batch, samples) if known is None else known.compared
+        return weigher.is_unsettled(compared)
+
+    def rules(self, batch: Any, dims: BatchDims) -> list[LossRule]:
+        """Return the rules that a loss of a batch may follow, the likely ones first."""
+        return candidate_rules(batch, self._layout, dims, self._module)
+
+    def _with_whole(self, batch: Any, dims: BatchDims) -> BatchDims:
+        """Return dims by which entries that are never cut may hold the labels of a loss."""
+        held = (path for path in self._layout.whole if has_entry(batch, path))
+        return replace(dims, dims=dict.fromkeys(held, 0))
+
+    def _finds_rule(self, microbatches: int) -> bool:
+        divides = microbatches > 1 or self._mesh.sizes.data > 1
+        # With statistics over the batch, no loss is made of those of parts.
+        return (
+            divides
+            and self._layout.loss_weight is None
+            and not self._layout.local_statistics
+            and not (self._mesh.sizes.pipeline == 1 and training_batchnorms(self._module))
+        )
+
+    def look(self, batch: Any, dims: BatchDims, microbatches: int, run: RunParts) -> None:
+        """Run the step on a few samples; find the rule of the loss and give it to the weigher.
+
+        Args:
+            batch: That of this replica.
+            dims: Which entries have a batch dim.
+            microbatches: Into how many it is cut.
+            run: Runs the step.
+
+        Raises:
+            ConfigurationError: The loss of a batch is not made of the losses of its parts, or the
+                step runs on the batch and not on parts of it.
+            Exception: Of the user's step, which does not run on the batch either.
+
+        **Communicates**: what the step does, and the results over stages and replicas.
+        """
+        self._looks += 1
+        is_whole = dims.size is None and bool(self._layout.whole)
+        rules = self.rules(batch, self._with_whole(batch, dims) if is_whole else dims)
+        parts = [(batch, dims.size or 1)]
+        divides = microbatches > 1 or self._mesh.sizes.data > 1
+        if divides and dims.size is not None and dims.size > 1 and not dims.unsure:
+            parts = choose_parts(batch, dims, microbatches, rules)
+        whole = (batch, dims.size or 1)
+        takes_whole = partial(self._shows_rule, rules, whole) if microbatches == 1 else None
+        cure = cure_of_uncut(batch, microbatches, self._mesh.sizes.data)
+        seen, is_random = run_parts(run, parts, whole, takes_whole, cure)
+        parts = parts if len(seen.losses) == len(parts) else [whole]
+        self._check_tensor_ranks(seen)
+        self.watches = self._finds_rule(microbatches)
+        if self.watches:
+            count = 0 if dims.unsure else dims.size or 0
+            found = self._agree(self._finding(rules, seen, parts, is_random, count))
+            is_random = found.is_random
+            if is_whole and not found.seen and self._layout.labels is None:
+                raise ConfigurationError("LP309", self._uncounted())
+            if found.samples == 1 and not is_random:
+                twice = [
+                    (take_samples(batch, dims, rows), len(rows)) for rows in ([0, 0], [0], [0])
+                ]
+                doubled = self._try(rules, twice, run)
+                found = found if doubled is None else replace(found, errors=doubled.errors)
+            if found.samples >= 4 and found.samples // microbatches >= 2 and not found.seen:
+                found = self._crossed(rules, found, parts[0][0], dims, run)
+            self._decide(rules, found, batch, dims, microbatches, run)
+            if not is_random:
+                told = seen if _is_told(found) else Seen(losses=[], logs=[], metrics=({}, {}))
+                self.warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
+        elif divides:
+            self._decisions.add("loss", self._weigher.rule.name, "as declared")
+            if self._layout.loss_weight is not None and not is_random:
+                self.warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
+        if divides and dims.size is not None:
+            entries = ", ".join(path or "the batch" for path in dims.dims)
+            self._decisions.add("batch dim", f"{dims.size} samples of {entries}")
+        self._decisions.log()
+
+    def look_again(
+        self,
+        batch: Any,
+        dims: BatchDims,
+        microbatches: int,
+        run: RunParts,
+        cut: Callable[[Any], tuple[Sequence[Any], Sequence[int]]],
+    ) -> None:
+        """Look at a step whose loss has a new form, after its backward.
+
+        Args:
+            batch: That of this replica.
+            dims: Which entries have a batch dim.
+            microbatches: Into how many it is cut.
+            run: Runs the step.
+            cut: Gives the micro-batches, and their numbers of samples.
+
+        Raises:
+            ConfigurationError: The loss of a batch is not made of the losses of its parts any more,
+                or in another way, so that the gradients of this step are wrong.
+
+        **Communicates**: as `look` does.
+        """
+        weigher, parts = self._weigher, cut(batch)
+        before, weights = weigher.rule, weigher.weigh(*parts)
+        step = self._module.trainer.global_step
+        try:
+            self.look(batch, dims, microbatches, run)
+        except ConfigurationError as error:
+            error.add_note(
+                f"The loss took another form in step {step}: the steps before were looked at, and "
+                "were right. Nothing of this step was kept."
+            )
+            raise
+        now = weigher.weigh(*parts)
+        is_same = weights.is_sum == now.is_sum and torch.allclose(weights.shares, now.shares)
+        if not self._all_agree(is_same):
+            sizes = self._mesh.sizes
+            cure = ["num_microbatches=1"] * (microbatches > 1)
+            cure += ["data_parallel_size=1"] * (sizes.data > 1)
+            raise ConfigurationError(
+                "LP309",
+                f"{type(self._module).__name__}.training_step: in step {step} the loss takes "
+                f"another form: it was {before.name} so far, and is {weigher.rule.name} now, by "
+                "which the gradients of this step were not weighed. Give it one form from the "
+                f"first step on, or use {' and '.join(cure)}. Nothing of this step was kept.",
+            )
+
+    def _shows_rule(self, rules: Sequence[LossRule], whole: tuple[Any, int], seen: Seen) -> bool:
+        """Tell whether the loss of a batch that cannot be cut is a cross-entropy, whose labels
+        weigh the batches of replicas; the same on every rank.
+        """
+        is_loss = any(
+            math.isclose(call.value, loss[0], rel_tol=self.tolerance())
+            for calls, loss in zip(seen.calls, seen.losses, strict=True)
+            for call in calls
+            if loss
+        )
+        shown = rules_seen(rules, seen.losses, seen.calls, [whole])
+        return self._all_agree(is_loss and bool(shown))
+
+    def _finding(
+        self,
+        rules: Sequence[LossRule],
+        seen: Seen,
+        parts: Sequence[tuple[Any, int]],
+        is_random: bool,
+        count: int = 0,
+    ) -> _Finding:
+        return _Finding(
+            errors=errors_of(rules, seen, parts[1:]) if len(parts) > 1 else {},
+            is_random=is_random,
+            seen=rules_seen(rules, seen.losses, seen.calls, parts),
+            labels=labels_seen(rules, seen.calls, parts),
+            samples=count,
+        )
+
+    def _decide(
+        self,
+        rules: Sequence[LossRule],
+        found: _Finding,
+        batch: Any,
+        dims: BatchDims,
+        microbatches: int,
+        run: RunParts,
+    ) -> None:
+        """Give the weigher the rule that was found, and those that fit as well so far.
+
+        Raises:
+            ConfigurationError: No rule fits.
+        """
+        tolerance, is_told = self.tolerance(), _is_told(found)
+        fitting = choose_rule(found.errors, tolerance) if is_told else []
+        self._is_known = is_told or found.seen is not None
+        if is_told and not fitting:
+            if found.is_random:
+                _LOG.info("the step draws random numbers in a way that left its loss unchecked.")
+                return
+            raise ConfigurationError("LP309", self._refusal(rules[0], dims, microbatches))
+        names = [rule.name for rule in rules]
+        source = "found by comparing a batch with parts of it"
+        plausible = [name for name in names if found.errors.get(name, 0.0) <= tolerance]
+        kept = [name for name in plausible if name in (found.seen or ())]
+        if kept:
+            fitting, source = kept, "seen in cross_entropy"
+        elif found.is_random:
+            return
+        fitting = fitting or names
+        if len(fitting) > 1:
+            near = [rule for rule in rules if rule.name in fitting]
+            made = self._contrast(near, found, batch, dims, microbatches, run)
+            self._is_known |= bool(made)
+            fitting = [name for name in fitting if name in made] or fitting
+        self._settle(rules, fitting, source)
+
+    def _crossed(
+        self, rules: Sequence[LossRule], found: _Finding, four: Any, dims: BatchDims, run: RunParts
+    ) -> _Finding:
+        """Return what was found on four samples and two halves of them, with the errors of other
+        halves: a choice among samples (`topk`) may give the same by chance.
+        """
+        # In the order of the halves: a step that draws for the samples gives each its numbers.
+        orders = ([0, 2, 1, 3], [0, 2], [1, 3])
+        parts = [(take_samples(four, dims, rows), len(rows)) for rows in orders]
+        seen, is_random = run(parts)
+        other = self._agree(self._finding(rules, seen, parts, is_random))
+        if not (_is_told(found) and _is_told(other)):
+            return found
+        errors = {n: max(e, other.errors.get(n, 0.0)) for n, e in found.errors.items()}
+        return replace(found, errors=errors, is_random=found.is_random or is_random)
+
+    def _contrast(
+        self,
+        rules: Sequence[LossRule],
+        found: _Finding,
+        batch: Any,
+        dims: BatchDims,
+        microbatches: int,
+        run: RunParts,
+    ) -> list[str]:
+        """Return the names of the rules that hold for samples some of whose labels are masked;
+        empty if that tells nothing.
+
+        **Communicates**: as `look` does.
+        """
+        parts: list[tuple[Any, int]] = []
+        if dims.size is not None and not dims.unsure:
+            half = 2 if dims.size == 1 or dims.size // microbatches >= 2 else 1
+            parts = make_contrast(batch, dims, half, rules, found.labels)
+        told = self._try(rules, parts, run) if self._all_agree(bool(parts)) else None
+        if told is None:
+            return []
+        if told.seen:
+            return [rule.name for rule in rules if rule.name in told.seen]
+        is_told = _is_told(told) and not told.is_random
+        return choose_rule(told.errors, self.tolerance()) if is_told else []
+
+    def _try(
+        self, rules: Sequence[LossRule], parts: Sequence[tuple[Any, int]], run: RunParts
+    ) -> _Finding | None:
+        """Return what samples that are not those of the batch tell; None if the step cannot take
+        them.
+        """
+        try:
+            seen, is_random = run(parts, made=True)
+        except ConfigurationError:  # the same on every rank
+            return None
+        return self._agree(self._finding(rules, seen, parts, is_random))
+
+    def _settle(self, rules: Sequence[LossRule], fitting: Sequence[str], source: str) -> None:
+        """Give the weigher its rule, and those that fit as well so far."""
+        by_name = {rule.name: rule for rule in rules}
+        weigher = self._weigher
+        weigher.rule = by_name[fitting[0]]
+        trusted = weigher.rule is rules[0] and self._layout.labels is not None
+        others = [] if trusted else [by_name[name] for name in fitting[1:]]
+        weigher.alternatives = tuple(rule for rule in others if not rule.is_sum)
+        if trusted:
+            source = "as declared"
+        if weigher.alternatives:
+            rest = f"{len(others)} other rules weigh" if len(others) > 1 else "another rule weighs"
+            source = f"{source}; {rest} the samples alike so far"
+        self._decisions.add("loss", weigher.rule.name, source)
+
+    def judge_logs(
+        self, seen: Seen, parts: Sequence[tuple[Any, int]], microbatches: int
+    ) -> frozenset[str]:
+        """Learn which logged numbers are sums over the samples; return the names of those, and of
+        metrics, that are not made of what parts of a batch log, or update them with.
+
+        Args:
+            seen: What the step did on some samples and on parts of them.
+            parts: These, with their numbers of samples.
+            microbatches: Into how many a batch is cut. Replicas log together what `sync_dist` asks.
+
+        **Communicates**: a number over the replicas; and the names, if there are such.
+        """
+        kinds: dict[str, int] | None = None
+        # A prediction has no labels to weigh by.
+        if len(parts) > 1 and (any(seen.logs) or any(seen.metrics)):
+            weights = [float(self._weigher.rule.weigh(*part)) for part in parts[1:]]
+            logs = [
+                [call for call in made if microbatches > 1 or call.options.get("sync_dist")]
+                for made in seen.logs
+            ]
+            weighted = torch.tensor(weights, dtype=torch.float64)
+            counts = [count for _, count in parts[1:]]
+            kinds = compare_parts(logs, weighted, self.tolerance(), counts)
+            # A number that is 0 is the sum of parts as well as their mean.
+            self._weigher.judged |= {call.name for call in logs[0] if call.value}
+            kinds |= compare_metrics(*seen.metrics, self.tolerance())
+        held = [kinds]
+        if self._mesh.sizes.data > 1:
+            tells = torch.tensor(max((kinds or {}).values(), default=SAME_KIND))
+            dist.all_reduce(tells, dist.ReduceOp.MAX, group=self._mesh.data_group)
+            if tells == SAME_KIND:
+                return frozenset()
+            held *= self._mesh.sizes.data
+            dist.all_gather_object(held, kinds, group=self._mesh.data_group)
+        known = [found for found in held if found is not None]
+        by_name = {name: {found.get(name) for found in known} for found in known for name in found}
+        self._weigher.sums |= {name for name, kind in by_name.items() if kind == {SUM_OF_PARTS}}
+        means = {name for name, kind in by_name.items() if kind <= {SAME_KIND, MEAN_OF_SAMPLES}}
+        self._weigher.by_samples |= {name for name in means if MEAN_OF_SAMPLES in by_name[name]}
+        if self._weigher.by_samples:
+            named = ", ".join(sorted(self._weigher.by_samples))
+            self._decisions.add("logs", f"{named} by samples, others as the loss")
+        mixed = {n for n, kind in by_name.items() if MEAN_OF_SAMPLES in kind and n not in means}
+        return frozenset(n for n, kind in by_name.items() if NOT_OF_PARTS in kind or n in mixed)
+
+    def warn_of_logs(self, step: str, names: frozenset[str]) -> None:
+        """Say which numbers are logged as the mean of what parts of a batch give, and which metrics
+        get something else from parts than from a batch.
+        """
+        metrics = {name for name in names if name.startswith(OF_METRIC)}
+        returned = {name for name in names if name.startswith(f"{step}()")}
+        logged = names - metrics - returned
+        warn_of_results(returned)
+        if metrics:
+            rank_zero_warn(
+                f"{step} updates the metrics {', '.join(sorted(metrics))} with something else for "
+                "the parts of a batch than for the whole: with each micro-batch, on every replica, "
+                "where one process updates them once. Give a mean the number of what it is over "
+                "(MeanMetric.update(value, weight)), or give the metric what the value is computed "
+                "from."
+            )
+        if logged:
+            rank_zero_warn(
+                f"{step} logs {', '.join(sorted(logged))}, which for a batch is neither the mean "
+                "nor the sum of its parts: micro-batches and replicas log the mean of theirs, "
+                "where one process would log another number. Log what it is computed from, and "
+                "compute it at the end of the epoch; or use a torchmetrics metric, or "
+                "reduce_fx='max'."
+            )
+
+    def _check_tensor_ranks(self, seen: Seen) -> None:
+        """Refuse a loss that tensor-parallel ranks, which have the same samples, do not share.
+
+        **Communicates**: the losses, over the ``tp`` axis.
+        """
+        degree = self._mesh.sizes.tensor
+        if degree == 1:
+            return
+        found = [loss for losses in seen.losses for loss in losses]
+        if not found:  # the step had no backward
+            return
+        losses = torch.tensor(found, dtype=torch.float64, device=self._module.device)
+        ends = torch.cat([losses, -losses])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._mesh.group("tp"))
+        most, least = ends[: len(losses)], -ends[len(losses) :]
+        if bool(((most - least) > self.tolerance() * most.abs().clamp(min=1e-30)).any()):
+            raise ConfigurationError(
+                "LP310",
+                f"{type(self._module).__name__}.training_step gives other losses on the "
+                f"{degree} tensor-parallel ranks ({least[0]:.6g} to {most[0]:.6g} for the same "
+                "samples): it computes with activations of which every rank has its own tokens or "
+                "features. Use sequence_parallel=False, or give the module whose output the loss "
+                "takes a style that makes it whole ('sequence_gather_output', "
+                "'colwise_gather_output'). No weight was changed.",
+            )
+
+    def _agree(self, found: _Finding) -> _Finding:
+        """Return what all replicas found together: of errors the largest."""
+        box = [found] * self._mesh.sizes.data
+        if len(box) > 1:
+            dist.all_gather_object(box, found, group=self._mesh.data_group)
+        held = [replica for replica in box if replica.errors]
+        first = held[0].errors if held else {}
+        names = [name for name in first if all(name in replica.errors for replica in held)]
+        seen = [replica.seen for replica in box if replica.seen is not None]
+        return _Finding(
+            errors={name: max(replica.errors[name] for replica in held) for name in names},
+            is_random=any(replica.is_random for replica in box),
+            seen=frozenset.intersection(*seen) if len(seen) == len(box) else None,
+            labels=frozenset().union(*(replica.labels for replica in box)),
+            samples=min(replica.samples for replica in box),
+        )
+
+    def _all_agree(self, value: bool) -> bool:
+        """Return whether all replicas say yes."""
+        votes = torch.tensor(float(value))
+        if self._mesh.sizes.data > 1:
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._mesh.data_group)
+        return bool(votes)
+
+    def _name_unsettled(self) -> None:
+        """Say, once, that the rule of the loss is not known for sure."""
+        rules = [self._weigher.rule, *self._weigher.alternatives]
+        rank_zero_warn(
+            f"{type(self._module).__name__}.training_step: its first steps do not show whether the "
+            f"loss is {' or '.join(rule.name for rule in rules[:3])}; it is taken for the first. "
+            "Declare it in ParallelPlan(batch=BatchLayout(loss_weight=...)): 'samples', 'labels', "
+            "'sum', the name of an entry, or a function of the batch that returns its weight."
+        )
+
+    def tolerance(self) -> float:
+        """Return the relative difference that roundings may make."""
+        precision = str(self._module.trainer.precision)
+        if precision.startswith("64"):
+            return 2e-6  # models may compute parts in float32: scans, norms, CTC
+        if precision.endswith("16-true"):
+            return 2e-2  # the losses themselves are rounded to bfloat16
+        return 5e-3 if "16" in precision else 2e-5
+
+    def _uncounted(self) -> str:
+        return (
+            f"BatchLayout(whole={self._layout.whole!r}) declares that no entry of the batch has a "
+            f"batch dim, so that nothing tells what the loss of each of {self._mesh.sizes.data} "
+            "replicas weighs in that of all. Declare it beside: loss_weight='samples' if every "
+            "batch weighs alike, 'sum' if losses are added, or loss_weight=lambda batch: ..., "
+            "which returns of how many samples, or labels, the loss of a batch is the mean. No "
+            "weight was changed."
+        )
+
+    def _refusal(self, rule: LossRule, dims: BatchDims, microbatches: int) -> str:
+        sizes = self._mesh.sizes
+        step = inspect.unwrap(type(self._module).training_step)
+        code = getattr(step, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        divided = f"{microbatches} micro-batches" * (microbatches > 1)
+        divided += " and " * (microbatches > 1 and sizes.data > 1)
+        divided += f"{sizes.data} replicas" * (sizes.data > 1)
+        cut = ", ".join(repr(path) for path in dims.dims if path)
+        cure = ["num_microbatches=1"] * (microbatches > 1)
+        cure += ["data_parallel_size=1"] * (sizes.data > 1)
+        return (
+            f"{type(self._module).__name__}.training_step{where} on {divided}: the loss of some "
+            f"samples is neither {rule.name}, nor their sum, nor a mean over labels, of the losses "
+            "of its parts, so the mesh would train something else than one process. Cut along the "
+            f"batch: {cut or 'the batch'}. If one of these entries has no batch dim, declare "
+            "ParallelPlan(batch=BatchLayout(whole=(entry,))). If the loss is a weighted mean, "
+            "declare BatchLayout(loss_weight=...): 'samples', 'labels', 'sum', the name of an "
+            "entry, or a function of the batch that returns its weight. If samples are compared "
+            "with each other (in-batch negatives), gather them with self.all_gather(..., "
+            "sync_grads=True), declare loss_weight='samples', and use one micro-batch. If the step "
+            "draws from a generator of its own, draw in the dataset or collate_fn instead. "
+            f"Otherwise use {' and '.join(cure)}. No weight was changed."
+        )
+
+
+def _is_told(found: _Finding) -> bool:
+    """Whether errors tell anything: not of one sample, or of a loss that is not finite."""
+    return bool(found.errors) and math.isfinite(min(found.errors.values()))

@@ -1,0 +1,327 @@
+"""Watches the first optimizer step of a run, and proves it; see Note [Order of a start]."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TYPE_CHECKING
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_par.engine.memory.measured import available_memory
+from lightning_par.engine.rng import collect_random_states, fork_all_rng
+from lightning_par.engine.tensor_tree import broadcast_object
+from lightning_par.errors import VerificationError
+from lightning_par.observe.report import StartValues, StepRecord
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.start.gathering import gather_batches, gather_tensors, mean_over
+from lightning_par.strategies.start.judge import CannotProveError, Judge, REHEARSE
+from lightning_par.strategies.start.second_step import rehearsed
+from lightning_par.strategies.start.skeleton import Skeleton
+from lightning_par.strategies.step.batch_weights import weigh
+
+if TYPE_CHECKING:
+    from lightning_par.strategies.setup.parallel_model import ParallelModel
+
+__all__ = ["LARGEST", "FirstStepProof", "take_skeleton"]
+
+LARGEST = 2**30
+"""Bytes of parameters up to which ``verify="auto"`` proves the first step."""
+_COPIES = 8
+"""Parameters, gradients and two states, and what the mesh had, in units of the parameters."""
+_NOT_PROVED = "The first step is not proved to equal that of one process"
+_logger = logging.getLogger(__name__)
+_HOW = 'verify="first_step" proves it, and `lightning-par verify` compares more of them.'
+
+
+def take_skeleton(
+    module: pl.LightningModule, verify: bool | str, world_size: int, rank: int
+) -> Skeleton | str | None:
+    """Return what the proof has to know of a module before it is put on a mesh.
+
+    Args:
+        module: The user's LightningModule, whole.
+        verify: The option of the strategy.
+        world_size: Number of ranks.
+        rank: Global rank; only rank 0 gets a skeleton.
+
+    Returns:
+        On rank 0 the skeleton; a text if nothing can be proved; None if nothing is to be proved.
+    """
+    if verify is False or world_size == 1:
+        return None
+    size = sum(p.numel() * p.element_size() for p in module.parameters())
+    if verify == "auto" and size > LARGEST:
+        return f"the model has {size / 2**30:.1f} GiB of parameters, more than 1. {_HOW}"
+    if rank:
+        return ""
+    free = available_memory()
+    if verify == "auto" and free is not None and free < _COPIES * size:
+        return f"it would need {_COPIES * size / 2**30:.1f} GiB on rank 0. {_HOW}"
+    try:
+        with fork_all_rng(torch.device("cpu")):  # copies of the user's objects may draw numbers
+            return Skeleton(module, getattr(module.trainer, "callbacks", ()))
+    except Exception as error:  # whatever a copy of the user's objects raises
+        return f"the module cannot be copied ({type(error).__name__}: {error})."
+
+
+class FirstStepProof:
+    """Notes what the mesh computes in its first optimizer step, and compares it with one process.
+
+    Args:
+        skeleton: From `take_skeleton`.
+        options: Of the strategy.
+        device: Device of this rank.
+
+    Attributes:
+        is_over: Whether nothing is to be noted any more.
+        outcome: On rank 0, once it is known: "equal", what was left out, or why it is not known.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton | str | None, options: MeshOptions, device: torch.device
+    ) -> None:
+        self._skeleton, self._options, self._device = skeleton, options, device
+        self.is_over = skeleton is None
+        self._model: ParallelModel | None = None
+        self.outcome = ""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._start_values: StartValues | None = None
+        self._noted = StepRecord()
+        self._batches: list[list[Any] | None] = []
+        self._args: list[Sequence[Any]] = []
+        self._random_states: list[dict[str, Any]] = []
+        self._plugin: Precision | None = None
+        self._accumulates, self._batch = False, -1
+        self._deferred = False  # what the optimizer on the host does without the proof
+
+    def close(self) -> None:
+        """Prove nothing any more, and let go of everything."""
+        if self._model is not None:
+            self._model.module.__dict__.pop("on_train_batch_end", None)
+            if self._model.host is not None:
+                self._model.host.defers = self._deferred
+        self.is_over, self._model, self._skeleton = True, None, None
+        self._forget()
+
+    def end_run(self) -> None:
+        """Let go of a step that did not end; a run without a step, as of validation, leaves the
+        proof to the next one.
+        """
+        if self._model is not None:
+            self.close()
+
+    def begin(self, model: "ParallelModel", plugin: Precision, args: Sequence[Any]) -> None:
+        """Note what a training step starts from.
+
+        Args:
+            model: The model on the mesh.
+            plugin: Precision plugin.
+            args: The batch of this replica, and what else `training_step` takes.
+
+        **Communicates**: in the first step, the weights and the batches, to rank 0.
+        """
+        trainer = model.module.trainer
+        if "setup_optimizers" in vars(trainer.strategy):
+            return  # the learning rate finder trains with an optimizer of its own
+        if self._model is None and not self._start(model, plugin):
+            return
+        batch = trainer.fit_loop.total_batch_idx
+        if batch == self._batch:
+            return  # an optimizer computes the loss once more
+        self._batch = batch
+        self._args.append(args)
+        self._random_states.append(collect_random_states(self._device))
+        with fork_all_rng(self._device):  # what gathers objects may draw numbers
+            given = None if model.steps.repeats else args[0]
+            self._batches.append(gather_batches(given, model.mesh))
+
+    def _start(self, model: "ParallelModel", plugin: Precision) -> bool:
+        reason = self._skeleton if isinstance(self._skeleton, str) else ""
+        if not reason and getattr(plugin, "scaler", None) is not None:
+            reason = "the loss is scaled (16-mixed), and steps that overflow are left out."
+        if not reason and any(map(_tunes, model.module.trainer.callbacks)):  # type: ignore[attr-defined]
+            reason = "a tuner has changed the run since it was set up."
+        if not reason and model.resolved.plan.batch.local_statistics:
+            reason = "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
+        reason = _from_first(reason)
+        if reason:
+            self.close()
+            self.outcome = f"{_NOT_PROVED}: {reason}"
+            self._refuse_if_asked()
+            rank_zero_info(self.outcome)
+            return False
+        self._model, self._plugin = model, plugin
+        if model.host is not None:
+            self._deferred = model.host.defers
+            model.host.defers |= model.host.shows_update
+        step, held = model.module.global_step, model.module.trainer.optimizers
+        self._start_values = StartValues(
+            tensors=self._gather_state(),
+            global_step=step,
+            epoch=model.module.current_epoch,
+            continues=step > 0 or any(map(_has_stepped, held)),
+            learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
+        )
+        after = model.module.on_train_batch_end
+
+        @functools.wraps(after)
+        def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
+            after(*args, **kwargs)
+            if not self._accumulates:
+                with model.steps.reads.paused():
+                    self._prove()
+
+        model.module.__dict__["on_train_batch_end"] = on_train_batch_end
+        return True
+
+    def after_backward(self, weighted: Tensor) -> None:
+        """Note the loss and the gradients of a backward, before any hook sees them.
+
+        Args:
+            weighted: Loss of this rank, weighted.
+
+        **Communicates**: in the first step, one number over all ranks, and the gradients to rank 0.
+        """
+        if self._model is None:
+            return
+        self._noted.losses.append(self._global_loss(weighted))
+        sharding = self._model.sharding
+        self._accumulates = not sharding.synchronizes
+        host = self._model.host
+        sees = sharding.synchronizes and (host is None or (host.defers and host.shows_update))
+        self._noted.gradients.append(self._gather_gradients() if sees else None)
+
+    def _global_loss(self, weighted: Tensor) -> float:
+        assert self._model is not None
+        mesh, pipeline = self._model.mesh, self._model.steps.pipeline
+        if pipeline is None:
+            return mean_over(weighted, mesh.token_group, self._device)
+        loss = weighted.detach().cpu().double()
+        return mean_over(weigh(loss, pipeline.last_weight.cpu()), mesh.data_group, self._device)
+
+    def _gather_gradients(self) -> dict[str, Tensor]:
+        assert self._model is not None
+        named = ((n, p.grad) for n, p in self._model.module.named_parameters())
+        return gather_tensors(named, self._model.resolved.canonical, self._model.mesh)
+
+    def _gather_state(self) -> dict[str, Tensor]:
+        assert self._model is not None
+        module, model = self._model.module, self._model
+        model.sharding.release()
+        canonical = model.resolved.canonical
+        # A buffer under the name of a parameter stands for that of another stage.
+        buffers = [(n, b) for n, b in module.named_buffers() if n not in canonical]
+        return gather_tensors((*module.named_parameters(), *buffers), canonical, model.mesh)
+
+    def _prove(self) -> None:
+        """Compare the step with that of one process.
+
+        Raises:
+            VerificationError: On every rank, if they differ.
+
+        **Communicates**: the weights after the step, to rank 0; then the verdict. Where the step
+        draws random numbers, also what a second forward and backward does.
+        """
+        model = self._model
+        assert model is not None
+        model.module.__dict__.pop("on_train_batch_end", None)
+        try:
+            with fork_all_rng(self._device):
+                verdict = self._compare(model)
+        finally:
+            self.close()
+        if isinstance(verdict, CannotProveError):
+            self.outcome = f"{_NOT_PROVED}: {verdict}."
+            self._refuse_if_asked()
+            if dist.get_rank() == 0:
+                _logger.warning(self.outcome)
+        elif verdict is not None:
+            raise VerificationError("LP801", verdict)
+        elif not self.outcome:
+            self.outcome = "equal"
+            rank_zero_info(f"The first step on {model.mesh.sizes} equals that of one process.")
+
+    def _refuse_if_asked(self) -> None:
+        """Raise if the step has to be proved, and was not.
+
+        Raises:
+            VerificationError: On every rank, with ``verify="first_step"``.
+        """
+        if self._options.verify == "first_step":
+            raise VerificationError(
+                "LP804",
+                f'verify="first_step": {self.outcome} verify="auto" trains on without the proof, '
+                "and says so.",
+            )
+
+    def _compare(self, model: "ParallelModel") -> Any:
+        """Return what differs, or why that is not known; None: nothing."""
+        self._noted.state = self._gather_state()
+        assert self._plugin is not None
+        assert self._start_values is not None
+        judge = None
+        if isinstance(self._skeleton, Skeleton):
+            judge = Judge(
+                skeleton=self._skeleton,
+                model=model,
+                options=self._options,
+                plugin=self._plugin,
+                device=self._device,
+                start=self._start_values,
+                noted=self._noted,
+                batches=self._batches,
+                arguments=[args[1:] for args in self._args],
+                random_states=self._random_states,
+            )
+        verdict = self._agree(lambda: judge.judge())  # type: ignore[union-attr]
+        if judge is not None and judge.notes:
+            self.outcome = f"The first step is proved in part: {'; '.join(judge.notes)}."
+            rank_zero_info(self.outcome)
+        if verdict != REHEARSE:
+            return verdict
+        again = StepRecord()
+        with rehearsed(
+            model, self._plugin, self._args[0], self._random_states[0], self._device
+        ) as loss:
+            again.losses.append(self._global_loss(loss))
+            again.gradients.append(self._gather_gradients())
+        return self._agree(lambda: judge.judge_rehearsal(again))  # type: ignore[union-attr]
+
+    def _agree(self, judge: Callable[[], Any]) -> Any:
+        """Return what rank 0 finds, on every rank."""
+        verdict: Any = None
+        if dist.get_rank() == 0:
+            try:
+                verdict = judge()
+            except CannotProveError as reason:
+                verdict = reason
+            except Exception as error:  # of ours: the others wait for a verdict
+                verdict = CannotProveError(f"{type(error).__name__}: {error}")
+        return _from_first(verdict)
+
+
+def _from_first(value: Any) -> Any:
+    """Return what rank 0 has, on every rank."""
+    world = dist.group.WORLD
+    assert world is not None
+    return broadcast_object(value, 0, world)
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it holds more than the zeros that some (LBFGS) write before their first closure."""
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    return any(isinstance(v, Tensor) or bool(v) for state in states for v in state.values())
+
+
+def _tunes(callback: Callback) -> bool:
+    """Whether a callback looks for a learning rate or a batch size; the finder has one inside."""
+    inside = type(callback).__module__.startswith("lightning.pytorch.tuner.")
+    return inside or isinstance(callback, LearningRateFinder | BatchSizeFinder)

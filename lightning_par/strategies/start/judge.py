@@ -1,0 +1,298 @@
+"""What rank 0 finds: the step on one process, and how that on the mesh differs from it."""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TYPE_CHECKING
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch.distributed.tensor import DTensor
+
+from lightning_par.observe.compare import (
+    compare_backwards,
+    compare_states,
+    Difference,
+    Tolerance,
+    tolerance_of,
+)
+from lightning_par.observe.modes import WithoutDropout
+from lightning_par.observe.report import StartValues, StepRecord
+from lightning_par.strategies.data.joined_batch import (
+    CannotJoinError,
+    cut_replica,
+    join_batches,
+    samples_of,
+)
+from lightning_par.strategies.optimizers.reach import declared_reach, LOOKS_ACROSS
+from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.start.causes import explain, Findings
+from lightning_par.strategies.start.one_process import GivenStep, run_alone
+from lightning_par.strategies.start.skeleton import Skeleton
+
+if TYPE_CHECKING:
+    from lightning_par.strategies.setup.parallel_model import ParallelModel
+
+__all__ = ["REHEARSE", "CannotProveError", "Judge"]
+
+REHEARSE = "rehearse"
+"""Verdict: random numbers may be all that differs; a rehearsal without dropout tells."""
+
+
+class CannotProveError(Exception):
+    """The steps cannot be compared; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Judge:
+    """Takes the first step on one process, and compares.
+
+    Attributes:
+        skeleton: The user's module and callbacks as they were before the mesh.
+        model: The model on the mesh.
+        options: Of the strategy.
+        plugin: Precision plugin of the mesh.
+        device: Device of this rank.
+        start: What the step started from.
+        noted: What the mesh computed.
+        batches: Of every batch of the step, those of all replicas; None where one could not be
+            sent.
+        arguments: What else `training_step` was given.
+        random_states: Of the generators at the start of every batch.
+        notes: What was not proved.
+    """
+
+    skeleton: Skeleton
+    model: "ParallelModel"
+    options: MeshOptions
+    plugin: Precision
+    device: torch.device
+    start: StartValues
+    noted: StepRecord
+    batches: Sequence[list[Any] | None]
+    arguments: Sequence[Sequence[Any]]
+    random_states: Sequence[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+
+    def judge(self) -> str | None:
+        """Return how the steps differ; None: they do not.
+
+        Raises:
+            CannotProveError: That is not known.
+        """
+        if not self._has_valid_labels:
+            raise CannotProveError("no label of its batch counts, for which one process gives NaN")
+        feeds = all(g is not None for g in self.noted.gradients[-1:])
+        given = self._given(self.start, gradients=self.noted.gradients if feeds else None)
+        one = self._run(given)
+        lost = self._lost_write(one)
+        if lost is not None:
+            return lost
+        noted = self.noted
+        if self.options.gradient_compression is not None:
+            self.notes.append("gradients, which are compressed, are not compared")
+            noted = replace(noted, gradients=[None] * len(noted.gradients))
+        difference = compare_backwards(noted, one, self._tolerance)
+        if difference is not None and not one.draws:
+            return self._explain(difference, one)
+        update = self._compare_update(one) if feeds else None
+        if not feeds:
+            self.notes.append("gradients and the update, which are on the host, are not compared")
+        if update is not None:
+            return self._explain(update, replace(one, draws=False))
+        if difference is None:
+            self._check_motion(one)
+            return None
+        if not self._can_rehearse:
+            raise CannotProveError("the step draws random numbers")
+        return REHEARSE
+
+    def _check_motion(self, one: StepRecord) -> None:
+        """Note what an equal step does not show, as nothing moved.
+
+        Raises:
+            CannotProveError: It shows nothing of gradients or updates.
+        """
+        found = [gradients for gradients in one.gradients if gradients is not None]
+        reached = {name for gradients in found for name in gradients}
+        if not any(bool(g.count_nonzero()) for gradients in found for g in gradients.values()):
+            raise CannotProveError("all of its gradients are zero")
+        left = sorted(one.trains - reached)
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            self.notes.append(f"no gradient reaches {', '.join(left[:3])}{more}")
+        before, after = self.start.tensors, self.noted.state
+        if any(n in after and not torch.equal(before[n], after[n]) for n in one.trains):
+            return
+        if self.start.learns:
+            raise CannotProveError(
+                "no weight moved in it, although gradients are not zero and a learning rate is not "
+                "either. Do the optimizers hold the parameters of the module?"
+            )
+        self.notes.append("no update is compared, as every learning rate is 0")
+
+    def _lost_write(self, one: StepRecord) -> str | None:
+        """Return what is wrong with a forward that writes to a parameter of which ranks hold parts.
+
+        It need not show in the first step: a weight may have its length already.
+        """
+        held = dict(self.model.module.named_parameters())
+        divided = any(isinstance(parameter, DTensor) for parameter in held.values())
+        for name in sorted(one.written):
+            if isinstance(held[name], DTensor) if name in held else divided:
+                return (
+                    f"the forward of {name.rpartition('.')[0] or 'the module'} writes to its "
+                    f"parameter {name}, of which ranks hold parts: the forward computes with a "
+                    "copy, in which the write is lost. Compute with the new value instead of "
+                    "writing it, as F.linear(x, F.normalize(self.weight)) or "
+                    "torch.nn.utils.parametrize does, or write to it in on_train_batch_end, entry "
+                    "by entry. The run ends after this step, and nothing of it was saved."
+                )
+        return None
+
+    def judge_rehearsal(self, mesh: StepRecord) -> str | None:
+        """Return how a step without dropout, after the first one, differs; None: it does not.
+
+        Args:
+            mesh: What the mesh computed in it.
+
+        Raises:
+            CannotProveError: That is not known.
+        """
+        start = replace(self.start, tensors=self.noted.state)
+        with WithoutDropout():
+            one = self._run(self._given(start, only_backward=True))
+        difference = compare_backwards(mesh, one, self._tolerance)
+        return None if difference is None else self._explain(difference, one)
+
+    def _run(self, given: GivenStep) -> StepRecord:
+        kind = type(self.plugin).__mro__[2]  # what was the user's before it became the mesh's
+        plugin = None
+        if not kind.__module__.startswith("lightning."):
+            plugin = copy.copy(self.plugin)
+            plugin.__class__ = kind
+        trainer = self.model.module.trainer
+        originals = {i: name for i, (name, _) in self.model.states.given.items()}
+        one = run_alone(self.skeleton, given, trainer, originals, self.device, plugin)
+        if one.error is not None:
+            kind_of = type(one.error).__name__
+            raise CannotProveError(f"the step failed on one process with {kind_of}: {one.error}")
+        return one
+
+    def _given(self, start: StartValues, **options: Any) -> GivenStep:
+        return GivenStep(
+            start=start,
+            batches=self._joined,
+            arguments=self.arguments,
+            random_states=self.random_states,
+            **options,
+        )
+
+    @cached_property
+    def _joined(self) -> list[Any]:
+        """The global batches."""
+        joined = []
+        for parts in self.batches:
+            if parts is None:
+                raise CannotProveError("a batch cannot be sent to rank 0")
+            try:
+                joined.append(join_batches(parts))
+            except CannotJoinError as reason:
+                joined.append(self._pad(parts, reason))
+        return joined
+
+    @property
+    def _has_valid_labels(self) -> bool:
+        """Whether any label of the step counts."""
+        counts = [self.model.steps.has_valid_labels(batch) for batch in self._joined]
+        return any(counted is None or bool(counted) for counted in counts)
+
+    def _pad(self, parts: Sequence[Any], reason: CannotJoinError) -> Any:
+        """Return one batch of parts with unequal lengths, if padding changes no loss.
+
+        Raises:
+            CannotProveError: They cannot be joined, or padding changes a loss.
+        """
+        try:
+            whole = join_batches(parts, self.model.resolved.plan.batch)
+        except CannotJoinError:
+            raise CannotProveError(str(reason)) from None
+        sizes = [samples_of(part) for part in parts]
+        for replica, part in enumerate(parts):
+            padded = cut_replica(whole, sizes, replica)
+            alone, longer = (self._loss_of(batch) for batch in (part, padded))
+            if not abs(alone - longer) <= self._tolerance.loss * max(1.0, abs(alone)):
+                raise CannotProveError(f"{reason}, and padding them changes the loss")
+        return whole
+
+    def _loss_of(self, batch: Any) -> float:
+        given = GivenStep(
+            start=self.start,
+            batches=[batch],
+            arguments=self.arguments[:1],
+            random_states=self.random_states[:1],
+            only_backward=True,
+        )
+        with WithoutDropout():
+            return self._run(given).losses[0]
+
+    def _compare_update(self, one: StepRecord) -> Difference | None:
+        if not all(map(math.isfinite, self.noted.losses)):
+            self.notes.append("the update is not compared, as the loss is not finite")
+            return None
+        if self.start.continues:
+            self.notes.append("the update, which continues loaded states, is not compared")
+            return None
+        if self.skeleton.problems:
+            left = "; ".join(self.skeleton.problems)
+            self.notes.append(f"the update is not compared, as callbacks cannot be copied ({left})")
+            return None
+        after = one.state
+        if one.draws:
+            after = {n: t for n, t in after.items() if n not in one.buffers}
+        dtypes = [t.dtype for t in self.start.tensors.values()]
+        return compare_states(self.start.tensors, self.noted.state, after, tolerance_of(*dtypes))
+
+    @property
+    def _tolerance(self) -> Tolerance:
+        """Of losses and gradients."""
+        dtypes = [t.dtype for t in self.start.tensors.values()]
+        precision = str(self.model.module.trainer.precision)
+        if self.options.reduce_dtype is not None:
+            dtypes.append(self.options.reduce_dtype)
+        if precision.startswith("bf16") or "transformer" in precision:
+            dtypes.append(torch.bfloat16)
+        if precision.startswith("16"):
+            dtypes.append(torch.float16)
+        return tolerance_of(*dtypes)
+
+    @property
+    def _can_rehearse(self) -> bool:
+        """Whether a second forward and backward leaves no trace."""
+        options = self.options
+        return (
+            self.model.module.automatic_optimization
+            and self.model.host is None
+            and options.gradient_compression is None
+            and options.compile_blocks is False
+            and getattr(self.plugin, "scaler", None) is None
+        )
+
+    def _explain(self, difference: Difference, one: StepRecord) -> str:
+        trainer = self.model.module.trainer
+        found = Findings(
+            module=self.skeleton.module,
+            sizes=self.model.mesh.sizes,
+            resolved=self.model.resolved,
+            zero_stage=self.options.zero_stage,
+            draws=one.draws,
+            optimizers=[
+                type(optimizer)
+                for optimizer in trainer.optimizers
+                if declared_reach(optimizer) != "entry" or hasattr(optimizer, LOOKS_ACROSS)
+            ],
+            callbacks=self.skeleton.callback_names,
+        )
+        return explain(difference, found)

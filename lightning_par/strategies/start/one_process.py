@@ -1,0 +1,354 @@
+"""The first step on one process: a Trainer of its own, inside the process of rank 0.
+
+Only a real `Trainer.fit` has Lightning's order of hooks, closures and optimizers. Inside, this
+process looks like the only one; nothing that is global to it is changed afterwards.
+"""
+
+import functools
+import io
+import logging
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, ExitStack, redirect_stderr
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn, Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_par.engine.rng import (
+    collect_random_states,
+    fork_all_rng,
+    restore_random_states,
+    states_alike,
+)
+from lightning_par.observe.outside import outside_kept
+from lightning_par.observe.report import StartValues, StepRecord
+from lightning_par.strategies.setup.replaced_parameters import replace_parameters
+from lightning_par.strategies.start.silence import silent
+from lightning_par.strategies.start.skeleton import Skeleton
+from lightning_par.upstream.functions import replaced
+from lightning_par.upstream.lightning import TunerExit
+from lightning_par.upstream.tensor import count_of_changes
+
+__all__ = ["GivenStep", "run_alone"]
+
+_RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
+_MODULE_HOOKS = ("prepare_data", "setup", "configure_model", "teardown", "on_exception")
+_BATCH_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GivenStep:
+    """What the mesh started its first step from.
+
+    Attributes:
+        start: Values of parameters and buffers, and the place in the run.
+        batches: The global batches.
+        arguments: What else `training_step` was given with each batch.
+        random_states: Of the generators of rank 0 at the start of each batch.
+        gradients: What the mesh computed in every backward; taken over before hooks and optimizer
+            see the own ones, so that an optimizer that divides by tiny gradients gives the same.
+            None: the own ones stay.
+        only_backward: End the run after the first backward.
+    """
+
+    start: StartValues
+    batches: Sequence[Any]
+    arguments: Sequence[Sequence[Any]]
+    random_states: Sequence[dict[str, Any]]
+    gradients: Sequence[Mapping[str, Tensor] | None] | None = None
+    only_backward: bool = False
+
+
+class _Alone(SingleDeviceStrategy):
+    """Notes losses and gradients of every backward."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        given: GivenStep,
+        record: StepRecord,
+        originals: Mapping[int, str],
+        theirs: Sequence[Optimizer],
+    ) -> None:
+        super().__init__(device)
+        self._given, self._record = given, record
+        self._originals, self._theirs = originals, theirs
+
+    @override
+    def setup_environment(self) -> None:
+        """The device is set up already."""
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if any(one is other for one in self.optimizers for other in self._theirs):
+            raise RuntimeError(
+                "configure_optimizers gives the optimizer of the run once more, which has stepped"
+            )
+        module = self.lightning_module
+        assert module is not None
+        named = dict(module.named_parameters(remove_duplicate=False))
+        replace_parameters(self.optimizers, self._originals, named)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None
+        loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(loss, module, optimizer, *args, **kwargs)
+        self._note(module, loss)
+        return plugin.post_backward(loss, module)
+
+    def _note(self, module: pl.LightningModule, loss: Tensor) -> None:
+        record, given = self._record, self._given
+        number = len(record.losses)
+        record.losses.append(float(loss.detach()))
+        named = [(n, p) for n, p in module.named_parameters() if p.grad is not None]
+        record.gradients.append({n: p.grad.detach().cpu().clone() for n, p in named})  # type: ignore[union-attr]
+        if given.only_backward:
+            raise TunerExit
+        found = (given.gradients or [])[number : number + 1]
+        if found and found[0] is not None:
+            for name, parameter in named:
+                if name in found[0]:
+                    parameter.grad.copy_(found[0][name])  # type: ignore[union-attr]
+
+
+class _Batches:
+    """A loader of the given batches that says that it has as many as the user's.
+
+    Args:
+        batches: The batches.
+        count: What its length is to be; None: it has none.
+    """
+
+    def __init__(self, batches: Sequence[Any], count: int | None) -> None:
+        self._batches = batches
+        if count is not None:
+            self.__class__ = _SizedBatches
+            self._count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+class _SizedBatches(_Batches):
+    def __len__(self) -> int:
+        return self._count
+
+
+def run_alone(
+    skeleton: Skeleton,
+    given: GivenStep,
+    user: pl.Trainer,
+    originals: Mapping[int, str],
+    device: torch.device,
+    plugin: Precision | None = None,
+) -> StepRecord:
+    """Take the first step on one process, and return what it computed.
+
+    Args:
+        skeleton: The user's module and callbacks.
+        given: What the step starts from.
+        user: The Trainer of the run on the mesh.
+        originals: Id of every parameter of the user's module before the mesh -> its name.
+        device: Device of this rank.
+        plugin: Precision plugin; None: that of the user's `precision`.
+    """
+    record = StepRecord()
+    try:
+        with _single_process(device, user), ExitStack() as stack:
+            alone = _Alone(device, given, record, originals, user.optimizers)
+            trainer = _trainer_like(user, alone, plugin)
+            _continue(trainer, given.start)
+            module, callbacks = skeleton.fill(given.start.tensors, trainer)
+            trainer.callbacks += _quiet(callbacks)  # type: ignore[attr-defined]
+            _prepare(module, user, given, record, device)
+            stack.enter_context(outside_kept([*module.modules(), *callbacks]))
+            count = user.num_training_batches
+            sized = None if count == float("inf") else max(int(count), len(given.batches))
+            trainer.fit(module, _Batches(given.batches, sized))
+    except Exception as error:
+        record.error = error
+    return record
+
+
+def _continue(trainer: pl.Trainer, start: StartValues) -> None:
+    """Let a Trainer say that it is as far as that of the mesh."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    # Lightning makes the second, which is `current_epoch`, of the first where epochs end a run.
+    epochs.processed = epochs.completed = start.epoch  # type: ignore[attr-defined]
+    loop = trainer.fit_loop.epoch_loop
+    loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.global_step
+    loop.manual_optimization.optim_step_progress.total.completed = start.global_step
+
+
+def _trainer_like(
+    user: pl.Trainer, strategy: SingleDeviceStrategy, plugin: Precision | None
+) -> pl.Trainer:
+    device = strategy.root_device
+    return pl.Trainer(
+        accelerator=device.type,
+        devices=1 if device.index is None else [device.index],
+        strategy=strategy,
+        precision=user.precision if plugin is None else None,
+        plugins=plugin,
+        gradient_clip_val=user.gradient_clip_val,
+        gradient_clip_algorithm=user.gradient_clip_algorithm,
+        accumulate_grad_batches=user.accumulate_grad_batches,
+        max_steps=user.max_steps,
+        max_epochs=user.max_epochs,
+        log_every_n_steps=user.log_every_n_steps,  # type: ignore[attr-defined]
+        default_root_dir=user.default_root_dir,
+        logger=list(user.loggers) or False,  # which are silent
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _quiet(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Leave out what the user's own callbacks have done already, or do once a run ends."""
+    for callback in callbacks:
+        for name in ("setup", "teardown", "on_exception"):
+            vars(callback)[name] = lambda *_, **__: None
+    return list(callbacks)
+
+
+def _prepare(
+    module: pl.LightningModule,
+    user: pl.Trainer,
+    given: GivenStep,
+    record: StepRecord,
+    device: torch.device,
+) -> None:
+    """Give a copy of the module its batches, and end its run after the last one."""
+    own = vars(module)
+    own |= {name: lambda *_, **__: None for name in _MODULE_HOOKS}
+    own |= {name: lambda batch, *_, **__: batch for name in _BATCH_HOOKS}
+    own["configure_callbacks"] = list
+    step, last = module.training_step, module.on_train_batch_end
+    done, begun = 0, -1
+
+    @functools.wraps(step)
+    def training_step(batch: Any, *_: Any, **__: Any) -> Any:
+        nonlocal begun
+        if begun != done:  # not where an optimizer computes the loss once more
+            begun = done
+            restore_random_states(given.random_states[done], device)
+        before = collect_random_states(device)
+        with _noting_writes(module, record.written):
+            result = step(batch, *given.arguments[done])
+        record.draws |= not states_alike(before, collect_random_states(device))
+        return result
+
+    @functools.wraps(last)
+    def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
+        nonlocal done
+        last(*args, **kwargs)
+        done += 1
+        if done == len(given.batches):
+            named = (*module.named_parameters(), *module.named_buffers())
+            record.state = {name: tensor.detach().cpu().clone() for name, tensor in named}
+            record.buffers = frozenset(name for name, _ in module.named_buffers())
+            trained = (name for name, p in module.named_parameters() if p.requires_grad)
+            record.trains = frozenset(trained)
+            module.trainer.callbacks.clear()  # type: ignore[attr-defined]
+            raise TunerExit
+
+    own |= {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+
+
+@contextmanager
+def _noting_writes(module: nn.Module, written: set[str]) -> Iterator[None]:
+    """Add the names of parameters to which the forward of their own module writes to `written`."""
+    before: dict[str, tuple[tuple[int, int, int], Tensor]] = {}
+
+    def own(place: str, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        named = part.named_parameters(place, recurse=False)
+        return ((name, p) for name, p in named if type(p) is nn.Parameter)
+
+    def marks(p: nn.Parameter) -> tuple[int, int, int]:
+        return id(p), p.data_ptr(), count_of_changes(p)
+
+    def enter(place: str, part: nn.Module, *_: Any) -> None:
+        before.update({n: (marks(p), p.detach().clone()) for n, p in own(place, part)})
+
+    def leave(place: str, part: nn.Module, *_: Any) -> None:
+        for name, p in own(place, part):
+            known = before.pop(name, None)
+            if known is None:
+                continue
+            # A write through .data is not counted.
+            alike = torch.allclose(p, known[1], rtol=0, atol=0, equal_nan=True)
+            if marks(p) != known[0] or not alike:
+                written.add(name)
+
+    with ExitStack() as hooks:
+        for place, part in module.named_modules():
+            if part._parameters:
+                begin = part.register_forward_pre_hook(partial(enter, place))
+                hooks.callback(begin.remove)
+                hooks.callback(part.register_forward_hook(partial(leave, place)).remove)
+        yield
+
+
+@contextmanager
+def _single_process(device: torch.device, user: pl.Trainer) -> Iterator[None]:
+    """Inside, nothing says that this process is one of several, and nothing is told the user."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(fork_all_rng(device))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        stack.enter_context(silent(user.loggers))
+        stack.enter_context(redirect_stderr(io.StringIO()))
+        stack.enter_context(_without_sockets())
+        hidden = {n: os.environ.pop(n) for n in _RANK_VARIABLES if n in os.environ}
+        stack.callback(os.environ.update, hidden)
+        stack.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
+        dist.group.WORLD = None
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+@contextmanager
+def _without_sockets() -> Iterator[None]:
+    """Inside, what this thread sends through a socket is an error: it was sent on the mesh already.
+
+    To drop it would leave a client waiting for an answer.
+    """
+    thread = threading.get_ident()
+
+    def refusing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any) -> Any:
+            if threading.get_ident() == thread:
+                raise RuntimeError(f"it calls socket.{name}, which would send the same twice")
+            return plain(*args)
+
+        return method
+
+    with ExitStack() as stack:
+        for name in ("connect", "send", "sendall", "sendto"):
+            method = refusing(name, getattr(socket.socket, name))
+            stack.enter_context(replaced(socket.socket, name, method))
+        yield

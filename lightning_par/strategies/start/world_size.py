@@ -1,0 +1,168 @@
+"""Refuses steps whose numbers come from the number of processes, or from which of them runs.
+
+A step may count the replicas, among which samples are divided, and ask which of them it is: where
+the mesh has no other ranks, that is what it reads, and the proof of the first step tells whether
+the run equals one process. With others beside them, a look at the step runs once more as if the
+replicas were all processes.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_par.errors import ConfigurationError
+from lightning_par.mesh import ParallelMesh
+from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.processes.world_size import noting_rank, noting_world_size
+from lightning_par.strategies.step.loss_rule import Seen
+
+__all__ = ["compares_world_sizes"]
+
+Look = Callable[..., tuple[Seen, bool]]
+Numbers = list[tuple[str, float]]
+_LOSS = "the loss"
+_CURES = {
+    "LP416": "Leave the number of processes out: losses and means are those of the global batch "
+    "already; or count the replicas, which are 1 on one process, by "
+    "self.all_gather(torch.ones(1, device=self.device)).numel().",
+    "LP419": "Leave the rank out of what is computed: one process computes the same for all "
+    "samples, random numbers are divided among the ranks already, and what rank 0 alone does may "
+    "write, but not change a loss.",
+}
+
+
+def compares_world_sizes(
+    about: Callable[[Any], tuple[ParallelMesh, bool]],
+) -> Callable[[Look], Look]:
+    """Decorate a method that runs a step without a trace, whose first argument is its name, so that
+    it refuses losses and logged numbers that depend on the number of processes, and losses that
+    depend on the rank.
+
+    Args:
+        about: Object with the method -> its mesh, and whether the first step will be proved to
+            equal that of one process.
+    """
+
+    def decorate(method: Look) -> Look:
+        @wraps(method)
+        def look(runner: Any, name: str, *args: Any, **kwargs: Any) -> tuple[Seen, bool]:
+            (mesh, is_proved), sizes = about(runner), about(runner)[0].sizes
+            run = partial(method, runner, name, *args, **kwargs)
+            is_plain = sizes.data == sizes.world_size
+            # Samples that are made up, and divided ones, may fail on some ranks alone.
+            is_extra = kwargs.get("made") or kwargs.get("group") is not None
+            if is_extra or (is_plain and is_proved):
+                return run()
+            return _look(name, mesh, run, is_plain=is_plain)
+
+        return look
+
+    return decorate
+
+
+def _look(
+    step: str, mesh: ParallelMesh, look: Callable[..., tuple[Seen, bool]], *, is_plain: bool
+) -> tuple[Seen, bool]:
+    sizes, places, ranks = mesh.sizes, list[str](), list[str]()
+    with noting_world_size(places), noting_rank(ranks):
+        found = look()
+    read, asked = _gathered(next(iter(places), "")), _gathered(next(iter(ranks), ""))
+    if not read and not asked:
+        return found
+    count, place = (1, 0) if is_plain else (sizes.data, mesh.data_group.rank())
+    try:
+        again = _seen(look()[0])  # a time that is logged differs by itself
+        # As if it may fail: it may need as many tensors as it has gathered.
+        with noting_world_size([], count):
+            of_size = look(size=0)[0] if read else found[0]
+        of_rank = _as_rank(look, place) if asked else found[0]
+    except ConfigurationError as error:
+        if not is_plain:
+            raise
+        _warn(step, read or asked, str(error))
+        return found
+    text, code = _gathered(_of_size(found[0], of_size, again, read, sizes, count)), "LP416"
+    if not text:
+        text, code = _gathered(_of_rank(found[0], of_rank, again, asked, mesh, place)), "LP419"
+    if text and is_plain:
+        _warn(step, read if code == "LP416" else asked, text)
+    elif text:
+        raise ConfigurationError(
+            code,
+            f"{step} computes {text}. Ranks of one replica have the same samples, so that the run "
+            "would train or log otherwise than one process with the same global batch. "
+            f"{_CURES[code]} No weight was changed.",
+        )
+    return found
+
+
+def _as_rank(look: Callable[..., tuple[Seen, bool]], place: int) -> Seen | None:
+    """Return what a step computes that reads another rank; None if it fails as that rank, such as
+    where only rank 0 has made what it uses.
+    """
+    try:
+        with noting_rank([], place):
+            return look(size=0)[0]
+    except ConfigurationError:
+        return None
+
+
+def _of_size(
+    here: Seen, other: Seen, again: Numbers, read: str, sizes: ParallelSizes, count: int
+) -> str:
+    """Return which number comes from the number of processes; empty if none does."""
+    for name, value, counted in _differing(_seen(here), _seen(other), again):
+        replicas = "1" if count == 1 else f"{count}, the number of replicas,"
+        return (
+            f"{name}={value:.6g} from the number of processes ({read}), {sizes.world_size} on "
+            f"{sizes}; with {replicas} it is {counted:.6g}"
+        )
+    return ""
+
+
+def _of_rank(
+    here: Seen, other: Seen | None, again: Numbers, asked: str, mesh: ParallelMesh, place: int
+) -> str:
+    """Return which loss comes from the rank; empty if none does, or if that is not known."""
+    if other is None:
+        return ""
+    losses = [pair for pair in _seen(here) if pair[0] == _LOSS]
+    for name, value, counted in _differing(losses, _seen(other), again):
+        return (
+            f"{name}={value:.6g} from its rank ({asked}), {mesh.rank} on {mesh.sizes}; as rank "
+            f"{place} it is {counted:.6g}"
+        )
+    return ""
+
+
+def _warn(step: str, read: str, text: str) -> None:
+    rank_zero_warn(
+        f"{step} computes with the number of processes, or with its rank ({read}): {text}. Whether "
+        "the replicas together train as one process with the same global batch is not proved: "
+        'verify="first_step" proves it. Losses and means are those of the global batch without it.'
+    )
+
+
+def _differing(pairs: Numbers, others: Numbers, again: Numbers) -> list[tuple[str, float, float]]:
+    """Return the names and both values of the numbers that differ, and not by themselves."""
+    return [
+        (name, value, other)
+        for (name, value), (_, other), (_, same) in zip(pairs, others, again, strict=False)
+        if not math.isclose(value, other, rel_tol=1e-6) and value == value == same
+    ]
+
+
+def _seen(seen: Seen) -> Numbers:
+    losses = [(_LOSS, loss) for each in seen.losses for loss in each]
+    return losses + [(call.name, float(call.value)) for calls in seen.logs for call in calls]
+
+
+def _gathered(text: str) -> str:
+    """Return the text of the first rank that has one; the same on every rank."""
+    every: list[Any] = [""] * dist.get_world_size()
+    dist.all_gather_object(every, text)
+    return next(filter(None, every), "")

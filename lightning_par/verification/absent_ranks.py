@@ -1,0 +1,316 @@
+"""A world of which one rank is there: what it would hear from the others, it hears from itself.
+
+Collectives move nothing: a tensor that is real keeps this rank's values. Objects that others would
+send are this rank's own. Of a pipeline, the earlier stages answer with the shapes of what their
+blocks give, which are run without weights, and the last one with losses of 1.
+"""
+
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from torch import nn, Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from typing_extensions import override
+
+from lightning_par import mesh
+from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
+from lightning_par.engine.pipeline.p2p import Channel
+from lightning_par.engine.pipeline.stage import (
+    EarlierBlock,
+    Message,
+    MicroBatchState,
+    shape_of_block,
+    Stage,
+    StageExit,
+    TokenCount,
+)
+from lightning_par.engine.tensor.sequence_parallel import SEQUENCE_DIM
+from lightning_par.engine.tensor_tree import on_first_tensor, pack, PackedTree, TreeBroadcast
+from lightning_par.observe.weightless import WeightlessTensors
+from lightning_par.strategies.mesh_strategy import MeshStrategy
+from lightning_par.strategies.processes import mesh_processes
+from lightning_par.strategies.step import loss_rule
+from lightning_par.upstream.functions import replaced
+from lightning_par.upstream.pytree import tree_flatten, tree_map
+
+__all__ = ["LoneEnvironment", "answered_alone", "lone_world"]
+
+
+class LoneEnvironment(ClusterEnvironment):
+    """Environment of one rank of a world, whose other ranks nobody starts.
+
+    Args:
+        rank: Global rank.
+        num_nodes: Number of nodes.
+        num_local: Ranks of a node.
+    """
+
+    def __init__(self, rank: int, num_nodes: int, num_local: int) -> None:
+        self._rank, self.num_nodes, self._num_local = rank, num_nodes, num_local
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False
+
+    @override
+    def world_size(self) -> int:
+        return self.num_nodes * self._num_local
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the size is given."""
+
+    @override
+    def global_rank(self) -> int:
+        return self._rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the rank is given."""
+
+    @override
+    def local_rank(self) -> int:
+        return self._rank % self._num_local
+
+    @override
+    def node_rank(self) -> int:
+        return self._rank // self._num_local
+
+
+@contextmanager
+def lone_world(rank: int, world_size: int) -> Iterator[None]:
+    """Make a default process group that moves nothing, for one rank of a world.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+    """
+    # Without a store torch makes one that holds nothing, and registers the backend on the way.
+    dist.init_process_group("fake", rank=0, world_size=1)
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=HashStore())
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def answered_alone(strategy: MeshStrategy, live: WeightlessTensors) -> Iterator[None]:
+    """Inside, a run of `strategy` does not wait for what other ranks would say.
+
+    Args:
+        strategy: Of a Trainer in a `lone_world`.
+        live: Entered by the caller.
+    """
+    stages = _AbsentStages(strategy, live)
+    send_objects, send_batch = dist.broadcast_object_list, TreeBroadcast.broadcast
+
+    def broadcast_object_list(
+        objects: list[Any], src: int = 0, group: Any = None, **options: Any
+    ) -> None:
+        if src == dist.get_rank():
+            send_objects(objects, src, group, **options)
+            return
+        # The calls that torch makes, for this rank's own objects.
+        sizes = torch.tensor([len(pickle.dumps(each)) for each in objects])
+        dist.broadcast(sizes, src, group=group)
+        dist.broadcast(torch.empty(int(sizes.sum()), dtype=torch.uint8), src, group=group)
+
+    def broadcast(batches: TreeBroadcast, batch: Any) -> Any:
+        with replaced(batches, "_is_source", True):
+            return send_batch(batches, batch)
+
+    with ExitStack() as opened:
+        for owner, name, value in (
+            (dist, "broadcast_object_list", broadcast_object_list),
+            (TreeBroadcast, "broadcast", broadcast),
+            (Channel, "receive_header", stages.receive_header),
+            (PipelineExecutor, "run", stages.run),
+            # Calls that move nothing end at once.
+            (mesh, "set_timeout", lambda *_: None),
+            # Nobody watches ranks that are not there.
+            (mesh_processes, "open_status_file", lambda *_: (None, [])),
+            # Losses without values tell nothing of the rule by which they are made.
+            (loss_rule, "rule_error", lambda *_: math.nan),
+        ):
+            opened.enter_context(replaced(owner, name, value))
+        yield
+
+
+class _AbsentStages:
+    """Answers for the other stages of a pipeline.
+
+    Args:
+        strategy: Knows the module, once it has been set up.
+        live: Does not count what other ranks would hold.
+    """
+
+    def __init__(self, strategy: MeshStrategy, live: WeightlessTensors) -> None:
+        self._strategy, self._live = strategy, live
+        self._weights: dict[nn.Module, dict[str, Tensor]] = {}
+        self._outputs: dict[Any, Any] = {}
+        self._headers: dict[Any, PackedTree] = {}
+        self._run, self._receive = PipelineExecutor.run, Channel.receive_header
+
+    @property
+    def run(self) -> Callable[..., PipelineRun]:
+        """Stands for `PipelineExecutor.run`."""
+
+        def run(
+            executor: PipelineExecutor,
+            schedule: Any,
+            step: Callable[[int], Any],
+            signatures: Any,
+            scaled_loss_of: Any,
+            *more: Any,
+            **options: Any,
+        ) -> PipelineRun:
+            for stage in executor.stages:
+                link = None if stage.is_first else executor.links[stage.index - 1].activations
+                for index, signature in enumerate(signatures):
+                    if not isinstance(link, Channel) or (link, signature) in self._headers:
+                        continue
+                    self._headers[link, signature] = self._header(stage, partial(step, index))
+            given = step, signatures, scaled_loss_of, *more
+            done = self._run(executor, schedule, *given, **options)
+            if not any(stage.is_last for stage in executor.stages):
+                for index in range(len(signatures)):
+                    done.results[index] = torch.ones(())
+                    if scaled_loss_of is not None:
+                        scaled_loss_of(index, done.results[index])
+            return done
+
+        return run
+
+    @property
+    def receive_header(self) -> Callable[[Channel, Any], PackedTree]:
+        """Stands for `Channel.receive_header`."""
+
+        def receive_header(channel: Channel, signature: Any) -> PackedTree:
+            text = pickle.dumps(self._headers[channel, signature])
+            arriving = iter(
+                [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
+            )
+            receive = dist.recv
+
+            def recv(tensor: Tensor, *args: Any, **options: Any) -> Any:
+                source = receive(tensor, *args, **options)
+                tensor.copy_(next(arriving))
+                return source
+
+            with replaced(dist, "recv", recv):
+                return self._receive(channel, signature)
+
+        return receive_header
+
+    def _header(self, stage: Stage, step: Callable[[], Any]) -> PackedTree:
+        """Return the header of what the stage before `stage` sends for a micro-batch."""
+        found = self._run_earlier_blocks(stage, step)
+        with self._live.aside():
+            return self._pack(stage, found)
+
+    def _pack(self, stage: Stage, found: dict[int, tuple[nn.Module, Any]]) -> PackedTree:
+        received: Message = {}
+        own_tokens = partial(self._own_tokens, stage.tokens)
+        for index in range(stage.index):
+            earlier = Stage(index, stage.bounds, stage.carried, stage.kept)
+            earlier.tokens = stage.tokens
+            earlier.current = MicroBatchState(received=received)
+            for number in range(earlier.first_block, earlier.end_block):
+                block, output = found[number]
+                earlier.record(number, block, None, on_first_tensor(own_tokens, output))
+            received = earlier.outgoing(earlier.current)
+        header, _ = pack(received)
+        return header
+
+    def _own_tokens(self, tokens: TokenCount | None, hidden: Tensor) -> Tensor:
+        """Return hidden states as they are between blocks: sharded along T, or whole."""
+        if tokens is None:
+            return hidden
+        size, degree = hidden.shape[SEQUENCE_DIM], self._strategy.sizes.tensor
+        tokens.whole = size if size % degree else None
+        return hidden.chunk(degree, SEQUENCE_DIM)[0]
+
+    def _run_earlier_blocks(
+        self, stage: Stage, step: Callable[[], Any]
+    ) -> dict[int, tuple[nn.Module, Any]]:
+        """Run the user's step with the blocks before a stage; return each and its output."""
+        found: dict[int, tuple[nn.Module, Any]] = {}
+
+        def forward(stub: EarlierBlock, *args: Any, **kwargs: Any) -> Any:
+            number, block = shape_of_block(stub)
+            with self._live.aside():
+                output = self._output(stage, block, args, kwargs)
+                found[number] = block, output
+                if number == stage.first_block - 1:
+                    raise StageExit
+                return tree_map(_copy, output)
+
+        module = self._strategy.parallel_model.module
+        with ExitStack() as opened:
+            opened.enter_context(stage.hold(MicroBatchState()))
+            for stub in module.modules():
+                if isinstance(stub, EarlierBlock):
+                    opened.enter_context(replaced(stub, "forward", partial(forward, stub)))
+            with suppress(StageExit):
+                step()
+        return found
+
+    def _output(self, stage: Stage, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return what a block gives; what blocks alike give for arguments alike is alike."""
+        leaves, nest = tree_flatten((args, kwargs))
+        arguments = [_layout(leaf) for leaf in leaves]
+        weights = [(name, _layout(t)) for name, t in block.state_dict().items()]
+        alike = str(block), str(nest), str(arguments), str(weights), torch.is_grad_enabled()
+        # Attributes that blocks carry from stage to stage are there after their own forward only.
+        if stage.carried or alike not in self._outputs:
+            output = torch.func.functional_call(block, self._weights_of(block), args, kwargs)
+            self._outputs[alike] = tree_map(_copy, output)
+        return self._outputs[alike]
+
+    def _weights_of(self, block: nn.Module) -> dict[str, Tensor]:
+        """Return weights and buffers, on the CPU, of a block that has them on meta."""
+        if block not in self._weights:
+            tensors = [*block.named_parameters(), *block.named_buffers()]
+            self._weights[block] = {
+                name: torch.zeros(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad)
+                for name, t in tensors
+            }
+        return self._weights[block]
+
+
+def _layout(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+
+
+def _copy(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
