@@ -48,7 +48,7 @@ class FirstStepCounter(Callback, Generic[T]):
         if self._signature not in self._counters:
             self._start_counting()
             if isinstance(trainer.strategy, MeshStrategy):
-                trainer.strategy.parallel_model.steps.after_look[id(self)] = self._restart_counting
+                trainer.strategy.start.after_look[id(self)] = self._restart_counting
 
     @override
     def on_before_optimizer_step(self, *_: Any) -> None:

@@ -57,6 +57,7 @@ class Recording:
     def __init__(self, trainer: pl.Trainer, keep: int) -> None:
         strategy = mesh_strategy(trainer)
         self.mesh, self.parallel_model = strategy.mesh, strategy.parallel_model
+        self._after_look = strategy.start.after_look
         clock = clock_for(strategy.root_device)
         self.steps = StepRecorder(
             clock=clock,
@@ -79,7 +80,7 @@ class Recording:
             before, executor.clock = executor.clock, self.steps.clock
             self._hooks.callback(setattr, executor, "clock", before)
         self._hooks.enter_context(self.steps.hooked())
-        after_look = self.parallel_model.steps.after_look
+        after_look = self._after_look
         after_look[id(self)] = self._restart
         self._hooks.callback(after_look.pop, id(self), None)
 

@@ -110,6 +110,7 @@ class MeshStrategy(ParallelStrategy):
         options: What the user chose, and what callbacks added; see `change_options`.
         processes: Sizes, mesh, launcher and collectives of this run.
         activity: What this rank is doing.
+        start: Looks at the steps of this run, and proves the first; made by `setup`.
         offload: The optimizer on the host; None: it is on the device, as always before a fit.
         islands: Exchanges with other islands; None: there are none, as always before a fit.
 
@@ -177,15 +178,14 @@ class MeshStrategy(ParallelStrategy):
         self._saving = CheckpointSave(self.options, self.processes)
         self._loading = CheckpointLoad(self.processes)
         self.islands: IslandRounds | None = None
-        self._precision = AdoptedPrecision()
+        self._precision, self._hooks = AdoptedPrecision(), UserHooks()
         self._record: ConstructionRecord | None = None
         self._parallel_model: ParallelModel | None = None
         self._step: Step | None = None
-        self._hooks = UserHooks()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave process groups, and what holds them, behind."""
-        left = ("_record", "_parallel_model", "_launcher", "_step", "offload", "islands")
+        left = ("_record", "_parallel_model", "start", "_launcher", "_step", "offload", "islands")
         plugin = self._precision.given or self.precision_plugin
         own = {"_precision_plugin": plugin, "_precision": AdoptedPrecision(), "_hooks": UserHooks()}
         return {**super().__getstate__(), **dict.fromkeys(left), **own}
@@ -344,7 +344,7 @@ class MeshStrategy(ParallelStrategy):
             self.model = plugin.convert_module(module)
             kept = kept_by_optimizers(self._parallel_model, module, self.optimizers)
             rest = self.mesh, self.root_device, self._record, self.options, self.processes
-            self._parallel_model = parallelize(module, resolved, *rest)
+            self._parallel_model, self.start = parallelize(module, resolved, *rest)
             kept(self._parallel_model)
             self.processes.catch_up = self._parallel_model.sharding.catch_up
         make_averages(trainer, self.parallel_model)
@@ -400,8 +400,8 @@ class MeshStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_step()
         model, given = self.parallel_model, [*args, *kwargs.values()]
-        if not model.proof.is_over:  # a steady step does not even ask
-            model.proof.begin(model, self.precision_plugin, given)
+        if not self.start.proof.is_over:  # a steady step does not even ask
+            self.start.proof.begin(model, self.precision_plugin, given)
         output, step = model.steps.training(self.precision_plugin, given)
         if output is None or not model.module.automatic_optimization:
             step.close()  # no backward follows: there is none, or it has run inside the step
@@ -442,8 +442,8 @@ class MeshStrategy(ParallelStrategy):
             with model.steps.backward(step):
                 yield weighted
             model.gradients.after_backward()
-        if not model.proof.is_over:
-            model.proof.after_backward(weighted)
+        if not self.start.proof.is_over:
+            self.start.proof.after_backward(weighted)
         self.activity.begin("optimizer step")
 
     def _drop_step(self) -> None:
@@ -592,7 +592,7 @@ class MeshStrategy(ParallelStrategy):
         if self.islands is not None and self.lightning_module is not None:
             self.islands.detach(self.lightning_module.trainer)
         if self._parallel_model is not None:
-            self._parallel_model.proof.end_run()
+            self.start.proof.end_run()
             gather_after_run(self._parallel_model, self.optimizers, self.options, self.processes)
         parts: Any = self.cluster_environment, self.precision_plugin, self.accelerator
         for part in (*parts, self.checkpoint_io):

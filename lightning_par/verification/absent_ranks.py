@@ -36,7 +36,7 @@ from lightning_par.engine.tensor_tree import on_first_tensor, pack, PackedTree, 
 from lightning_par.observe.weightless import WeightlessTensors
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.processes import mesh_processes
-from lightning_par.strategies.step import loss_rule
+from lightning_par.strategies.start import loss_rule
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import tree_flatten, tree_map
 

@@ -178,7 +178,7 @@ class StepObserver(Callback):
         self._volume = volume = _OrderedVolume(dict(model.groups), self.live)
         self._open.enter_context(volume)
         self._open.enter_context(_marked_parameters(self.live))
-        model.steps.after_look[id(volume)] = volume.clear
+        strategy.start.after_look[id(volume)] = volume.clear
 
     @override
     def on_before_zero_grad(

@@ -211,7 +211,7 @@ def test_a_steady_hybrid_step_enters_few_files() -> None:
         "strategies/components/step_writes.py",
         "strategies/hooks/outer_forward.py",
         "strategies/hooks/user_hooks.py",
-        "strategies/start/loss_form.py",
+        "strategies/step/loss_form.py",
         "upstream/functions.py",
     }
     assert max(len(files - watches) for files in found) <= 21, "\n".join(

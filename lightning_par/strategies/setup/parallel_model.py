@@ -20,7 +20,6 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.resolved_plan import ResolvedPlan
 from lightning_par.strategies.components.module_forms import ModuleForms
 from lightning_par.strategies.components.state_map import named_tensors, StateMap
-from lightning_par.strategies.start.first_step import FirstStepProof
 from lightning_par.strategies.step.gradient_path import GradientPath
 from lightning_par.strategies.step.runner import StepRunner
 
@@ -41,7 +40,6 @@ class ParallelModel:
         sharding: Shards parameters over the replicas.
         steps: Runs the user's steps.
         gradients: The path of a gradient from the backward to the optimizer.
-        proof: Compares the first step with one process.
         states: Translates weights and optimizer states.
         groups: Name -> process group, for a `CommVolume`: the mesh axes; ``data``, ``replica`` and
             ``tokens``; ``pp activations`` and ``pp gradients``, and, where ranks hold several
@@ -58,7 +56,6 @@ class ParallelModel:
     sharding: Sharding
     steps: StepRunner
     gradients: GradientPath
-    proof: FirstStepProof
     states: StateMap
     groups: Mapping[str, dist.ProcessGroup]
 

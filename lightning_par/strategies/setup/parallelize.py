@@ -49,6 +49,7 @@ from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.first_step import FirstStepProof, take_skeleton
 from lightning_par.strategies.start.skeleton import Skeleton
+from lightning_par.strategies.start.start import RunStart
 from lightning_par.strategies.step.absent_parameter import About
 from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.gradient_path import GradientPath
@@ -68,8 +69,8 @@ def parallelize(  # house: the order, in one place
     record: ConstructionRecord | None,
     options: MeshOptions,
     processes: MeshProcesses,
-) -> ParallelModel:
-    """Put a LightningModule on a mesh.
+) -> tuple[ParallelModel, RunStart]:
+    """Put a LightningModule on a mesh; return it, and what looks at its steps and proves the first.
 
     Args:
         module: Whole LightningModule, on the CPU or on meta; changed in place.
@@ -113,19 +114,21 @@ def parallelize(  # house: the order, in one place
         sequence=parts.sequence,
         executor=executor if parts.stages else None,
         rank_of_stage=parts.rank_of_stage,
-        options=options if _is_proved(skeleton, mesh) else replace(options, verify=False),
+        options=options,
         device=device,
         seed=seed,
         activity=processes.activity,
         reads=_watch_reads(module, resolved, mesh, known, parts, device, sharding, options),
         manual=ManualSteps(module, gradients.norms),
-        decisions=processes.decisions,
     )
+    proof = FirstStepProof(skeleton, options, device)
+    is_proved = _is_proved(skeleton, mesh)
+    start = RunStart(steps, processes.decisions, proof, is_proved=is_proved)
     if mesh.sizes.world_size > 1:
         wrap_outer_forwards(module, resolved, steps, sharding)
     gradients.form = steps.form
     forms.become_parallel()
-    return ParallelModel(
+    model = ParallelModel(
         module=module,
         forms=forms,
         resolved=resolved,
@@ -135,10 +138,10 @@ def parallelize(  # house: the order, in one place
         sharding=sharding,
         steps=steps,
         gradients=gradients,
-        proof=FirstStepProof(skeleton, options, device),
         states=states,
         groups={**mesh.named_groups(), **mesh.links},
     )
+    return model, start
 
 
 def _is_proved(skeleton: Skeleton | str | None, mesh: ParallelMesh) -> bool:

@@ -29,9 +29,9 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.observe.modes import WithoutDropout
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeights
-from lightning_par.strategies.step.loss_rule import Seen
 from lightning_par.strategies.step.metrics import compare_metrics
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.step_report import StepReport
 from lightning_par.strategies.step.step_traces import join_over_context
 from lightning_par.upstream.pytree import tree_leaves
 
@@ -42,7 +42,7 @@ _TOKENS = 4096
 _TELL_NOTHING = (0.0, 1.0)
 """Values that both ways may have by chance, as an accuracy has."""
 
-Look = Callable[[Any, int, dist.ProcessGroup | None], tuple[Seen, bool]]
+Look = Callable[[Any, int, dist.ProcessGroup | None], tuple[StepReport, bool]]
 """Runs the step on some samples, of that number, without a trace, and tells whether it draws random
 numbers. The updates of metrics on all ranks of the group count together."""
 
@@ -178,7 +178,7 @@ class DividedLook:
 
     def _run_divided(
         self, few: Any, count: int, run: Look, *, trains: bool
-    ) -> tuple[Seen, BatchWeights]:
+    ) -> tuple[StepReport, BatchWeights]:
         try:
             (shard,) = self._sequence.open([few])
             weights = self._weigher.weigh([shard], [count])
@@ -208,7 +208,7 @@ class DividedLook:
         return take_samples(few, dims, range(most)), most
 
     def _compared(
-        self, whole: Seen, seen: Seen, weights: BatchWeights, *, trains: bool
+        self, whole: StepReport, seen: StepReport, weights: BatchWeights, *, trains: bool
     ) -> dict[str, str]:
         """Return which values on divided sequences are others than on whole ones."""
         tolerance = self._tolerance()

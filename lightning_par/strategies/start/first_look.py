@@ -22,22 +22,24 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.data.replica_batches import Share
+from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.start.contrast import make_contrast
-from lightning_par.strategies.start.loss_form import FormWatch
-from lightning_par.strategies.start.seen_losses import labels_seen, rules_seen
-from lightning_par.strategies.start.uncut_batch import cure_of_uncut, run_parts, RunParts
-from lightning_par.strategies.step.batch_statistics import training_batchnorms
-from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
-from lightning_par.strategies.step.loss_rule import (
+from lightning_par.strategies.start.loss_rule import (
     candidate_rules,
     choose_parts,
     choose_rule,
     errors_of,
-    Seen,
+    labels_seen,
+    rules_seen,
 )
+from lightning_par.strategies.start.uncut_batch import cure_of_uncut, run_parts, RunParts
+from lightning_par.strategies.step.batch_statistics import training_batchnorms
+from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
+from lightning_par.strategies.step.loss_form import FormWatch
 from lightning_par.strategies.step.metrics import compare_metrics, OF_METRIC
 from lightning_par.strategies.step.returned import warn_of_results
+from lightning_par.strategies.step.step_report import StepReport
 from lightning_par.strategies.step.step_traces import (
     compare_parts,
     MEAN_OF_SAMPLES,
@@ -45,7 +47,6 @@ from lightning_par.strategies.step.step_traces import (
     SAME_KIND,
     SUM_OF_PARTS,
 )
-from lightning_par.strategies.step.weights_on_host import KnownWeights
 
 __all__ = ["FirstLook"]
 
@@ -74,20 +75,19 @@ class _Finding:
 
 
 class FirstLook:
-    """Finds the rule of a run's loss, see Note [Finding the rule] in `look/loss_rule.py`.
+    """Finds the rule of a run's loss, see Note [Finding the rule] in `loss_rule.py`.
 
     Args:
         module: The user's LightningModule.
         mesh: Mesh of this run.
         layout: What is declared of its batches.
         weigher: Gets the rule.
+        form: Notices when the loss takes another form than it had when it was looked at.
         decisions: Where it is noted.
 
     Attributes:
         share: What the batch that comes is of the global one.
         is_over: Whether no later step has to be looked at, whatever its batch.
-        watches: Whether the form of the loss has to stay as it was when it was looked at.
-        form: Notices where it does not.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class FirstLook:
         mesh: ParallelMesh,
         layout: BatchLayout,
         weigher: BatchWeigher,
+        form: FormWatch,
         decisions: Decisions,
     ) -> None:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
-        self._decisions = decisions
-        self._looks, self._is_known, self.watches, self.share = 0, True, False, Share()
-        self.form = FormWatch(module.device)
+        self._form, self._decisions = form, decisions
+        self._looks, self._is_known, self.share = 0, True, Share()
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
 
     def is_due(
@@ -188,8 +188,8 @@ class FirstLook:
         seen, is_random = run_parts(run, parts, whole, takes_whole, cure)
         parts = parts if len(seen.losses) == len(parts) else [whole]
         self._check_tensor_ranks(seen)
-        self.watches = self._finds_rule(microbatches)
-        if self.watches:
+        self._form.has_to_stay = self._finds_rule(microbatches)
+        if self._form.has_to_stay:
             count = 0 if dims.unsure else dims.size or 0
             found = self._agree(self._finding(rules, seen, parts, is_random, count))
             is_random = found.is_random
@@ -205,7 +205,7 @@ class FirstLook:
                 found = self._crossed(rules, found, parts[0][0], dims, run)
             self._decide(rules, found, batch, dims, microbatches, run)
             if not is_random:
-                told = seen if _is_told(found) else Seen(losses=[], logs=[], metrics=({}, {}))
+                told = seen if _is_told(found) else StepReport(losses=[], logs=[], metrics=({}, {}))
                 self.warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
         elif divides:
             self._decisions.add("loss", self._weigher.rule.name, "as declared")
@@ -264,7 +264,9 @@ class FirstLook:
                 f"first step on, or use {' and '.join(cure)}. Nothing of this step was kept.",
             )
 
-    def _shows_rule(self, rules: Sequence[LossRule], whole: tuple[Any, int], seen: Seen) -> bool:
+    def _shows_rule(
+        self, rules: Sequence[LossRule], whole: tuple[Any, int], seen: StepReport
+    ) -> bool:
         """Tell whether the loss of a batch that cannot be cut is a cross-entropy, whose labels
         weigh the batches of replicas; the same on every rank.
         """
@@ -280,7 +282,7 @@ class FirstLook:
     def _finding(
         self,
         rules: Sequence[LossRule],
-        seen: Seen,
+        seen: StepReport,
         parts: Sequence[tuple[Any, int]],
         is_random: bool,
         count: int = 0,
@@ -401,7 +403,7 @@ class FirstLook:
         self._decisions.add("loss", weigher.rule.name, source)
 
     def judge_logs(
-        self, seen: Seen, parts: Sequence[tuple[Any, int]], microbatches: int
+        self, seen: StepReport, parts: Sequence[tuple[Any, int]], microbatches: int
     ) -> frozenset[str]:
         """Learn which logged numbers are sums over the samples; return the names of those, and of
         metrics, that are not made of what parts of a batch log, or update them with.
@@ -471,7 +473,7 @@ class FirstLook:
                 "reduce_fx='max'."
             )
 
-    def _check_tensor_ranks(self, seen: Seen) -> None:
+    def _check_tensor_ranks(self, seen: StepReport) -> None:
         """Refuse a loss that tensor-parallel ranks, which have the same samples, do not share.
 
         **Communicates**: the losses, over the ``tp`` axis.

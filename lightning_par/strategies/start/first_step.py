@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,14 +19,12 @@ from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import VerificationError
 from lightning_par.observe.report import StartValues, StepRecord
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.gathering import gather_batches, gather_tensors, mean_over
 from lightning_par.strategies.start.judge import CannotProveError, Judge, REHEARSE
 from lightning_par.strategies.start.second_step import rehearsed
 from lightning_par.strategies.start.skeleton import Skeleton
 from lightning_par.strategies.step.batch_weights import weigh
-
-if TYPE_CHECKING:
-    from lightning_par.strategies.setup.parallel_model import ParallelModel
 
 __all__ = ["LARGEST", "FirstStepProof", "take_skeleton"]
 
@@ -118,7 +116,7 @@ class FirstStepProof:
         if self._model is not None:
             self.close()
 
-    def begin(self, model: "ParallelModel", plugin: Precision, args: Sequence[Any]) -> None:
+    def begin(self, model: ParallelModel, plugin: Precision, args: Sequence[Any]) -> None:
         """Note what a training step starts from.
 
         Args:
@@ -143,7 +141,7 @@ class FirstStepProof:
             given = None if model.steps.repeats else args[0]
             self._batches.append(gather_batches(given, model.mesh))
 
-    def _start(self, model: "ParallelModel", plugin: Precision) -> bool:
+    def _start(self, model: ParallelModel, plugin: Precision) -> bool:
         reason = self._skeleton if isinstance(self._skeleton, str) else ""
         if not reason and getattr(plugin, "scaler", None) is not None:
             reason = "the loss is scaled (16-mixed), and steps that overflow are left out."
@@ -262,7 +260,7 @@ class FirstStepProof:
                 "and says so.",
             )
 
-    def _compare(self, model: "ParallelModel") -> Any:
+    def _compare(self, model: ParallelModel) -> Any:
         """Return what differs, or why that is not known; None: nothing."""
         self._noted.state = self._gather_state()
         assert self._plugin is not None

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -28,12 +28,10 @@ from lightning_par.strategies.data.joined_batch import (
 )
 from lightning_par.strategies.optimizers.reach import declared_reach, LOOKS_ACROSS
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.causes import explain, Findings
 from lightning_par.strategies.start.one_process import GivenStep, run_alone
 from lightning_par.strategies.start.skeleton import Skeleton
-
-if TYPE_CHECKING:
-    from lightning_par.strategies.setup.parallel_model import ParallelModel
 
 __all__ = ["REHEARSE", "CannotProveError", "Judge"]
 
@@ -65,7 +63,7 @@ class Judge:
     """
 
     skeleton: Skeleton
-    model: "ParallelModel"
+    model: ParallelModel
     options: MeshOptions
     plugin: Precision
     device: torch.device

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -11,19 +11,17 @@ from torch import nn, Tensor
 from lightning_par.engine.rng import fork_all_rng, restore_random_states
 from lightning_par.observe.isolate import untouched
 from lightning_par.observe.modes import WithoutDropout
+from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.silence import silent
 from lightning_par.strategies.step.pipelined_step import loss_of, take_gradients
 from lightning_par.strategies.step.step_traces import logs_off
-
-if TYPE_CHECKING:
-    from lightning_par.strategies.setup.parallel_model import ParallelModel
 
 __all__ = ["rehearsed"]
 
 
 @contextmanager
 def rehearsed(
-    model: "ParallelModel",
+    model: ParallelModel,
     plugin: Precision,
     args: Sequence[Any],
     random_states: dict[str, Any],

@@ -6,11 +6,11 @@ from typing import Any
 from lightning_par.engine.batch import find_batch_dims
 from lightning_par.errors import ConfigurationError
 from lightning_par.plan.parallel_plan import BatchLayout
-from lightning_par.strategies.step.loss_rule import Seen
+from lightning_par.strategies.step.step_report import StepReport
 
 __all__ = ["RunParts", "cure_of_uncut", "run_parts"]
 
-RunParts = Callable[..., tuple[Seen, bool]]
+RunParts = Callable[..., tuple[StepReport, bool]]
 """Runs the step without gradients on some samples (and their number) and on their parts, and tells
 whether it drew random numbers that cannot be cut; the same on every rank of the replica. With
 ``made=True`` the samples are not those of the batch, see `contrast.py`.
@@ -21,9 +21,9 @@ def run_parts(
     run: RunParts,
     parts: Sequence[tuple[Any, int]],
     whole: tuple[Any, int],
-    takes_whole: Callable[[Seen], bool] | None = None,
+    takes_whole: Callable[[StepReport], bool] | None = None,
     cure: str = "",
-) -> tuple[Seen, bool]:
+) -> tuple[StepReport, bool]:
     """Run a step on parts of a batch.
 
     Args:

@@ -18,11 +18,11 @@ from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.processes.world_size import noting_rank, noting_world_size
-from lightning_par.strategies.step.loss_rule import Seen
+from lightning_par.strategies.step.step_report import StepReport
 
 __all__ = ["compares_world_sizes"]
 
-Look = Callable[..., tuple[Seen, bool]]
+Look = Callable[..., tuple[StepReport, bool]]
 Numbers = list[tuple[str, float]]
 _LOSS = "the loss"
 _CURES = {
@@ -49,7 +49,7 @@ def compares_world_sizes(
 
     def decorate(method: Look) -> Look:
         @wraps(method)
-        def look(runner: Any, name: str, *args: Any, **kwargs: Any) -> tuple[Seen, bool]:
+        def look(runner: Any, name: str, *args: Any, **kwargs: Any) -> tuple[StepReport, bool]:
             (mesh, is_proved), sizes = about(runner), about(runner)[0].sizes
             run = partial(method, runner, name, *args, **kwargs)
             is_plain = sizes.data == sizes.world_size
@@ -65,8 +65,8 @@ def compares_world_sizes(
 
 
 def _look(
-    step: str, mesh: ParallelMesh, look: Callable[..., tuple[Seen, bool]], *, is_plain: bool
-) -> tuple[Seen, bool]:
+    step: str, mesh: ParallelMesh, look: Callable[..., tuple[StepReport, bool]], *, is_plain: bool
+) -> tuple[StepReport, bool]:
     sizes, places, ranks = mesh.sizes, list[str](), list[str]()
     with noting_world_size(places), noting_rank(ranks):
         found = look()
@@ -100,7 +100,7 @@ def _look(
     return found
 
 
-def _as_rank(look: Callable[..., tuple[Seen, bool]], place: int) -> Seen | None:
+def _as_rank(look: Callable[..., tuple[StepReport, bool]], place: int) -> StepReport | None:
     """Return what a step computes that reads another rank; None if it fails as that rank, such as
     where only rank 0 has made what it uses.
     """
@@ -112,7 +112,7 @@ def _as_rank(look: Callable[..., tuple[Seen, bool]], place: int) -> Seen | None:
 
 
 def _of_size(
-    here: Seen, other: Seen, again: Numbers, read: str, sizes: ParallelSizes, count: int
+    here: StepReport, other: StepReport, again: Numbers, read: str, sizes: ParallelSizes, count: int
 ) -> str:
     """Return which number comes from the number of processes; empty if none does."""
     for name, value, counted in _differing(_seen(here), _seen(other), again):
@@ -125,7 +125,12 @@ def _of_size(
 
 
 def _of_rank(
-    here: Seen, other: Seen | None, again: Numbers, asked: str, mesh: ParallelMesh, place: int
+    here: StepReport,
+    other: StepReport | None,
+    again: Numbers,
+    asked: str,
+    mesh: ParallelMesh,
+    place: int,
 ) -> str:
     """Return which loss comes from the rank; empty if none does, or if that is not known."""
     if other is None:
@@ -156,7 +161,7 @@ def _differing(pairs: Numbers, others: Numbers, again: Numbers) -> list[tuple[st
     ]
 
 
-def _seen(seen: Seen) -> Numbers:
+def _seen(seen: StepReport) -> Numbers:
     losses = [(_LOSS, loss) for each in seen.losses for loss in each]
     return losses + [(call.name, float(call.value)) for calls in seen.logs for call in calls]
 

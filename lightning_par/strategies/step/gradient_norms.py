@@ -26,8 +26,8 @@ from lightning_par.dtensor import local_part, whole
 from lightning_par.engine.data.gradient_reduction import is_counted_here
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.hooks.across_parameters import AcrossParameters
 from lightning_par.strategies.step.absent_parameter import AbsentParameter
-from lightning_par.strategies.step.across_parameters import AcrossParameters
 from lightning_par.strategies.step.step_errors import explain_mixing
 from lightning_par.upstream.functions import diverted
 

@@ -43,8 +43,8 @@ from lightning_par.errors import NonFiniteError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
-from lightning_par.strategies.start.loss_form import FormWatch
 from lightning_par.strategies.step.gradient_norms import GradientNorms
+from lightning_par.strategies.step.loss_form import FormWatch
 from lightning_par.strategies.step.pipelined_step import put_gradients, take_gradients
 from lightning_par.upstream.lightning import CLIP_GRADIENTS, plain_after_closure
 

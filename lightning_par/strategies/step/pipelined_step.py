@@ -44,14 +44,12 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.components.step_writes import StepWrites
-from lightning_par.strategies.start.seen_losses import LookAtStep
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
     BatchWeights,
     weigh,
     weighted_mean,
 )
-from lightning_par.strategies.step.loss_rule import Seen
 from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.returned import (
     counts_in,
@@ -63,6 +61,7 @@ from lightning_par.strategies.step.returned import (
     warn_of_results,
 )
 from lightning_par.strategies.step.sharded_sequence import ShardedSequence
+from lightning_par.strategies.step.step_report import StepReport, StepWatch
 from lightning_par.strategies.step.step_traces import (
     combine_logs,
     LogCall,
@@ -266,8 +265,8 @@ class PipelinedSteps:
         rest: Sequence[Any],
         refusal: Callable[[], Exception | None],
         name: str,
-        sight: LookAtStep,
-    ) -> Seen:
+        watch: StepWatch,
+    ) -> StepReport:
         """Run a step on batches of their own, without gradients and logs.
 
         Args:
@@ -276,7 +275,7 @@ class PipelinedSteps:
             rest: What else the step takes.
             refusal: Says why the step cannot run here, and gave nothing.
             name: Of the step.
-            sight: Sees what else the step does.
+            watch: Watches what else the step does.
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
         key = ("first look",)
@@ -288,7 +287,7 @@ class PipelinedSteps:
 
         with torch.no_grad():
             run = self._forward_only(
-                name, context, batches, rest, key, calls, sight.followed, has_failed
+                name, context, batches, rest, key, calls, watch.followed, has_failed
             )
         found = None
         if len(run.results) == len(batches) and not has_failed():
@@ -302,12 +301,9 @@ class PipelinedSteps:
             self._told |= {call.name for calls in left for call in calls}
             made = [numbers_of([*c, *r, *n]) for c, r, n in zip(calls, returned, left, strict=True)]
             leaves = self._attributes.names_changed()
-            values, seen = sight.metrics.values(), sight.losses.seen
-            writes = self._writes.take()[0] or sight.has_written()
-            found = Seen(
-                losses=losses, logs=made, metrics=values, calls=seen, leaves=leaves, writes=writes
-            )
-        told = self.from_last_stage(found) or Seen(losses=[], logs=[], metrics=({}, {}))
+            writes = self._writes.take()[0]
+            found = watch.report(losses=losses, logs=made, leaves=leaves, writes=writes)
+        told = self.from_last_stage(found) or StepReport(losses=[], logs=[], metrics=({}, {}))
         self._writes.is_known |= told.writes and name == "training_step"
         return told
 

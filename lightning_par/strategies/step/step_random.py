@@ -30,7 +30,7 @@ from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import ConfigurationError, LightningParError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
-from lightning_par.strategies.components.batch_copies import BATCH_HOOKS, has_hook
+from lightning_par.strategies.data.batch_copies import BATCH_HOOKS, has_hook
 from lightning_par.strategies.data.replica_batches import Share
 from lightning_par.strategies.step.random_draws import Rows, Tokens, WholeDraws
 

@@ -208,7 +208,7 @@ def _says_entry(kind: Any) -> Any:
 
 
 _LOOK = "lightning_par.strategies.start.first_look.FirstLook.is_due"
-_STATISTICS = "lightning_par.strategies.step.runner.check_batch_statistics"
+_STATISTICS = "lightning_par.strategies.start.start.check_batch_statistics"
 _READS = "lightning_par.strategies.setup.parallelize.describe_parameters"
 _NORMS = "lightning_par.strategies.step.gradient_norms.GradientNorms.in_hooks"
 _EFFECTS = "lightning_par.engine.pipeline.module_split.watch_side_effects"
@@ -467,7 +467,7 @@ def _train_rank(
         result["refused"] = str(error)
     after = _process_state()
     assert strategy._parallel_model is not None, result["refused"]
-    proof = strategy.parallel_model.proof
+    proof = strategy.start.proof
     left = [key for key in before if before[key] != after[key] and key != "filters"]
     left += [key for key in ("on_train_batch_end", "log") if key in vars(module)]
     held = vars(proof).items()

@@ -323,7 +323,7 @@ def _send(rank: int, world: int) -> Any:
         with contextlib.suppress(BlockingIOError):
             while receiver.recv(64):
                 count += 1
-        return count, strategy.parallel_model.proof.outcome
+        return count, strategy.start.proof.outcome
 
 
 def test_a_hook_sends_to_a_socket_once_and_the_proof_says_that_it_was_not_made() -> None:

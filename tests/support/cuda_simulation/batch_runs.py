@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_par  # noqa: F401 - registers the strategies
 from lightning_par.engine.offload.copy_stream import CopyStream
-from lightning_par.strategies.components.batch_copies import BatchCopies
+from lightning_par.strategies.data.batch_copies import BatchCopies
 from tests.support.parity import quiet_trainer
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_par.engine.offload import copy_stream
 from lightning_par.engine.offload.copy_stream import BegunCopies
-from lightning_par.strategies.components.batch_copies import BatchCopies, has_hook
+from lightning_par.strategies.data.batch_copies import BatchCopies, has_hook
 from lightning_par.upstream.data import pinned_batches, WorkerIterator
 from lightning_par.upstream.lightning import next_of_fit
 

@@ -22,7 +22,7 @@ from lightning_par.observe.live_bytes import (
 )
 from lightning_par.plan.parallel_plan import ParallelPlan
 from lightning_par.sizes import ParallelSizes
-from lightning_par.strategies.step import loss_rule
+from lightning_par.strategies.start import loss_rule
 from lightning_par.verification.rehearse import distinct_ranks, rehearse, rehearse_apart
 from tests.support.models.pooling_encoder import labeled_tokens, PoolingEncoder
 from tests.support.models.rehearsed import build

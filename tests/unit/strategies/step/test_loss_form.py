@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_par.strategies.start.loss_form import form_of
+from lightning_par.strategies.step.loss_form import form_of
 
 
 def losses(seed: int, samples: int = 4) -> Tensor:

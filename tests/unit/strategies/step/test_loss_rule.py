@@ -7,8 +7,8 @@ from torch import nn, Tensor
 from lightning_par.engine.batch import find_batch_dims, take_samples
 from lightning_par.errors import PlanError
 from lightning_par.plan.parallel_plan import BatchLayout
+from lightning_par.strategies.start.loss_rule import candidate_rules, choose_rule, rule_error
 from lightning_par.strategies.step.batch_weights import declared_rule
-from lightning_par.strategies.step.loss_rule import candidate_rules, choose_rule, rule_error
 
 LABELS = torch.tensor([[3, -100, 5, 7, 1], [-100, -100, 2, -100, -100], [4, 4, 4, 4, 4]])
 BATCH = {"x": torch.rand(3, 5), "y": LABELS, "mask": torch.rand(3, 5) < 0.5, "order": [0, 1, 1]}

@@ -80,12 +80,13 @@ class FormWatch:
         reads_factors: Whether a term of the loss had the factor 0, and may get another one.
         is_new: Whether the loss of this rank has a form that was not looked at.
         watches: Whether the loss of the present batch can be looked at.
+        has_to_stay: Whether the loss has to keep the form in which it was looked at.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.again: Callable[[], None] = lambda: None
         self.reads_factors = False
-        self.is_new, self.watches = False, True
+        self.is_new, self.watches, self.has_to_stay = False, True, False
         self._device, self._known = device, set[Hashable]()
 
     def see(self, loss: Tensor, samples: int) -> None:

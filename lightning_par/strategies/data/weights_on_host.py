@@ -2,7 +2,7 @@
 
 That is which parts have weight 0, see Note [Zero-weight loss] in `engine/data/zero_weight_loss.py`,
 and whether rules that the loss may follow differ, see Note [Finding the rule] in
-`look/loss_rule.py`.
+`start/loss_rule.py`.
 Asked of the device, the answer would come after all work that the device was given before, which is
 the step before this one.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_par.engine.tensor_tree import tensors_of, TreeBroadcast
-from lightning_par.strategies.components.batch_copies import BATCH_HOOKS, has_hook
+from lightning_par.strategies.data.batch_copies import BATCH_HOOKS, has_hook
 from lightning_par.strategies.step.batch_weights import BatchWeigher
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import count_of_changes

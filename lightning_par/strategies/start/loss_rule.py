@@ -10,16 +10,17 @@ first batch for which they differ, in one replica or between several.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn, Tensor
+from torch.nn import functional as F
 
 from lightning_par.engine.batch import batch_entry, BatchDims, take_samples
+from lightning_par.engine.tensor_tree import tensors_of
+from lightning_par.observe.cross_entropies import SeenLoss
 from lightning_par.plan.parallel_plan import BatchLayout
-from lightning_par.strategies.start.seen_losses import SeenLoss
 from lightning_par.strategies.step.batch_weights import (
     count_entries,
     declared_rule,
@@ -30,36 +31,22 @@ from lightning_par.strategies.step.batch_weights import (
     sum_of_entry,
     SUM_OVER_SAMPLES,
 )
-from lightning_par.strategies.step.step_traces import LogCall
+from lightning_par.strategies.step.step_report import StepReport
 
-__all__ = ["Seen", "candidate_rules", "choose_parts", "choose_rule", "errors_of", "rule_error"]
+__all__ = [
+    "candidate_rules",
+    "choose_parts",
+    "choose_rule",
+    "errors_of",
+    "labels_seen",
+    "rule_error",
+    "rules_seen",
+]
 
 _ROWS = 16
 """Samples of a batch from which the parts are chosen."""
 _MARK = -100
 """The label that PyTorch's losses ignore by default; it has no other use."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What running the step on some batches gave.
-
-    Attributes:
-        losses: Its losses, for each batch one of every backward.
-        logs: The calls that logged numbers, for each batch.
-        metrics: FQN -> value of the torchmetrics that it updates, for the first batch, and for the
-            others together.
-        calls: For each batch, the cross-entropies that it computed.
-        leaves: Names of attributes of the LightningModule that it changes.
-        writes: Whether it writes by itself: to loggers, the terminal or files.
-    """
-
-    losses: list[tuple[float, ...]]
-    logs: list[list[LogCall]]
-    metrics: tuple[dict[str, Any], dict[str, Any]]
-    calls: list[list[SeenLoss]] = field(default_factory=list)
-    leaves: tuple[str, ...] = ()
-    writes: bool = False
 
 
 def _has_equal_rows(path: str, batch: Any) -> bool:
@@ -256,7 +243,7 @@ def choose_parts(
 
 
 def errors_of(
-    rules: Sequence[LossRule], seen: Seen, parts: Sequence[tuple[Any, int]]
+    rules: Sequence[LossRule], seen: StepReport, parts: Sequence[tuple[Any, int]]
 ) -> dict[str, float]:
     """Return the error of every rule, the largest of all losses of a step; nothing if the parts
     have other numbers of them, or none.
@@ -271,3 +258,89 @@ def errors_of(
         )
         for rule in rules
     }
+
+
+def rules_seen(
+    rules: Sequence[LossRule],
+    losses: Sequence[tuple[float, ...]],
+    seen: Sequence[Sequence[SeenLoss]],
+    parts: Sequence[tuple[Any, int]],
+) -> frozenset[str] | None:
+    """Return the names of the rules that a loss follows if it is one cross-entropy with a mean;
+    None if it is not.
+
+    Args:
+        rules: The rules that it may follow.
+        losses: For each batch, one of every backward.
+        seen: For each batch, the calls of a cross-entropy.
+        parts: The batches, with their numbers of samples.
+    """
+    if not seen or any(len(loss) != 1 for loss in losses) or len({*map(len, seen)}) != 1:
+        return None
+    for calls in zip(*seen, strict=True):
+        pairs = [(call.value, loss[0]) for call, loss in zip(calls, losses, strict=True)]
+        if not all(call.is_mean for call in calls) or not _are_proportional(pairs):
+            continue
+        counts = [float((call.labels != call.ignored).sum()) for call in calls]
+        fitting = [
+            rule
+            for rule in rules
+            if all(float(rule.weigh(*part)) == n for part, n in zip(parts, counts, strict=True))
+        ]
+        named = [
+            rule
+            for rule in fitting
+            if rule.ignored == calls[0].ignored
+            and all(_is_entry(rule, part[0], c) for part, c in zip(parts, calls, strict=True))
+        ]
+        # Labels that the step copied may come from any entry that has as many.
+        is_sure = bool(named) and all(call.place is not None for call in calls)
+        return frozenset(rule.name for rule in (named if is_sure else fitting))
+    return None
+
+
+def labels_seen(
+    rules: Sequence[LossRule],
+    seen: Sequence[Sequence[SeenLoss]],
+    parts: Sequence[tuple[Any, int]],
+) -> frozenset[str]:
+    """Return the entries of a batch that a cross-entropy takes as labels, as they are: these may
+    hold the label that it ignores.
+    """
+    return frozenset(
+        rule.path
+        for rule in rules
+        for calls, part in zip(seen, parts, strict=False)
+        for call in calls
+        if rule.path is not None
+        and rule.ignored == call.ignored
+        and call.place is not None
+        and _is_entry(rule, part[0], call)
+    )
+
+
+def _are_proportional(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether losses are the values of a call, or all the same number of times that."""
+    if all(value == loss for value, loss in pairs):
+        return True
+    factors = [loss / value for value, loss in pairs if value]
+    if len(factors) < 2 or len(factors) < len(pairs):
+        return False
+    return max(factors) - min(factors) <= 1e-6 * abs(factors[0])
+
+
+def _is_entry(rule: LossRule, batch: Any, call: SeenLoss) -> bool:
+    """Whether a rule counts the labels of a call, which may have been shifted."""
+    if rule.path is None:
+        return False
+    entry = batch_entry(batch, rule.path) if rule.path else batch
+    if not isinstance(entry, Tensor):
+        return False
+    if call.place is not None and list(tensors_of(batch))[call.place] is not entry:
+        return False
+    entry = entry.cpu()
+    if not rule.shift:
+        return torch.equal(entry.flatten(), call.labels)
+    shifted = entry[:, 1:]
+    padded = F.pad(shifted, (0, 1), value=call.ignored) if shifted.ndim == 2 else shifted
+    return any(torch.equal(found.flatten(), call.labels) for found in (shifted, padded))

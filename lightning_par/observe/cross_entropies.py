@@ -1,0 +1,119 @@
+"""The cross-entropies that the user's step computes, seen from outside.
+
+A loss that is one call of `F.cross_entropy` needs no numbers to be understood: the call says which
+labels it ignores, and that it takes their mean. Ties between rules do not matter then.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_par.engine.tensor_tree import tensors_of
+
+__all__ = ["LookAtLosses", "SeenLoss"]
+
+_LOSSES: dict[Any, inspect.Signature] = {
+    function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)
+}
+_LOGITS = (F.cross_entropy, F.log_softmax, torch.log_softmax, Tensor.log_softmax)
+_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+_SHARPER = 8.0
+"""Factor of logits: the losses of samples of a model that knows nothing yet differ by little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenLoss:
+    """One call of a cross-entropy.
+
+    Attributes:
+        labels: Its labels, flat, on the host.
+        ignored: The label that it ignores.
+        is_mean: Whether it takes the mean over the others, all of which weigh alike.
+        value: What it returned, where that is one number.
+        place: Which of the tensors of the batch holds the labels; None: they were copied.
+    """
+
+    labels: Tensor
+    ignored: int
+    is_mean: bool
+    value: float
+    place: int | None
+
+
+class LookAtLosses(TorchFunctionMode):
+    """Notes the cross-entropies of a step on each of some batches.
+
+    Args:
+        batches: The batches.
+        sharpens: Make the losses of samples differ more, by larger logits in 64 bits.
+
+    Attributes:
+        seen: For each batch, the calls.
+        has_zero: Whether something was multiplied by the number 0, as a term that begins later is.
+    """
+
+    def __init__(self, batches: Sequence[Any], *, sharpens: bool = False) -> None:
+        super().__init__()
+        self.seen: list[list[SeenLoss]] = [[] for _ in batches]
+        self._batches, self.has_zero = batches, False
+        self._sharpens, self._index = sharpens, 0
+
+    def of(self, index: int) -> "LookAtLosses":
+        """Return what surrounds the step on the batch with this number."""
+        self._index = index
+        return self
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._sharpens and function in _LOGITS and args and type(args[0]) is Tensor:
+            args = (args[0].double() * _SHARPER, *args[1:])
+        if self._sharpens and function is F.embedding and any(map(_is_negative, args)):
+            raise IndexError("index out of range in self")  # which a GPU would not survive
+        if function in _PRODUCTS and any(type(a) in (int, float) and not a for a in args):
+            self.has_zero = True
+        result = function(*args, **kwargs)
+        if function in _LOSSES:
+            self._note(_LOSSES[function].bind(*args, **kwargs), result)
+        return result
+
+    def _note(self, bound: inspect.BoundArguments, result: Any) -> None:
+        bound.apply_defaults()
+        given = bound.arguments
+        labels = given["target"]
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return
+        is_mean = given["reduction"] == "mean" and given["weight"] is None
+        is_number = isinstance(result, Tensor) and result.numel() == 1
+        self.seen[self._index].append(
+            SeenLoss(
+                labels=labels.detach().flatten().cpu(),
+                ignored=int(given["ignore_index"]),
+                is_mean=is_mean,
+                value=float(result.detach()) if is_number else float("nan"),
+                place=_place_of(labels, self._batches[self._index]),
+            )
+        )
+
+
+def _place_of(labels: Tensor, batch: Any) -> int | None:
+    storage = labels.untyped_storage().data_ptr()
+    held = [tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch)]
+    return held.index(storage) if held.count(storage) == 1 else None
+
+
+def _is_negative(value: Any) -> bool:
+    """Whether a tensor on a GPU holds a negative number; a CPU raises by itself."""
+    is_index = isinstance(value, Tensor) and not value.is_floating_point() and value.is_cuda
+    return is_index and bool((value < 0).any())

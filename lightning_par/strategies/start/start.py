@@ -1,0 +1,321 @@
+"""The looks at a run's steps before they run on the mesh, and the proof of the first one.
+
+A training step is looked at before the first batch, and again while several rules of its loss fit;
+an evaluation step before the first batch of each data loader. `StepRunner` asks at these places and
+knows nothing else of a look.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_par.engine.batch import BatchDims, take_samples
+from lightning_par.errors import ConfigurationError
+from lightning_par.observe.cross_entropies import LookAtLosses
+from lightning_par.observe.isolate import untouched
+from lightning_par.strategies.data.weights_on_host import KnownWeights
+from lightning_par.strategies.decisions import Decisions
+from lightning_par.strategies.start.divided_step import DividedLook, Look
+from lightning_par.strategies.start.first_look import FirstLook
+from lightning_par.strategies.start.first_step import FirstStepProof
+from lightning_par.strategies.start.loss_rule import choose_parts
+from lightning_par.strategies.start.silence import silent
+from lightning_par.strategies.start.trial import try_step
+from lightning_par.strategies.start.uncut_batch import run_parts
+from lightning_par.strategies.start.world_size import compares_world_sizes
+from lightning_par.strategies.step.batch_statistics import check_batch_statistics
+from lightning_par.strategies.step.metrics import LookAtMetrics
+from lightning_par.strategies.step.pipelined_step import StepContext
+from lightning_par.strategies.step.runner import EvaluationStep, StepRunner
+from lightning_par.strategies.step.step_report import StepReport
+
+__all__ = ["RunStart"]
+
+
+class RunStart:
+    """Looks at the steps of a run, and proves the first.
+
+    Args:
+        steps: Runs the user's steps; it asks this object from now on.
+        decisions: Where the rule of the loss is noted.
+        proof: Compares the first step with one process.
+        is_proved: Whether it can, on rank 0.
+
+    Attributes:
+        steps: As given.
+        proof: As given.
+        is_over: Whether no later training step has to be looked at, whatever its batch.
+        after_look: Id of an object -> function of it that is called after every look at a step,
+            which runs it on a few samples: what counts the first step begins anew.
+    """
+
+    def __init__(
+        self, steps: StepRunner, decisions: Decisions, proof: FirstStepProof, *, is_proved: bool
+    ) -> None:
+        self.steps, self.proof, self._is_proved = steps, proof, is_proved
+        module, mesh, layout = steps.module, steps.mesh, steps.batch_layout
+        self.after_look: dict[int, Callable[[], None]] = {}
+        self._first_look = FirstLook(module, mesh, layout, steps.weigher, steps.form, decisions)
+        self.is_over, self._has_begun = False, False
+        self._divided_look: DividedLook | None = None
+        if steps.sequence is not None:
+            self._divided_look = DividedLook(
+                module, mesh, steps.sequence, layout, steps.weigher, self._first_look.tolerance
+            )
+        self._met = dict[Any, EvaluationStep]()
+        steps.form.again = self._look_again
+        steps.looks = self
+
+    def before_batch(self, context: StepContext, args: Sequence[Any]) -> None:
+        """Try the first training step on divided sequences, and on whole ones.
+
+        Args:
+            context: Precision plugin's context of the step.
+            args: The whole batch, and what else `training_step` takes.
+
+        Raises:
+            ConfigurationError: It computes something else on divided ones.
+
+        **Communicates**: what the step does, and what was seen over all ranks.
+        """
+        if self._divided_look is not None and not self._has_begun:
+            self._divided_look.check_training(args[0], *self._tried("training_step", context, args))
+            self._end_look()
+
+    def before_training(
+        self,
+        context: StepContext,
+        args: Sequence[Any],
+        dims: BatchDims,
+        count: int,
+        known: KnownWeights | None,
+    ) -> None:
+        """Look at the training step, if its loss has to be understood on this batch.
+
+        Args:
+            context: Precision plugin's context of the step.
+            args: The batch of this replica, and what else `training_step` takes.
+            dims: Which entries of the batch have a batch dim.
+            count: Into how many micro-batches it is cut.
+            known: How the rules of the loss weigh it, if the host knows that.
+
+        Raises:
+            ConfigurationError: The mesh cannot train as one process does; see `FirstLook.look`.
+
+        **Communicates**: see `FirstLook.is_due`; then what the step does, and the results.
+        """
+        steps, looks, batch = self.steps, self._first_look, args[0]
+        if not self._has_begun:
+            self._has_begun = True
+            if not steps.batch_layout.local_statistics:
+                check_batch_statistics(steps.module, steps.mesh, count)
+        looks.share = steps.share
+        if looks.is_due(batch, dims.size or 1, count, known):
+            found = dims if dims.size is not None else steps.dims.find(batch, must_know=False)
+            few, found = self._shown(batch, found)
+            run = partial(self._look, "training_step", context, args[1:], size=found.size or 1)
+            looks.look(few, found, count, run)
+            self._end_look()
+        self.is_over = looks.is_over
+
+    def _look_again(self) -> None:
+        """Look at the step of the present batch once more, as its loss has a new form."""
+        context, args, dims, count = self.steps.begun
+        run = partial(self._look, "training_step", context, args[1:], size=dims.size or 1)
+        self._first_look.look_again(args[0], dims, count, run, self.steps.cut)
+
+    def evaluation(self, name: str, context: StepContext, args: Sequence[Any]) -> EvaluationStep:
+        """Return what is known of an evaluation step; its first batch is looked at.
+
+        Args:
+            name: Of the step.
+            context: Precision plugin's context of the step.
+            args: The batch, and what else the step takes.
+
+        **Communicates**: then what the step does, and the results over all ranks.
+        """
+        steps, key, look = self.steps, (name, *args[2:]), self._divided_look
+        known = self._met.get(key)
+        if known is None or (look is not None and look.is_unsettled(key, args[1])):
+            predicts, sizes = name == "predict_step", steps.mesh.sizes
+            known = EvaluationStep(
+                random=steps.random_of(name), count=steps.count, is_divided=look is not None
+            )
+            self._met[key] = known
+            if predicts:
+                known.is_divided = False
+            elif look is not None:
+                tried = self._tried(name, context, args)
+                known.is_divided = look.runs_divided(key, args[0], *tried)
+            # Replicas may predict unequal numbers of batches.
+            is_alone = predicts and sizes.data > 1
+            if sizes.world_size > 1 and not known.is_divided and not is_alone:
+                with steps.weigher.on_whole_sequences():
+                    dims = steps.dims_of(args[0], predicts=predicts)
+                    batch, dims = self._shown(args[0], dims)
+                    self._meet(known, name, context, [batch, *args[1:]], dims)
+        return known
+
+    def _shown(self, batch: Any, dims: BatchDims) -> tuple[Any, BatchDims]:
+        """Return what of a batch is looked at: one sample, if another replica has no more."""
+        if self.steps.most > 1 or dims.size in (None, 1):
+            return batch, dims
+        return take_samples(batch, dims, [0]), replace(dims, size=1)
+
+    def _tried(
+        self, name: str, context: StepContext, args: Sequence[Any]
+    ) -> tuple[BatchDims, Look]:
+        """Return which entries of a batch have a batch dim; and what runs the step without a trace,
+        on whole and on divided sequences.
+        """
+        steps = self.steps
+        random = steps.random_of(name)
+
+        def run(
+            batch: Any, samples: int, group: dist.ProcessGroup | None
+        ) -> tuple[StepReport, bool]:
+            steps.random, size = random, samples if group is None else 0
+            parts = [(batch, samples)]
+            seen, _ = self._look(name, context, args[1:], parts, size=size, group=group)
+            return seen, random.draws
+
+        return steps.dims.find(args[0], must_know=False), run
+
+    def _meet(
+        self,
+        known: EvaluationStep,
+        name: str,
+        context: StepContext,
+        args: Sequence[Any],
+        dims: BatchDims,
+    ) -> None:
+        """Find out how an evaluation step draws, and whether parts of a batch log what it does."""
+        steps, looks, size = self.steps, self._first_look, dims.size or 1
+        look = partial(self._look, name, context, args[1:], size=size)
+        whole, has_replicas = [(args[0], size)], steps.mesh.sizes.data > 1
+        divides = (known.count > 1 or has_replicas) and size > 1 and not dims.unsure
+        has_labels = divides and name != "predict_step"
+        rules = looks.rules(args[0], dims) if has_labels else []
+        parts = choose_parts(args[0], dims, known.count, rules) if divides else whole
+        steps.random = known.random
+        try:
+            seen, is_random = run_parts(look, parts, whole[0])
+        except ConfigurationError as error:  # it does not run on parts, or draws for all together
+            known.count, known.random = 1, steps.random_of(name)
+            if has_replicas:
+                say = rank_zero_warn if error.code == "LP311" else rank_zero_info
+                say(f"{name} runs on the samples of each replica as if they were all: {error}")
+                return
+            steps.random = known.random
+            look(whole)
+            return
+        if steps.pipeline is not None and (seen.leaves or seen.writes):
+            known.count = 1  # what hooks of an epoch read, or it writes, is then of a whole batch
+        if is_random:
+            return
+        others = looks.judge_logs(seen, parts, known.count)
+        if others or any(each.startswith(f"{name}()") for each in steps.weigher.sums):
+            known.count = 1
+        if has_replicas:
+            looks.warn_of_logs(name, others)
+
+    @compares_world_sizes(lambda start: (start.steps.mesh, start._is_proved))
+    def _look(
+        self,
+        name: str,
+        context: StepContext,
+        rest: Sequence[Any],
+        parts: Sequence[tuple[Any, int]],
+        *,
+        size: int,
+        made: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> tuple[StepReport, bool]:
+        """Run a step on some samples, and on parts of them, without leaving a trace.
+
+        The `size` is that of the batch, or 0 where the step may fail in the look alone. Samples
+        that are `made` are no part of it. Updates of metrics on ranks of a `group` count together.
+
+        **Communicates**: what the step does, and what `StepRandom.judge` does.
+        """
+        steps, batches = self.steps, [batch for batch, _ in parts]
+        watch = _LookWatch(steps.module, batches, sharpens=made, group=group)
+        random = steps.random
+        if made:  # which says nothing of how the step draws, and may fail
+            steps.random, size = steps.random_of(name), 0
+        steps.sharding.release()  # gathered weights are gone before they could be put back
+        try:
+            with (
+                untouched(steps.module),
+                silent(steps.module.trainer.loggers) as watch.has_written,
+                torch.compiler.set_stance("force_eager"),
+                steps.random.look([n for _, n in parts], size, steps.tokens_of(batches[0])),
+            ):
+                if steps.pipeline is None:
+                    seen = try_step(steps, name, context, batches, rest, watch)
+                else:
+                    refusal = steps.random.refusal
+                    seen = steps.pipeline.look(context, batches, rest, refusal, name, watch)
+                is_random = steps.random.judge(divides=len(batches) > 1)
+        finally:
+            steps.random = random
+            steps.form.reads_factors |= watch.losses.has_zero
+            steps.sharding.release()
+            self._end_look()
+        return seen, is_random
+
+    def _end_look(self) -> None:
+        for restart in self.after_look.values():
+            restart()
+
+
+class _LookWatch:
+    """Watches what a look at a step computes besides losses and logs.
+
+    Args:
+        module: The user's LightningModule.
+        batches: Those on which it runs.
+        sharpens: See `LookAtLosses`.
+        group: See `LookAtMetrics`.
+
+    Attributes:
+        losses: Cross-entropies that the step computes.
+        has_written: Tells whether it has written to the terminal or a file.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batches: Sequence[Any],
+        *,
+        sharpens: bool,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._metrics = LookAtMetrics(module, group)
+        self.losses = LookAtLosses(batches, sharpens=sharpens)
+        self.has_written: Callable[[], bool] = lambda: False
+
+    def followed(self, index: int) -> ExitStack:
+        """Surrounds the step on the batch with this number."""
+        stack = self._metrics.followed(index)
+        stack.enter_context(self.losses.of(index))
+        return stack
+
+    def report(self, *, writes: bool = False, **seen: Any) -> StepReport:
+        """Return a report of what was watched, and of what else was seen.
+
+        **Communicates**: see `LookAtMetrics.values`.
+        """
+        return StepReport(
+            metrics=self._metrics.values(),
+            calls=self.losses.seen,
+            writes=writes or self.has_written(),
+            **seen,
+        )

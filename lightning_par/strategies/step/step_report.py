@@ -1,0 +1,42 @@
+"""What a step did on some batches, as a value, and what watches it meanwhile."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lightning_par.observe.cross_entropies import SeenLoss
+from lightning_par.strategies.step.step_traces import LogCall
+
+__all__ = ["StepReport", "StepWatch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What running the step on some batches gave.
+
+    Attributes:
+        losses: Its losses, for each batch one of every backward.
+        logs: The calls that logged numbers, for each batch.
+        metrics: FQN -> value of the torchmetrics that it updates, for the first batch, and for the
+            others together.
+        calls: For each batch, the cross-entropies that it computed.
+        leaves: Names of attributes of the LightningModule that it changes.
+        writes: Whether it writes by itself: to loggers, the terminal or files.
+    """
+
+    losses: list[tuple[float, ...]]
+    logs: list[list[LogCall]]
+    metrics: tuple[dict[str, Any], dict[str, Any]]
+    calls: list[list[SeenLoss]] = field(default_factory=list)
+    leaves: tuple[str, ...] = ()
+    writes: bool = False
+
+
+class StepWatch(Protocol):
+    """Watches a step that runs on some batches, one after the other."""
+
+    def followed(self, index: int) -> AbstractContextManager[Any]:
+        """Surrounds the step on the batch with this number."""
+
+    def report(self, **seen: Any) -> StepReport:
+        """Return a report of what was watched, and of what else was seen."""
