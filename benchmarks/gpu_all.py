@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, UTC
 from pathlib import Path
 
@@ -47,6 +47,7 @@ class Part:
         small: More of them, for a dry run.
         seconds: When it is ended.
         devices: How many it needs.
+        variables: Of its environment.
     """
 
     name: str
@@ -54,19 +55,30 @@ class Part:
     small: Sequence[str]
     seconds: int
     devices: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
+RANKS = ("test_parity.py", "context/test_parity.py", "offload/test_parity.py")
+"""Tests of several ranks, which share the device; see tests/support/one_gpu.py."""
 SHORT = ("--pairs", "2", "--steps", "1", "--warmup", "1")
 
 
 def parts(devices: int) -> Iterator[Part]:
-    """Give what there is to run; 1,150 seconds at most."""
+    """Give what there is to run; 1,150 seconds at most on one device."""
     folder = "benchmarks"
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
     yield Part(
         name="tests/gpu",
-        command=("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"),
+        command=(*tests, "tests/gpu"),
         small=("-x",),
+        seconds=120,
+    )
+    yield Part(
+        name="ranks on one device, NCCL",
+        command=(*tests, "-n", "4", *(f"tests/distributed/{name}" for name in RANKS)),
+        small=("-k", "cp2"),
         seconds=240,
+        variables={"RANKS_ON_GPU": "nccl"},
     )
     yield Part(
         name="tokens per second, MFU",
@@ -78,7 +90,7 @@ def parts(devices: int) -> Iterator[Part]:
         name="offloading",
         command=(f"{folder}/gpu_offload.py", "--pairs", "3", "--steps", "2", "--most", "16"),
         small=("--tiny", "--batch", "2", "--most", "1", *SHORT),
-        seconds=300,
+        seconds=240,
     )
     yield Part(
         name="ring kernels",
@@ -126,7 +138,11 @@ def run(part: Part, *, small: bool) -> tuple[str, float, str]:
         text=True,
         errors="replace",
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])},
+        env={
+            **os.environ,
+            **part.variables,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+        },
     ) as process:
         try:
             text, _ = process.communicate(timeout=limit)

@@ -14,7 +14,8 @@ __all__ = ["DoublePrecision", "WithoutDropout"]
 
 
 class DoublePrecision(TorchFunctionMode):
-    """Inside, a float64 tensor that is asked to become float32 stays float64.
+    """Inside, tensors that are asked to become float32 become float64, except those of a lower
+    precision.
 
     Many models compute norms, softmaxes or the loss in float32 whatever their dtype is. Two layouts
     that add in another order then differ by the rounding of float32, 1e-7, which hides small
@@ -27,6 +28,9 @@ class DoublePrecision(TorchFunctionMode):
         >>> with DoublePrecision():
         ...     torch.zeros(1, dtype=torch.float64).float().dtype
         torch.float64
+        >>> with DoublePrecision():  # positions, which meet frequencies in a matrix product
+        ...     torch.arange(2).float().dtype
+        torch.float64
     """
 
     def __torch_function__(
@@ -36,16 +40,20 @@ class DoublePrecision(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Keep the dtype where the first argument is float64."""
+        """Ask for float64 where the first argument is float64, or holds no floating point."""
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
-        if isinstance(first, Tensor) and first.dtype == torch.float64:
+        if isinstance(first, Tensor) and _may_be_double(first.dtype):
             if func is Tensor.float:
                 func = Tensor.double
             args = [torch.float64 if a is torch.float32 else a for a in args]
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
+
+
+def _may_be_double(dtype: torch.dtype) -> bool:
+    return dtype == torch.float64 or not (dtype.is_floating_point or dtype.is_complex)
 
 
 _DROPOUTS = (

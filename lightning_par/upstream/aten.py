@@ -2,7 +2,8 @@
 
 ===========================  ==================================================================
 `flash_cpu`, `flash_cuda`,   forward of fused attention, which also returns the logsumexp of the
-`efficient_cuda`             scores; `F.scaled_dot_product_attention` keeps it to itself
+`efficient_cuda`,            scores; `F.scaled_dot_product_attention` keeps it to itself
+`cudnn_cuda`
 `flash_cpu_backward`, ...    their backwards, from the logsumexp of any block of the keys
 `foreach_norm`               norm of each of many tensors in a few kernels;
                              `torch.nn.utils.get_total_norm` gives that of all together only
@@ -25,6 +26,8 @@ with names_of("torch"):
     flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
     flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    cudnn_cuda = torch.ops.aten._scaled_dot_product_cudnn_attention
+    cudnn_cuda_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention
     efficient_cuda_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     foreach_norm = torch._foreach_norm
@@ -35,6 +38,8 @@ with names_of("torch"):
     unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 __all__ = [
+    "cudnn_cuda",
+    "cudnn_cuda_backward",
     "efficient_cuda",
     "efficient_cuda_backward",
     "flash_cpu",

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.engine.tensor_tree import TreeBroadcast
-from tests.support.cuda_simulation import is_wanted
+from tests.support.one_gpu import on_cuda
 from tests.support.ranks.api import ranks
 
 
 def tree(rank, text):
-    device = "cuda" if is_wanted() else "cpu"
+    device = "cuda" if on_cuda() else "cpu"
     generator = torch.Generator().manual_seed(rank)
     numbers = [
         torch.tensor(0.1 + rank),
@@ -63,7 +63,7 @@ ODD = torch.int16, torch.uint16, torch.float8_e5m2, torch.complex64
 @pytest.mark.parametrize("dtype", ODD, ids=str)
 def test_dtypes_that_no_backend_sends_arrive_as_they_are(rank, world, dtype):
     """Neither gloo nor NCCL has a message of int16, as sound comes in; nor has a conjugate view."""
-    device = "cuda" if is_wanted() else "cpu"
+    device = "cuda" if on_cuda() else "cpu"
     values = torch.arange(12).reshape(3, 4)
     if dtype.is_complex:
         values = torch.complex(values.float(), values.float() + 1).conj()

@@ -17,13 +17,13 @@ from lightning_par.dtensor import full_tensors
 from lightning_par.engine.tensor_tree import to_cpu
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.strategies.step.absent_parameter import AbsentParameter
-from tests.support.cuda_simulation import is_wanted
 from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from tests.support.one_gpu import on_cuda
 from tests.support.ranks.api import run_ranks
 
 Result = dict[str, Any]
 
-ACCELERATOR = "cuda" if is_wanted() else "cpu"
+ACCELERATOR = "cuda" if on_cuda() else "cpu"
 TOLERANCE = 1e-10  # float64: sums in another order differ by about 1e-15 a step
 
 

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_par.models.data.resumable_loader import ReplicaSampler, ResumableLoader
-from tests.support.cuda_simulation import backend
 from tests.support.exhaustive import some
 from tests.support.islands import KEY, serving
 from tests.support.models.toy_gpt import ToyModule
+from tests.support.one_gpu import backend
 from tests.support.parity import quiet_trainer, train
 from tests.support.ranks.api import run_ranks
 

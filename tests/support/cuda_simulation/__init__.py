@@ -27,7 +27,7 @@ import os
 
 from tests.support.cuda_simulation.build import missing
 
-__all__ = ["VARIABLE", "backend", "is_wanted", "refusal"]
+__all__ = ["VARIABLE", "is_wanted", "refusal"]
 
 VARIABLE = "CUDA_SIMULATION"
 """Environment variable that says 1 where tests are to run on the simulated device."""
@@ -36,11 +36,6 @@ VARIABLE = "CUDA_SIMULATION"
 def is_wanted():
     """Whether tests run on the simulated device."""
     return os.environ.get(VARIABLE) == "1" and missing() is None
-
-
-def backend():
-    """What `init_process_group` is given for the tensors of these tests."""
-    return "cpu:gloo,cuda:nccl" if is_wanted() else "gloo"
 
 
 def refusal():

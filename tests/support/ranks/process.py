@@ -30,7 +30,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cuda_simulation import backend, is_wanted
+from tests.support import one_gpu
+from tests.support.cuda_simulation import is_wanted
 from tests.support.gloo_device import share_gloo_device
 
 __all__ = ["main"]
@@ -352,10 +353,16 @@ def prepare(rank, job):
     rank_zero_only.rank = rank  # Lightning read it when the zygote imported it
     if is_wanted():
         torch.cuda.set_device(rank)
+    elif one_gpu.is_wanted():
+        one_gpu.take_device(rank)
     if not dist.is_initialized():
         store = dist.FileStore(job["store"], job["world"])
         dist.init_process_group(
-            backend(), store=store, rank=rank, world_size=job["world"], timeout=GROUP_TIMEOUT
+            one_gpu.backend(),
+            store=store,
+            rank=rank,
+            world_size=job["world"],
+            timeout=GROUP_TIMEOUT,
         )
 
 

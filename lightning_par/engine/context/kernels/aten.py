@@ -23,6 +23,8 @@ from torch.nn import functional as F
 
 from lightning_par.engine.annotations import Float
 from lightning_par.upstream.aten import (
+    cudnn_cuda,
+    cudnn_cuda_backward,
     efficient_cuda,
     efficient_cuda_backward,
     flash_cpu,
@@ -33,6 +35,7 @@ from lightning_par.upstream.aten import (
 
 __all__ = [
     "AtenCpuKernel",
+    "AtenCudnnKernel",
     "AtenEfficientKernel",
     "AtenFlashKernel",
     "AttentionKernel",
@@ -306,6 +309,76 @@ class AtenFlashKernel(AttentionKernel):
         return grads
 
 
+class AtenCudnnKernel(AtenFlashKernel):
+    """The attention of cuDNN, which torch prefers on Hopper and newer devices."""
+
+    name = "aten_cudnn"
+
+    def missing(self) -> str | None:
+        """Say what this machine lacks, or return None if the kernel can run here."""
+        lacking = super().missing()
+        if lacking is not None:
+            return lacking
+        if not torch.backends.cuda.cudnn_sdp_enabled():
+            return "is switched off (torch.backends.cuda.enable_cudnn_sdp)"
+        if not torch.backends.cudnn.is_available():
+            return "needs a torch with cuDNN"
+        if torch.cuda.get_device_capability() < (9, 0):
+            return "needs compute capability 9.0 or more"
+        return None
+
+    def _refusal(self, dtype: torch.dtype, head_dim: int) -> str | None:
+        if torch.are_deterministic_algorithms_enabled():
+            return "has no deterministic backward"
+        if head_dim > 128:
+            return f"takes head dims up to 128, not {head_dim}"
+        return super()._refusal(dtype, head_dim)
+
+    def forward(
+        self, query: Query, key: Keys, value: Keys, options: BlockOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to a block; see `AttentionKernel.forward`."""
+        assert options.bias is None
+        out, logsum, *_ = cudnn_cuda(
+            query, key, value, None, True, 0.0, options.causal, scale=options.scale
+        )
+        return out, logsum.view(query.shape[:3])  # some versions of torch give it a last dim of 1
+
+    def backward(
+        self,
+        grad: Query,
+        query: Query,
+        key: Keys,
+        value: Keys,
+        out: Query,
+        logsum: LogSum,
+        options: BlockOptions,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients; see `AttentionKernel.backward`."""
+        assert options.bias is None
+        state = torch.zeros((), dtype=torch.int64, device=query.device)  # of a dropout of 0
+        # The gradients are wrong where the output and its gradient differ in their strides.
+        grads: tuple[Tensor, Tensor, Tensor] = cudnn_cuda_backward(
+            grad.contiguous(),
+            query,
+            key,
+            value,
+            out.contiguous(),
+            logsum.contiguous()[..., None],
+            state,
+            state,
+            None,
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            options.causal,
+            scale=options.scale,
+        )
+        return grads
+
+
 class AtenEfficientKernel(AttentionKernel):
     """The memory-efficient attention that torch brings for CUDA: float32, and masked keys."""
 
@@ -350,6 +423,9 @@ class AtenEfficientKernel(AttentionKernel):
         """Return the gradients; see `AttentionKernel.backward`."""
         group, heads = query.shape[1] // key.shape[1], key.shape[1]
         padded = F.pad(logsum, (0, -query.shape[2] % 32), value=math.inf).contiguous()
+        # In half precision the kernel reads the output as if its memory were [B, S, N, H], whatever
+        # its strides are.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         state = torch.zeros((), dtype=torch.int64, device=query.device)
         of_query, of_key, of_value, _ = efficient_cuda_backward(
             grad,

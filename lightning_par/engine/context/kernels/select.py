@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lightning_par.engine.context.kernels.aten import (
     AtenCpuKernel,
+    AtenCudnnKernel,
     AtenEfficientKernel,
     AtenFlashKernel,
     AttentionKernel,
@@ -23,6 +24,7 @@ __all__ = ["KERNELS", "check_backend", "choose_kernel"]
 KERNELS: dict[str, AttentionKernel] = {
     kernel.name: kernel
     for kernel in (
+        AtenCudnnKernel(),
         AtenFlashKernel(),
         AtenEfficientKernel(),
         AtenCpuKernel(),
@@ -34,7 +36,7 @@ KERNELS: dict[str, AttentionKernel] = {
 }
 """Every kernel by its name. ``"auto"`` takes the first of `_AUTOMATIC` that can."""
 
-_AUTOMATIC = ("aten_flash", "aten_efficient", "aten_cpu", "eager")
+_AUTOMATIC = ("aten_cudnn", "aten_flash", "aten_efficient", "aten_cpu", "eager")
 
 
 def check_backend(name: str) -> None:
