@@ -11,10 +11,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_par.dtensor import full_tensors, whole
 from lightning_par.engine.init.materialize import broadcast_values
-from tests.support.cuda_simulation import is_wanted
+from lightning_par.engine.tensor.whole_draws import whole_random_draws
+from tests.support.one_gpu import on_cuda
 from tests.support.ranks.api import ranks
 
-DEVICE = "cuda" if is_wanted() else "cpu"
+DEVICE = "cuda" if on_cuda() else "cpu"
 
 
 def made(mesh: DeviceMesh) -> list[Tensor]:
@@ -91,3 +92,25 @@ def test_values_sent_together_arrive(rank: int, world: int) -> None:
     assert torch.equal(held[4], first.view(2, 6))
     assert float(held[5]) == 5
     assert mode.get_total_counts() == 2
+
+
+@ranks(2)
+def test_runs_side_by_side_draw_whole_tensors_until_the_last_one_ends(
+    rank: int, world: int
+) -> None:
+    mesh = init_device_mesh(DEVICE, (2,))
+    torch.manual_seed(1)
+    wanted = torch.zeros(4, 3, device=DEVICE).normal_()
+    first, second = whole_random_draws(), whole_random_draws()
+
+    def draw() -> Tensor:
+        torch.manual_seed(1)
+        return whole(
+            distribute_tensor(torch.zeros(4, 3, device=DEVICE), mesh, [Shard(0)]).normal_()
+        )
+
+    with second:
+        with first:
+            assert torch.equal(draw(), wanted)
+        assert torch.equal(draw(), wanted)
+    assert not torch.equal(draw(), wanted)

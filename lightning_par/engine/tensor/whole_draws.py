@@ -4,6 +4,7 @@ Torch gives each shard numbers of its own. A hook that adds noise to gradients o
 optimizer that draws (Langevin dynamics), would compute something else than one process.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,9 @@ _IN_PLACE = (
 )
 _LIKE = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
 _BY_VALUES = ("bernoulli",)
+_LOCK = threading.Lock()
+_running: list[Library] = []
+"""The kernels, once for each run of this process that draws by them."""
 
 
 @contextmanager
@@ -30,15 +34,24 @@ def whole_random_draws() -> Iterator[None]:
     """Inside, each rank draws the numbers of a whole DTensor and keeps those of its shard.
 
     The generators of the ranks of a DTensor have to be alike, as they are between steps. A draw
-    takes the memory of the whole tensor; only `bernoulli`, which reads it, communicates.
+    takes the memory of the whole tensor; only `bernoulli`, which reads it, communicates. Runs that
+    live side by side in one process share the kernels; the last one to end removes them.
     """
-    library = Library("aten", "FRAGMENT")
-    for name in (*_IN_PLACE, *_LIKE, *_BY_VALUES):
-        register_torch_dispatch(f"aten::{name}", DTensor, _draw, lib=library)
+    with _LOCK:
+        if not _running:
+            library = Library("aten", "FRAGMENT")
+            for name in (*_IN_PLACE, *_LIKE, *_BY_VALUES):
+                register_torch_dispatch(f"aten::{name}", DTensor, _draw, lib=library)
+        else:
+            library = _running[0]
+        _running.append(library)
     try:
         yield
     finally:
-        remove_kernels(library)
+        with _LOCK:
+            _running.remove(library)
+            if not _running:
+                remove_kernels(library)
 
 
 def _draw(
