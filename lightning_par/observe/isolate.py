@@ -10,10 +10,11 @@ import torch
 from torch import nn, Tensor
 
 from lightning_par.dtensor import local_part
+from lightning_par.engine.rng import fork_all_rng
 from lightning_par.observe.contents import copy_of, refill, restore_of
 from lightning_par.observe.outside import outside_kept
 
-__all__ = ["StateOfParts", "untouched"]
+__all__ = ["StateOfParts", "isolated", "untouched"]
 
 _COPIED = 2**30
 """Bytes of parameters that are copied, as a step may write to them."""
@@ -22,6 +23,36 @@ _OWN = frozenset(vars(nn.Module()))
 
 _Name = tuple[str, str]
 """Of a buffer or attribute: the name of its module, and its own."""
+
+
+@contextmanager
+def isolated(module: nn.Module) -> Iterator[None]:
+    """Run a step of a module inside, and leave nothing of it behind.
+
+    The step begins without gradients. Afterwards gradients, random generators and all that
+    `untouched` names are as before; optimizers are not part of a module, so do not step them.
+
+    Args:
+        module: A module, or LightningModule, whose step runs inside.
+
+    Examples:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> with isolated(layer):
+        ...     layer(torch.ones(1, 2)).sum().backward()
+        >>> layer.weight.grad is None
+        True
+    """
+    parameters = list(module.parameters())
+    kept = [parameter.grad for parameter in parameters]
+    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+    with fork_all_rng(device), untouched(module):
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
 
 
 @contextmanager

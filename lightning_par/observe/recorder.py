@@ -10,17 +10,23 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn, Tensor
-from torch.overrides import TorchFunctionMode
 
 from lightning_par.dtensor import like_parameter
 from lightning_par.engine.rng import fork_all_rng
-from lightning_par.upstream.pytree import tree_leaves, tree_map
-from lightning_par.upstream.tensor import count_of_changes, storage_key
+from lightning_par.observe.watchers import (
+    called_around,
+    FunctionCall,
+    ModuleCall,
+    tensors_in,
+    watch,
+    Watcher,
+)
+from lightning_par.upstream.pytree import tree_map
+from lightning_par.upstream.tensor import storage_key
 
 __all__ = [
     "Call",
@@ -136,30 +142,6 @@ class Trace:
         return [call for call in self.calls if call.fqn == fqn]
 
 
-@contextmanager
-def called_around(
-    model: nn.Module, before: Callable[..., None], after: Callable[..., None]
-) -> Iterator[None]:
-    """Call functions around the forward of every module inside.
-
-    Args:
-        model: A module.
-        before: Takes the FQN, the module, its positional and its keyword arguments.
-        after: Takes the FQN, the module, its positional arguments and its output.
-    """
-    with ExitStack() as hooks:
-        for fqn, module in model.named_modules():
-            first = module.register_forward_pre_hook(partial(before, fqn), with_kwargs=True)
-            hooks.callback(first.remove)
-            hooks.callback(module.register_forward_hook(partial(after, fqn)).remove)
-        yield
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors of a nest in order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def input_paths(batch: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Give the tensors of a batch with their paths, as `BatchLayout` names them.
 
@@ -227,8 +209,7 @@ def _trace(model: nn.Module, run: Callable[[Any], Any], example: Any, *, on_meta
             recorder.name(tensor, kind="input", name=path)
         if on_meta:
             stack.enter_context(torch.device("meta"))  # what the forward makes is there, too
-        stack.enter_context(recorder.hooked(model))
-        stack.enter_context(recorder)
+        stack.enter_context(watch(model, recorder))
         result = run(batch)
         recorder.trace.result = recorder.values(tensors_in(result))
     return recorder.trace
@@ -284,11 +265,11 @@ def _preserved(model: nn.Module) -> Iterator[None]:
                 container.extend(items) if isinstance(items, list) else container.update(items)
 
 
-class _Recorder(TorchFunctionMode):
+class _Recorder(Watcher):
     def __init__(self) -> None:
-        super().__init__()
         self.trace = Trace()
         self._active: list[int] = []
+        self._inputs: tuple[Value, ...] = ()  # of the function that is called
         self._values: dict[int, Value] = {}  # by id of the tensor
         self._alive: list[Any] = []  # so that no id is used twice
         self._sharing: dict[int, list[Tensor]] = {}  # by key of the storage
@@ -320,32 +301,26 @@ class _Recorder(TorchFunctionMode):
                     self.name(made[id(buffer)], kind="buffer", name=dot + name)
                 module._buffers[name] = made[id(buffer)]
 
-    @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
-        """Record the calls of all modules inside."""
-
-        def before(fqn: str, m: nn.Module, args: Any, kwargs: Any) -> None:
-            number = len(self.trace.calls)
-            inputs = self.values(tensors_in((args, kwargs)))
-            self.trace.calls.append(
-                Call(
-                    number=number,
-                    fqn=fqn,
-                    module=m,
-                    outer=tuple(self._active),
-                    args=args,
-                    kwargs=kwargs,
-                    inputs=inputs,
-                )
+    def before_module(self, call: ModuleCall) -> None:
+        """Record a call."""
+        number = len(self.trace.calls)
+        self.trace.calls.append(
+            Call(
+                number=number,
+                fqn=call.fqn,
+                module=call.module,
+                outer=tuple(self._active),
+                args=call.args,
+                kwargs=call.kwargs,
+                inputs=self.values(tensors_in((call.args, call.kwargs))),
             )
-            self._active.append(number)
+        )
+        self._active.append(number)
 
-        def after(fqn: str, m: nn.Module, args: Any, output: Any) -> None:
-            call = self.trace.calls[self._active.pop()]
-            call.outputs, call.done = self.values(tensors_in(output)), True
-
-        with called_around(model, before, after):
-            yield
+    def on_module(self, call: ModuleCall) -> None:
+        """Record what it returned."""
+        recorded = self.trace.calls[self._active.pop()]
+        recorded.outputs, recorded.done = self.values(tensors_in(call.output)), True
 
     def name(self, tensor: Tensor, *, kind: Any, name: str = "", maker: int | None = None) -> Value:
         """Give a tensor its value."""
@@ -370,36 +345,32 @@ class _Recorder(TorchFunctionMode):
                 self.name(tensor, kind="unknown" if tensor.requires_grad else "constant")
         return tuple(self._values[id(tensor)] for tensor in tensors)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def before_function(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Note the values that it is given, and from where its generator draws."""
         generator = kwargs.get("generator")
         if generator is not None and generator not in self._generators:
             self._generators[generator] = generator.get_state()
-        given = tensors_in((args, kwargs))
-        inputs = self.values(given)
-        before = [count_of_changes(tensor) for tensor in given]
-        result = func(*args, **kwargs)
-        index, name = len(self.trace.operations), getattr(func, "__name__", "")
-        changed = [t for t, n in zip(given, before, strict=True) if count_of_changes(t) != n]
-        made = [t for t in tensors_in(result) if id(t) not in self._values]
-        if not changed and not tensors_in(result):
-            if name not in _LEAKS:
-                return result  # a shape or the like
+        self._inputs = self.values(tensors_in((args, kwargs)))
+
+    def on_function(self, call: FunctionCall) -> None:
+        """Record an operation, and what it made or changed."""
+        index, results = len(self.trace.operations), tensors_in(call.result)
+        made = [t for t in results if id(t) not in self._values]
+        if not call.written and not results:
+            if call.name not in _LEAKS:
+                return  # a shape or the like
             self.trace.leaks.append(index)
-        for tensor in changed:
+        for tensor in call.written:
             for other in self._sharing[storage_key(tensor.untyped_storage())]:
                 self.name(other, kind="made", maker=index)
         for tensor in made:
             self.name(tensor, kind="made", maker=index)
         operation = Operation(
-            name=name,
-            inputs=inputs,
-            outputs=self.values([*made, *changed]),
+            name=call.name,
+            inputs=self._inputs,
+            outputs=self.values([*made, *call.written]),
             calls=tuple(self._active),
-            args=tuple(None if tensors_in(v) else v for v in args),
-            kwargs={k: v for k, v in kwargs.items() if not tensors_in(v)},
+            args=tuple(None if tensors_in(v) else v for v in call.args),
+            kwargs={k: v for k, v in call.kwargs.items() if not tensors_in(v)},
         )
         self.trace.operations.append(operation)
-        return result

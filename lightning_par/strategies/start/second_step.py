@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn, Tensor
+from torch import Tensor
 
-from lightning_par.engine.rng import fork_all_rng, restore_random_states
-from lightning_par.observe.isolate import untouched
+from lightning_par.engine.rng import restore_random_states
+from lightning_par.observe.isolate import isolated
 from lightning_par.observe.modes import WithoutDropout
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.silence import silent
-from lightning_par.strategies.step.pipelined_step import loss_of, take_gradients
+from lightning_par.strategies.step.pipelined_step import loss_of
 from lightning_par.strategies.step.step_traces import logs_off
 
 __all__ = ["rehearsed"]
@@ -41,7 +41,7 @@ def rehearsed(
     """
     module = model.module
     quiet = logs_off(module), silent(module.trainer.loggers)
-    with fork_all_rng(device), untouched(module), _own_gradients(module), quiet[0], quiet[1]:
+    with isolated(module), quiet[0], quiet[1]:
         restore_random_states(random_states, device)
         with WithoutDropout():
             output, step = model.steps.training(plugin, args)
@@ -52,15 +52,3 @@ def rehearsed(
                     weighted.backward()
         model.gradients.after_backward()
         yield weighted.detach()
-
-
-@contextmanager
-def _own_gradients(module: nn.Module) -> Iterator[None]:
-    """Begin without gradients, and put those that were there back."""
-    parameters = list(module.parameters())
-    kept = take_gradients(parameters)
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
