@@ -1,6 +1,7 @@
 """Running the user's step on some batches, without a pipeline and without its logs."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,18 +39,24 @@ def try_step(
     **Communicates**: what the step does.
     """
     module, counts = steps.module, steps.counts
-    losses, logs, leaves = [], [], tuple[str, ...]()
+    losses, logs, leaves = list[tuple[float, ...]](), list[list[LogCall]](), tuple[str, ...]()
     state, attributes = StateOfParts(module), StepAttributes(module)
     attributes.begin()
     divides = len(batches) > 1 or steps.mesh.sizes.data == 1
     learns = name == "training_step" and divides and not counts.is_known
     before, ends = buffers_of(module) if learns else {}, list[dict[str, Tensor]]()
-    for index, batch in enumerate(batches):
+
+    def run(index: int, followed: AbstractContextManager[Any]) -> list[LogCall]:
+        nonlocal leaves
         calls: list[LogCall] = []
-        step = partial(steps.call, getattr(module, name), (batch, *rest))
-        logging, followed = record_logs(module, calls), watch.followed(index)
+        step = partial(steps.call, getattr(module, name), (batches[index], *rest))
         with state.next_part():
-            with context(), logging, followed, steps.user_step(("first look",), index):
+            with (
+                context(),
+                record_logs(module, calls),
+                followed,
+                steps.user_step(("first look",), index),
+            ):
                 if name == "training_step":
                     losses.append(_losses_of(steps, step))
                 else:
@@ -59,9 +66,18 @@ def try_step(
             leaves = leaves if index else attributes.names_changed()
             if learns:
                 ends.append(buffers_of(module))
-        logs.append(numbers_of(calls))
+        return numbers_of(calls)
+
+    def again() -> list[dict[str, Tensor]]:
+        for index in range(1, len(batches)):
+            run(index, nullcontext())
+        return ends[len(batches) :]
+
+    for index in range(len(batches)):
+        logs.append(run(index, watch.followed(index)))
     if learns:
-        counts.learn(before, ends)
+        counts.learn(before, tuple(ends), again)
+        del losses[len(batches) :]
     return watch.report(losses=losses, logs=logs, leaves=leaves)
 
 

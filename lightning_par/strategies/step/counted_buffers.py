@@ -2,14 +2,15 @@
 
 Note [Counted buffers]: each replica adds to such a buffer what its own samples give, where one
 process adds up all of them. A look at the step, on some samples and on their parts, tells which
-buffers are sums over samples: those that the parts, one after the other, leave as the whole does.
-What a step then adds to them is summed over the replicas. Others, such as running means, are
-refused.
+buffers are sums over samples: those that the parts, one after the other, leave as the whole does,
+and to which the same parts add the same once more, as they do not to a running maximum. What a step
+then adds to them is summed over the replicas. Others, such as running means, are refused.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,17 +64,23 @@ class CountedBuffers:
         self.is_known = takes_parts or mesh.sizes.world_size == 1
         self.names: list[str] = []
 
-    def learn(self, before: Mapping[str, Tensor], ends: Sequence[Mapping[str, Tensor]]) -> None:
+    def learn(
+        self,
+        before: Mapping[str, Tensor],
+        ends: Sequence[Mapping[str, Tensor]],
+        again: Callable[[], Sequence[Mapping[str, Tensor]]],
+    ) -> None:
         """Find the buffers that are sums over samples.
 
         Args:
             before: The buffers before the step.
             ends: Those after it on some samples, and after their parts, one after the other.
+            again: Runs the parts once more, after those, and gives the buffers after each.
 
         Raises:
             ConfigurationError: On all ranks, if there are others that samples change.
 
-        **Communicates**: names and what changed, over all ranks.
+        **Communicates**: names and what changed, over all ranks; what `again` does.
         """
         self.is_known = True
         found = {
@@ -93,7 +100,15 @@ class CountedBuffers:
                 told.append(name)
             elif self._mesh.sizes.data > 1:
                 self.names.append(name)
-        dist.all_gather_object(every, told)
+        self._refuse_any(told)
+        if self.names:  # the same on all ranks
+            parts = [*ends, *again()]
+            self._refuse_any([name for name in self.names if not _adds_again(name, before, parts)])
+
+    def _refuse_any(self, names: Sequence[str]) -> None:
+        """Refuse the buffers that any rank names."""
+        every: list[Any] = [None] * self._mesh.sizes.world_size
+        dist.all_gather_object(every, names)
         told = sorted(set().union(*every))
         if told:
             self._refuse(told)
@@ -130,6 +145,14 @@ class CountedBuffers:
         with torch.no_grad():
             for name, value in before.items():
                 buffer = self._module.get_buffer(name)
+                if buffer.shape != value.shape:
+                    raise ConfigurationError(
+                        "LP325",
+                        f"training_step changes the shape of the buffer {name} from "
+                        f"{tuple(value.shape)} to {tuple(buffer.shape)}, to which it added what "
+                        f"samples give so far: on {self._mesh.sizes} nobody knows how those of the "
+                        "replicas join. Give it its largest shape from the start.",
+                    )
                 added = torch.zeros_like(value) if fills else _change(value, buffer)
                 buffer.copy_(value + all_reduce(added, self._mesh.data_group))
 
@@ -156,14 +179,38 @@ def _kind(before: Tensor | None, ends: Sequence[Tensor | None]) -> tuple[bool, f
     return is_sum, float((_finite(whole).flatten() * places).sum())
 
 
+def _adds_again(
+    name: str, before: Mapping[str, Tensor], ends: Sequence[Mapping[str, Tensor]]
+) -> bool:
+    """Whether parts add the same to a buffer when they come once more.
+
+    Args:
+        name: Of the buffer.
+        before: The buffers before the step.
+        ends: Those after it on the whole, and, one after the other, on the parts, twice.
+    """
+    start, whole = before.get(name), ends[0].get(name)
+    held = [start, *(end.get(name) for end in ends[1:])]
+    if whole is None or any(value is None or value.shape != whole.shape for value in held):
+        return False
+    values = [_wide(value) for value in held if value is not None]
+    changes = [_change(one, other) for one, other in pairwise(values)]
+    half = len(changes) // 2
+    largest = _change(values[0], _wide(whole))
+    return all(
+        _is_near(other, one, largest)
+        for one, other in zip(changes[:half], changes[half:], strict=True)
+    )
+
+
 def _change(before: Tensor, end: Tensor) -> Tensor:
     """Return what was added to a buffer: nothing where it is as before, also infinite or NaN."""
     is_same = (end == before) | ((end != end) & (before != before))
     return torch.where(is_same, 0, end - before)
 
 
-def _is_near(change: Tensor, whole: Tensor) -> bool:
-    largest = _finite(whole).abs().max()
+def _is_near(change: Tensor, whole: Tensor, scale: Tensor | None = None) -> bool:
+    largest = _finite(whole if scale is None else scale).abs().max()
     return bool((_change(whole, change).abs() <= _TOLERANCE * largest).all())
 
 

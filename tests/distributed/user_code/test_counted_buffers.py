@@ -147,6 +147,27 @@ def a_running_maximum() -> Any:
     return keeping(note_largest)
 
 
+@CASES.add(refused={"zero1": r"the buffer largest from its samples"}, strategy={"verify": False})
+def a_running_maximum_of_samples_that_grow() -> Any:
+    """So that parts, one after the other, end as the whole does, as those of a sum do."""
+    tokens = torch.arange(32)[:, None].expand(32, 12).contiguous()
+    return keeping(note_largest)[0], [(row, row) for row in tokens]
+
+
+def count_longer(module: Any, x: Tensor) -> None:
+    if module.global_step == 2:
+        module.first = torch.zeros(3, device=x.device)
+    module.first = module.first + x.sum()
+
+
+@CASES.add(
+    refused={"zero1": r"changes the shape of the buffer first from \(2,\) to \(3,\)"},
+    strategy={"verify": False},
+)
+def a_sum_that_gets_another_shape() -> Any:
+    return keeping(count_longer)
+
+
 def note_seen(module: Any, x: Tensor) -> None:
     module.seen = module.seen | (torch.bincount(x.flatten(), minlength=64) > 0)
 
