@@ -48,7 +48,6 @@ from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.first_step import FirstStepProof, take_skeleton
-from lightning_par.strategies.start.skeleton import Skeleton
 from lightning_par.strategies.start.start import RunStart
 from lightning_par.strategies.step.absent_parameter import About
 from lightning_par.strategies.step.gradient_norms import GradientNorms
@@ -122,8 +121,8 @@ def parallelize(  # house: the order, in one place
         manual=ManualSteps(module, gradients.norms),
     )
     proof = FirstStepProof(skeleton, options, device)
-    is_proved = _is_proved(skeleton, mesh)
-    start = RunStart(steps, processes.decisions, proof, is_proved=is_proved)
+    why_not = proof.why_not(module, module.trainer.precision_plugin, resolved.plan.batch)
+    start = RunStart(steps, processes.decisions, proof, is_proved=why_not == "")
     if mesh.sizes.world_size > 1:
         wrap_outer_forwards(module, resolved, steps, sharding)
     gradients.form = steps.form
@@ -142,14 +141,6 @@ def parallelize(  # house: the order, in one place
         groups={**mesh.named_groups(), **mesh.links},
     )
     return model, start
-
-
-def _is_proved(skeleton: Skeleton | str | None, mesh: ParallelMesh) -> bool:
-    """Return whether rank 0 can prove the first step."""
-    found = torch.tensor(isinstance(skeleton, Skeleton), dtype=torch.int)
-    if mesh.sizes.world_size > 1:
-        dist.broadcast(found, 0)
-    return bool(found)
 
 
 def _watch_reads(

@@ -18,6 +18,7 @@ from lightning_par.engine.rng import collect_random_states, fork_all_rng
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import VerificationError
 from lightning_par.observe.report import StartValues, StepRecord
+from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.gathering import gather_batches, gather_tensors, mean_over
@@ -141,15 +142,31 @@ class FirstStepProof:
             given = None if model.steps.repeats else args[0]
             self._batches.append(gather_batches(given, model.mesh))
 
-    def _start(self, model: ParallelModel, plugin: Precision) -> bool:
+    def why_not(
+        self, module: pl.LightningModule, plugin: Precision, layout: BatchLayout
+    ) -> str | None:
+        """Return why the first step cannot be proved, the same on every rank; empty: it can; None:
+        nobody asked for it.
+
+        Args:
+            module: The user's LightningModule.
+            plugin: Precision plugin.
+            layout: What is declared of its batches.
+
+        **Communicates**: the reason of rank 0, to all.
+        """
         reason = self._skeleton if isinstance(self._skeleton, str) else ""
+        callbacks: Any = getattr(module.trainer, "callbacks", ())
         if not reason and getattr(plugin, "scaler", None) is not None:
             reason = "the loss is scaled (16-mixed), and steps that overflow are left out."
-        if not reason and any(map(_tunes, model.module.trainer.callbacks)):  # type: ignore[attr-defined]
+        if not reason and any(map(_tunes, callbacks)):
             reason = "a tuner has changed the run since it was set up."
-        if not reason and model.resolved.plan.batch.local_statistics:
+        if not reason and layout.local_statistics:
             reason = "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
-        reason = _from_first(reason)
+        return None if self.is_over else _from_first(reason)
+
+    def _start(self, model: ParallelModel, plugin: Precision) -> bool:
+        reason = self.why_not(model.module, plugin, model.resolved.plan.batch)
         if reason:
             self.close()
             self.outcome = f"{_NOT_PROVED}: {reason}"
