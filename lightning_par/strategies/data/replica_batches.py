@@ -6,8 +6,9 @@ replicas together. A batch of it is dealt out like cards: replica r of R has the
 r + 2R, ... Batches of a batch sampler of the user's stay as they are: replica r has the r-th of R.
 
 Note [Where an epoch goes on]: a checkpoint that is saved inside an epoch keeps how many samples all
-replicas have seen, and the random states from which the sampler drew its order. Any number of
-replicas then skips these samples, and shares the others.
+replicas have seen, the random states from which the sampler drew its order, and a checksum of the
+first of them. Any number of replicas then skips these samples, and shares the others. A sampler
+that draws from elsewhere gives others, which the checksum tells: then the epoch begins anew.
 
 A replica for which the last batch of an iteration has no sample repeats one of it, as every rank
 has to run the step: such a batch weighs nothing, see `Share.fills`.
@@ -17,7 +18,7 @@ import math
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -94,6 +95,7 @@ class ReplicaBatches:
         self._resumed, self._start, self._taken = self._fitting(cursor), 0, 0
         self._before = self.before
         self._states: dict[str, Any] = {}
+        self._first: list[Any] = []  # samples of the epoch's first global batch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -167,7 +169,8 @@ class ReplicaBatches:
         taken = self._taken if self._replicas > 1 else ready - self._before
         if taken <= 0:
             return None
-        kind = {"of": self._length, "size": self._size}
+        first = {"count": len(self._first), "check": _checksum(self._first)}
+        kind = {"of": self._length, "size": self._size, "first": first}
         return {"seen": self._start + taken * self._step, **kind, **self._states}
 
     def _fitting(self, cursor: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -197,13 +200,21 @@ class ReplicaBatches:
         own = None if self._generator is None else self._generator.get_state()
         self._states = {"random": collect_random_states(_CPU), "generator": own}
         self._start = self._taken = self._before = 0
+        self._first = []
+
+    def _begun(self, entries: Iterator[Any]) -> Iterator[Any]:
+        """Iterate, and note the samples of the first global batch."""
+        for number, entry in enumerate(entries):
+            if number < self._step:
+                self._first.extend(_samples(entry))
+            yield entry
 
     def _entries(self) -> Iterator[Any]:
         """Iterate the user's sampler from where the epoch goes on."""
         resumed, self._resumed = self._resumed, None
         if resumed is None:
             self._note()
-            return iter(self._source)
+            return self._begun(iter(self._source))
         self._start, self._taken = resumed["seen"], 0
         self._states = {name: resumed[name] for name in ("random", "generator")}
         before, generator = collect_random_states(_CPU), self._generator
@@ -213,9 +224,21 @@ class ReplicaBatches:
         entries: Iterator[Any] = iter(self._source)
         if not self._is_dealt:  # the loader draws a seed between it and the first batch
             torch.empty((), dtype=torch.int64).random_()
-        deque(islice(entries, self._start), maxlen=0)
+        first = resumed.get("first", {"count": 0, "check": _checksum([])})
+        skipped = list(islice(entries, self._start))
+        self._first = [s for entry in skipped for s in _samples(entry)][: first["count"]]
+        is_same = _checksum(self._first) == first["check"]
         restore_random_states(before, _CPU)
-        return entries
+        if is_same:
+            return entries
+        rank_zero_warn(
+            "the sampler of the data loader gives another order of samples than it gave in the run "
+            "that was saved, so that nobody knows which are still to come: the epoch begins again. "
+            "Let it draw from torch, NumPy or random, or from a torch.Generator in its attribute "
+            "`generator`, or compute its order from what it is told by set_epoch(epoch)."
+        )
+        self._note()
+        return self._begun(iter(self._source))
 
     def __iter__(self) -> Iterator[Any]:
         if self._replicas > 1 or self._resumed is not None:
@@ -226,19 +249,21 @@ class ReplicaBatches:
         # What one replica has is taken as it is: only the start of an epoch is noted.
         if not self._is_dealt:
             self._note()
-            return iter(self._given)
+            return self._begun(iter(self._given))
         given = iter(self._given)
 
         def first() -> Iterator[Any]:
             self._note()
-            yield from islice(given, 1)
+            for batch in islice(given, 1):
+                self._first = list(_samples(batch))
+                yield batch
 
         return chain(first(), given)
 
     def _batches(self, parts: Iterable[tuple[list[Any], Any, int]]) -> Iterator[Any]:
         self.shares.clear()
         for number, (everything, own, smallest) in enumerate(parts):
-            check = None if number else zlib.crc32(repr(everything).encode())
+            check = None if number else _checksum(everything)
             total = len(everything)
             differs = total // self._replicas == smallest and total % self._replicas > 0
             why = self._repeats() if differs and isinstance(own, list) else ""
@@ -285,6 +310,14 @@ class ReplicaBatches:
                 dealt = every[self._replica :: count]
                 alone = dealt[0] if dealt else None
                 yield every, dealt if is_listed else alone, len(every) // count
+
+
+def _samples(entry: Any) -> Sequence[Any]:
+    return entry if isinstance(entry, list | tuple) else [entry]
+
+
+def _checksum(entries: Sequence[Any]) -> int:
+    return zlib.crc32(repr(list(entries)).encode())
 
 
 class _AgreedSampler:

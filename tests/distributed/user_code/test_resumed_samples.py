@@ -1,6 +1,7 @@
 """Runs that go on inside an epoch, on any layout: every sample that was still to come, once."""
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,26 @@ class Endless(Sampler[int]):
             yield from torch.randperm(22).tolist()
 
 
+class Private(Sampler[int]):
+    """Draws from a generator of its own, which no checkpoint holds."""
+
+    def __init__(self, seed: int = 3) -> None:
+        self.draws = random.Random(seed)
+
+    def __len__(self) -> int:
+        return 22
+
+    def __iter__(self) -> Any:
+        return iter(self.draws.sample(range(22), 22))
+
+
+class ByEpoch(Private):
+    """Computes its order from the number of the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.draws = random.Random(epoch)
+
+
 def _loader(layout: str | None, kind: str, many: int) -> Any:
     if kind == "module":
         return Data(layout)
@@ -112,6 +133,10 @@ def _loader(layout: str | None, kind: str, many: int) -> Any:
         return Stateful(rows, size, shuffle=True, generator=torch.Generator())
     if kind == "endless":
         return DataLoader(rows, size, sampler=Endless())
+    if kind == "by epoch":
+        return DataLoader(rows, size, sampler=ByEpoch())
+    if kind.startswith("private"):
+        return DataLoader(rows, size, sampler=Private(int(kind.split()[1])))
     if kind in ("batches", "eager"):
         sampler = (Eager if kind == "eager" else BatchSampler)(RandomSampler(rows), size, False)
         return DataLoader(rows, batch_sampler=sampler)
@@ -145,6 +170,7 @@ _SHOWN = [
     ("tp2", "zero0", "module"),
     ("zero0", "tp2", "endless"),
     ("tp2", "zero0", "endless"),
+    ("zero0", "tp2", "by epoch"),
 ]
 _CELLS = [
     *_SHOWN,
@@ -172,6 +198,28 @@ def test_an_epoch_goes_on_where_it_was_saved(cell: tuple[str, str, str], tmp_pat
             torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
             if kind != "module":
                 torch.testing.assert_close(weight, bias, rtol=0, atol=1e-8)
+
+
+def _resume_warned(rank: int, world: int, *args: Any) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = _run(*args)[2]
+    return seen, " ".join(str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("layout", ["zero0", "tp2"])
+def test_an_epoch_whose_order_nobody_knows_begins_again(layout: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_ranks(_on_rank, 2, "tp2", "private 3", folder, None, timeout=90)
+    found = run_ranks(_resume_warned, 2, layout, "private 5", folder, 6, timeout=90)
+    assert "the epoch begins again" in found[0][1]
+    draws = random.Random(5)
+    _, wanted = (draws.sample(range(22), 22) for _ in range(2))  # the first was compared
+    replicas = 2 if layout == "zero0" else 1
+    steps = found[0][0]
+    for rank, (seen, _) in enumerate(found):
+        assert seen[0] == wanted[:6][rank % replicas :: replicas]
+        assert len(seen) == len(steps)
 
 
 @pytest.mark.parametrize("many", [4, 9])
