@@ -14,8 +14,7 @@ __all__ = ["DoublePrecision", "WithoutDropout"]
 
 
 class DoublePrecision(TorchFunctionMode):
-    """Inside, tensors that are asked to become float32 become float64, except those of a lower
-    precision.
+    """Inside, a float64 tensor that is asked to become float32 stays float64.
 
     Many models compute norms, softmaxes or the loss in float32 whatever their dtype is. Two layouts
     that add in another order then differ by the rounding of float32, 1e-7, which hides small
@@ -28,8 +27,9 @@ class DoublePrecision(TorchFunctionMode):
         >>> with DoublePrecision():
         ...     torch.zeros(1, dtype=torch.float64).float().dtype
         torch.float64
-        >>> with DoublePrecision():  # positions, which meet frequencies in a matrix product
-        ...     torch.arange(2).float().dtype
+        >>> frequencies = torch.ones(1, 2, dtype=torch.float64)
+        >>> with DoublePrecision():  # as rotary embeddings do with positions
+        ...     (torch.arange(3).float()[:, None] @ frequencies.float()).dtype
         torch.float64
     """
 
@@ -40,20 +40,25 @@ class DoublePrecision(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Ask for float64 where the first argument is float64, or holds no floating point."""
+        """Keep the dtype where the first argument is float64."""
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
-        if isinstance(first, Tensor) and _may_be_double(first.dtype):
+        if isinstance(first, Tensor) and first.dtype == torch.float64:
             if func is Tensor.float:
                 func = Tensor.double
             args = [torch.float64 if a is torch.float32 else a for a in args]
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
+        if func in _PRODUCTS and any(_is_of(torch.float64, a) for a in args):
+            args = [a.double() if _is_of(torch.float32, a) else a for a in args]
         return func(*args, **kwargs)
 
 
-def _may_be_double(dtype: torch.dtype) -> bool:
-    return dtype == torch.float64 or not (dtype.is_floating_point or dtype.is_complex)
+_PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+
+
+def _is_of(dtype: torch.dtype, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == dtype
 
 
 _DROPOUTS = (
