@@ -44,6 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_whole_sequence": {**_ONES, "tensor_parallel_size": 2, "sequence_parallel": False},
     "pp2": {**_ONES, "pipeline_parallel_size": 2},
     "pp2_one_microbatch": {**_ONES, "pipeline_parallel_size": 2, "num_microbatches": 1},
+    "pp2_interleaved": {**_ONES, "pipeline_parallel_size": 2, "schedule": "interleaved"},
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "zero0": {**_ONES, "zero_stage": 0},
     "zero1": {**_ONES, "zero_stage": 1},
@@ -51,6 +52,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {**_ONES, "zero_stage": 3},
     "zero2_offload": {**_ONES, "zero_stage": 2, "offload_options": {}},
     "zero1tp2": {**_ONES, "tensor_parallel_size": 2, "zero_stage": 1},
+    "zero1pp2": {**_ONES, "pipeline_parallel_size": 2, "zero_stage": 1},
     "zero1ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 1},
     "zero3ep2": {**_ONES, "expert_parallel_size": 2, "zero_stage": 3},
     "cp2": {**_ONES, "context_parallel_size": 2},
@@ -170,7 +172,7 @@ class Cases:
 
 def world_of(layout: str) -> int:
     """Return the number of ranks of a layout."""
-    return {"one": 1, "tp2pp2": 4, "zero1tp2": 4, "zero3ep2": 4}.get(layout, 2)
+    return {"one": 1, "tp2pp2": 4, "zero1tp2": 4, "zero1pp2": 4, "zero3ep2": 4}.get(layout, 2)
 
 
 class _Losses(Callback):
@@ -220,7 +222,7 @@ def train_case(
     replicas = 2 if (layout or "").startswith("zero") else 1
     replicas = 4 if layout == "zero3ep2" else replicas
     sampler = None
-    if replicas > 1:
+    if replicas > 1 and layout != "zero1pp2":  # whose stages are the outer ranks
         replica = rank * replicas // world
         sampler = DistributedSampler(samples, replicas, replica, shuffle=False)
     loader = DataLoader(

@@ -5,11 +5,20 @@ process adds up all of them. A look at the step, on some samples and on their pa
 buffers are sums over samples: those that the parts, one after the other, leave as the whole does,
 and to which the same parts add the same once more, as they do not to a running maximum. What a step
 then adds to them is summed over the replicas. Others, such as running means, are refused.
+
+Note [Buffers of micro-batches]: a step runs once for each micro-batch, and on a rank with several
+stages once for each of them, where one process runs it once. A look at the step, on some samples
+and on their parts, tells what a buffer holds. What the parts leave, one after the other, as the
+whole does, such as a sum or a maximum over samples, stays as it is. What one part changes as the
+whole does, such as a count of steps, begins anew with each micro-batch. Others, such as running
+means, are refused. What the stages of one rank change alike, the last of them changes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,9 +31,11 @@ from lightning_par.engine.collectives import all_reduce
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 
-__all__ = ["CountedBuffers", "buffers_of"]
+__all__ = ["CountedBuffers", "StageBuffers", "buffers_of"]
 
 _TOLERANCE = 1e-4
+_WITH_BUFFERS = ("torch.ao.", "torch.nn.utils.")
+"""Packages of torch whose modules have buffers of their own, beside the norms over a batch."""
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
@@ -41,9 +52,15 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_users(part: nn.Module) -> bool:
-    """Whether a class of a module is not of torch, as those made by FSDP are beside the user's."""
+    """Whether the buffers of a module are not those of a layer of torch's or of this package's.
+
+    Classes made by FSDP are beside the user's; torch's containers have what the user gives them.
+    """
     packages = {kind.__module__.partition(".")[0] for kind in type(part).__mro__}
-    return not packages <= {"torch", "lightning_par", "builtins", "typing"}
+    if not packages <= {"torch", "lightning_par", "builtins", "typing"}:
+        return True
+    has_own = hasattr(part, "running_mean") or type(part).__module__.startswith(_WITH_BUFFERS)
+    return "lightning_par" not in packages and not has_own
 
 
 class CountedBuffers:
@@ -69,6 +86,8 @@ class CountedBuffers:
         before: Mapping[str, Tensor],
         ends: Sequence[Mapping[str, Tensor]],
         again: Callable[[], Sequence[Mapping[str, Tensor]]],
+        *,
+        divides: bool = False,
     ) -> None:
         """Find the buffers that are sums over samples.
 
@@ -76,54 +95,64 @@ class CountedBuffers:
             before: The buffers before the step.
             ends: Those after it on some samples, and after their parts, one after the other.
             again: Runs the parts once more, after those, and gives the buffers after each.
+            divides: Whether a batch is cut into several micro-batches, each of which changes them.
 
         Raises:
             ConfigurationError: On all ranks, if there are others that samples change.
 
         **Communicates**: names and what changed, over all ranks; what `again` does.
         """
-        self.is_known = True
-        found = {
-            name: _kind(before.get(name), [end.get(name) for end in ends])
-            for name in {name: None for held in (before, *ends) for name in held}
-        }
+        names = {name: None for held in (before, *ends) for name in held}
+        found = {n: _change_of(before.get(n), [end.get(n) for end in ends]) for n in names}
+        changed = {name: change for name, change in found.items() if change is not None}
         every: list[Any] = [None] * self._mesh.sizes.world_size
-        dist.all_gather_object(every, {name: kind for name, kind in found.items() if kind})
+        stage = self._mesh.place["pp"]
+        dist.all_gather_object(every, (bool(ends), stage, changed))
+        if not all(is_seen for is_seen, _, _ in every):
+            return
+        self.is_known = True
         replica = [every[rank] for rank in dist.get_process_group_ranks(self._mesh.replica_group)]
-        told = []
-        for name in sorted(set().union(*every)):
-            is_sum = all(kinds.get(name, (False,))[0] for kinds in every)
-            # Ranks of a replica that see other tokens add up other numbers.
-            marks = [kinds[name][1] if name in kinds else 0.0 for kinds in replica]
-            is_same = all(math.isclose(m, marks[0], rel_tol=_TOLERANCE) for m in marks)
-            if not is_same or not (is_sum or self._mesh.sizes.data == 1):
+        told, added = list[str](), list[str]()
+        for name in sorted({name for _, _, changes in every for name in changes}):
+            changes = [changes[name] for _, _, changes in every if name in changes]
+            is_cut = not all(change.is_joined or change.is_once for change in changes)
+            if not (divides and is_cut) and all(change.is_once for change in changes):
+                continue
+            is_sum = all(change.is_joined and change.can_add for change in changes)
+            is_refused = not (is_sum or self._mesh.sizes.data == 1) or (divides and is_cut)
+            if is_refused or not _is_same_in_stages(name, replica):
                 told.append(name)
             elif self._mesh.sizes.data > 1:
-                self.names.append(name)
-        self._refuse_any(told)
-        if self.names:  # the same on all ranks
+                added.append(name)
+        self._refuse_any(told, divides)
+        if added:
             parts = [*ends, *again()]
-            self._refuse_any([name for name in self.names if not _adds_again(name, before, parts)])
+            others = [n for n in added if n in changed and not _adds_again(n, before, parts)]
+            self._refuse_any(others, divides)
+        self.names = [name for name in added if name in before]
 
-    def _refuse_any(self, names: Sequence[str]) -> None:
+    def _refuse_any(self, names: Sequence[str], divides: bool) -> None:
         """Refuse the buffers that any rank names."""
         every: list[Any] = [None] * self._mesh.sizes.world_size
         dist.all_gather_object(every, names)
         told = sorted(set().union(*every))
         if told:
-            self._refuse(told)
+            self._refuse(told, divides)
 
-    def _refuse(self, names: Sequence[str]) -> None:
+    def _refuse(self, names: Sequence[str], divides: bool) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        part = "micro-batch and rank" if divides else "rank"
+        alone = self._mesh.sizes.data == 1
+        cure = "or use num_microbatches=1; " if divides and alone else ""
         raise ConfigurationError(
             "LP325",
             f"training_step changes the buffer {names[0]}{more} from its samples. On "
-            f"{self._mesh.sizes} each rank does so from its own samples or tokens, and how they "
+            f"{self._mesh.sizes} each {part} does so from its own samples or tokens, and how they "
             "join is not known, so that it would not be that of one process. Add up in it what "
-            "samples give (self.total += x.sum(); self.count += len(x)), which is summed over the "
-            "replicas, and divide in on_train_batch_end; tokens that tensor parallelism divides "
-            "are whole with sequence_parallel=False. To accept what a part gives, as DDP does, "
-            "declare ParallelPlan(batch=BatchLayout(local_statistics=True)). No weight was "
+            "samples give (self.total += x.sum(); self.count += len(x)), which is summed over all "
+            f"of them, and divide in on_train_batch_end; {cure}tokens that tensor parallelism "
+            "divides are whole with sequence_parallel=False. To accept what a part gives, as DDP "
+            "does, declare ParallelPlan(batch=BatchLayout(local_statistics=True)). No weight was "
             "changed.",
         )
 
@@ -157,9 +186,165 @@ class CountedBuffers:
                 buffer.copy_(value + all_reduce(added, self._mesh.data_group))
 
 
-def _kind(before: Tensor | None, ends: Sequence[Tensor | None]) -> tuple[bool, float] | None:
-    """Return whether a buffer is a sum over samples, and a number of what the whole has changed;
-    None if it does not change, or whatever the samples are, as a count of steps.
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """What the step on some samples, and on their parts, does to a buffer.
+
+    Attributes:
+        is_once: Whether the first part changes it as the whole does, as a count of steps.
+        is_joined: Whether the parts, one after the other, leave it as the whole does, as a sum.
+        can_add: Whether its values can be added up.
+        mark: A number of what the whole changes.
+    """
+
+    is_once: bool
+    is_joined: bool
+    can_add: bool
+    mark: float
+
+
+class StageBuffers:
+    """Keeps buffers of a stage as one process would have them; see Note [Buffers of micro-batches].
+
+    Args:
+        module: The user's LightningModule, which holds the stages of this rank.
+        counts: Gets what a look has found out.
+        stages: Number of stages of this rank.
+        divides: Whether a batch is cut into several micro-batches.
+    """
+
+    def __init__(
+        self, module: nn.Module, counts: CountedBuffers, *, stages: int, divides: bool
+    ) -> None:
+        self._module, self._counts = module, counts
+        self._stages, self._divides = stages, divides
+        self._once, self._repeated = frozenset[str](), frozenset[str]()
+        self._runs = Counter[int]()
+        self._start: dict[str, Tensor] = {}
+        self._parts = 0
+        self._ends: dict[int, list[dict[str, Tensor]]] | None = None  # stage -> its runs, in a look
+
+    @property
+    def is_known(self) -> bool:
+        """Whether no look has to tell anything any more."""
+        return self._counts.is_known
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Surrounds the schedule of a training step."""
+        names = self._once | self._repeated
+        held = {name: self._module.get_buffer(name) for name in names}
+        self._start = {name: buffer.clone() for name, buffer in held.items()}
+        self._runs.clear()
+        try:
+            yield
+        finally:
+            for name, buffer in held.items():
+                with torch.no_grad():
+                    buffer.copy_(self._module.get_buffer(name))
+                self._put(name, buffer)
+
+    @contextmanager
+    def run(self, index: int) -> Iterator[None]:
+        """Surrounds the user's step on a micro-batch, for one stage.
+
+        Args:
+            index: Of the micro-batch.
+        """
+        stage = self._runs[index]
+        self._runs[index] += 1
+        if self._ends is not None:
+            ends = self._ends.setdefault(stage, [])
+            for name, buffer in self._begin_part(index, ends).items():
+                self._put(name, buffer.clone())
+            try:
+                yield
+            finally:
+                ends.append(buffers_of(self._module))
+            return
+        # New tensors: a backward that is to come may need those of earlier micro-batches.
+        for name in self._once:
+            self._put(name, self._start[name].clone())
+        kept = {}
+        if stage < self._stages - 1:
+            kept = {name: self._module.get_buffer(name) for name in self._repeated}
+            for name, buffer in kept.items():
+                self._put(name, buffer.clone())
+        try:
+            yield
+        finally:
+            for name, buffer in kept.items():
+                self._put(name, buffer)
+
+    @contextmanager
+    def look(self, parts: int) -> Iterator[None]:
+        """Surrounds a look at the training step on some samples, on their parts, on the parts once
+        more, and on the first of them again.
+
+        Args:
+            parts: Number of the parts.
+
+        Raises:
+            ConfigurationError: On all ranks, if a buffer is refused.
+
+        **Communicates**: names and what changed, over all ranks.
+        """
+        self._start, self._ends, self._parts = buffers_of(self._module), {}, parts
+        self._runs.clear()
+        try:
+            yield
+            self._learn(parts, self._ends)
+        finally:
+            self._ends = None
+
+    def _begin_part(self, index: int, ends: Sequence[dict[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Return the buffers with which a look's run on a stage begins.
+
+        Args:
+            index: 0 for the whole, then those of the parts, see `look`.
+            ends: The buffers after each run so far.
+        """
+        if index < 2:
+            return self._start
+        if index > 2 * self._parts:
+            return ends[-1]
+        # A part sees a count of steps as the whole sees it, as every micro-batch will.
+        changes = self._changes(ends[:2]).items()
+        once = {name: self._start.get(name) for name, change in changes if change.is_once}
+        return ends[-1] | {name: value for name, value in once.items() if value is not None}
+
+    def _learn(self, parts: int, runs: Mapping[int, list[dict[str, Tensor]]]) -> None:
+        before, ends = self._start, list[Mapping[str, Tensor]]()
+        if len(runs) == self._stages and all(len(r) == 2 * parts + 2 for r in runs.values()):
+            changed = {stage: self._changes(held[: parts + 1]) for stage, held in runs.items()}
+            places = {name: stage for stage in sorted(changed) for name in changed[stage]}
+            ends = [
+                {name: runs[stage][at][name] for name, stage in places.items()}
+                for at in range(2 * parts + 2)
+            ]
+            found = {name: changed[stage][name] for name, stage in places.items()}
+            often = Counter(name for names in changed.values() for name in names)
+            kept = {name for name in found if name in before}
+            once = {name for name in kept if found[name].is_once}
+            # What is set, as a flag, and a maximum do not change again; a count of steps does.
+            last, again = ends[-2], ends.pop()
+            self._once = frozenset(n for n in once if not torch.equal(last[n], again[n]))
+            self._repeated = frozenset(n for n in kept - self._once if often[n] > 1)
+        half = parts + 1
+        self._counts.learn(before, ends[:half], lambda: ends[half:], divides=self._divides)
+
+    def _changes(self, ends: Sequence[dict[str, Tensor]]) -> dict[str, _Change]:
+        names = {name: None for held in (self._start, *ends) for name in held}
+        found = {n: _change_of(self._start.get(n), [end.get(n) for end in ends]) for n in names}
+        return {name: change for name, change in found.items() if change is not None}
+
+    def _put(self, name: str, value: Tensor) -> None:
+        place, _, own = name.rpartition(".")
+        setattr(self._module.get_submodule(place), own, value)
+
+
+def _change_of(before: Tensor | None, ends: Sequence[Tensor | None]) -> _Change | None:
+    """Return what a step does to a buffer; None if it does not change.
 
     Args:
         before: The buffer before the step; None: there was none.
@@ -171,12 +356,30 @@ def _kind(before: Tensor | None, ends: Sequence[Tensor | None]) -> tuple[bool, f
     # What is new, as a cache that grows, changes from nothing.
     start: Tensor = torch.zeros_like(ends[0]) if is_new else before  # type: ignore[arg-type, assignment]
     whole, *parts = [_change(_wide(start), _wide(end)) for end in ends]  # type: ignore[arg-type]
-    if not bool(whole.any()) or (parts and _is_near(parts[0], whole)):
+    if not bool(whole.any()):
         return None
     places = torch.arange(1, whole.numel() + 1, dtype=whole.dtype, device=whole.device)
-    can_add = not is_new and start.dtype != torch.bool
-    is_sum = bool(parts) and can_add and _is_near(parts[-1], whole)
-    return is_sum, float((_finite(whole).flatten() * places).sum())
+    return _Change(
+        is_once=bool(parts) and _is_near(parts[0], whole),
+        is_joined=bool(parts) and _is_near(parts[-1], whole),
+        can_add=not is_new and start.dtype != torch.bool,
+        mark=float((_finite(whole).flatten() * places).sum()),
+    )
+
+
+def _is_same_in_stages(name: str, replica: Sequence[tuple[bool, int, Any]]) -> bool:
+    """Whether a buffer changes alike on all ranks of a stage, which see the same samples.
+
+    Args:
+        name: Of the buffer.
+        replica: Of each rank of a replica: whether it has looked, its stage, and what changed.
+    """
+    marks: dict[int, list[float]] = {}
+    for _, stage, changes in replica:
+        marks.setdefault(stage, []).append(changes[name].mark if name in changes else 0.0)
+    return all(
+        math.isclose(mark, held[0], rel_tol=_TOLERANCE) for held in marks.values() for mark in held
+    )
 
 
 def _adds_again(

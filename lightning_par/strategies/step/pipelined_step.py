@@ -50,6 +50,7 @@ from lightning_par.strategies.step.batch_weights import (
     weigh,
     weighted_mean,
 )
+from lightning_par.strategies.step.counted_buffers import CountedBuffers, StageBuffers
 from lightning_par.strategies.step.metrics import MetricsOfBatch
 from lightning_par.strategies.step.returned import (
     counts_in,
@@ -91,6 +92,7 @@ class PipelinedSteps:
         replay: Surrounds the backward of a micro-batch.
         sequence: Shards sequences over context ranks, if there are several.
         num_microbatches: Number of micro-batches of a batch that has as many samples.
+        counts: Buffers that replicas add to.
         schedule: Gives the training schedule for a number of micro-batches.
         rank_of_stage: The pipeline rank that holds each stage.
 
@@ -114,6 +116,7 @@ class PipelinedSteps:
         replay: Callable[[int], AbstractContextManager[None]],
         sequence: ShardedSequence | None,
         num_microbatches: int,
+        counts: CountedBuffers,
         schedule: Callable[[int], Schedule],
         rank_of_stage: Sequence[int],
     ) -> None:
@@ -133,6 +136,9 @@ class PipelinedSteps:
         self._metrics = MetricsOfBatch(module)
         self._metrics.follow()
         self._writes = StepWrites(module, executor.stages, self._source, self._group)
+        self._buffers = StageBuffers(
+            module, counts, stages=len(executor.stages), divides=num_microbatches > 1
+        )
         self._attributes_sent = TreeBroadcast(self._group, self._source)
         self._left, self._told = dict[int, dict[str, float]](), frozenset[str]()
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
@@ -185,9 +191,10 @@ class PipelinedSteps:
             with prepared:
                 schedule = self._schedule(len(parts))
                 around = lambda i: self._around(i in weights.zero)  # noqa: E731
-                run = self.executor.run(
-                    schedule, step, signatures, scaled_loss, around, self._replay
-                )
+                with self._buffers.step():
+                    run = self.executor.run(
+                        schedule, step, signatures, scaled_loss, around, self._replay
+                    )
         self.last_run, self.last_weight = run, weights.total
         if self._sequence is not None:
             self._sequence.check()
@@ -278,24 +285,27 @@ class PipelinedSteps:
             watch: Watches what else the step does.
         """
         calls: list[list[LogCall]] = [[] for _ in batches]
-        key = ("first look",)
+        key, count = ("first look",), len(batches)
         self._left.clear()
         self._attributes.begin()
 
         def has_failed() -> bool:
             return refusal() is not None
 
-        with torch.no_grad():
+        learns = name == "training_step" and count > 1 and not self._buffers.is_known
+        again = [*batches[1:], batches[1]] if learns else []
+        with torch.no_grad(), self._buffers.look(count - 1) if learns else nullcontext():
             run = self._forward_only(
-                name, context, batches, rest, key, calls, watch.followed, has_failed
+                name, context, [*batches, *again], rest, key, calls, watch.followed, has_failed
             )
         found = None
-        if len(run.results) == len(batches) and not has_failed():
-            ends = sorted(run.results) if name == "training_step" else []
-            losses: list[tuple[float, ...]]
-            losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
-            returned = [returned_numbers(name, run.results[i]) for i in sorted(run.results)]
-            before, ends = self._attributes.numbers(before=True), sorted(self._left)
+        if len(run.results) == count + len(again) and not has_failed():
+            ends = range(count)
+            losses: list[tuple[float, ...]] = []
+            if name == "training_step":
+                losses = [(float(loss_of(run.results[i]).detach()),) for i in ends]
+            returned = [returned_numbers(name, run.results[i]) for i in ends]
+            before = self._attributes.numbers(before=True)
             # A rehearsal has results without the last stage.
             left = left_numbers(name, before, [self._left[i] for i in ends]) or [[] for _ in calls]
             self._told |= {call.name for calls in left for call in calls}
@@ -363,12 +373,18 @@ class PipelinedSteps:
         trains, looks = name == "training_step", followed is not None
 
         def run(index: int) -> Any:
-            logs = record_logs(self.module, calls[index], value_of, on_step=trains)
-            follow = nullcontext() if followed is None else followed(index)
-            written, user_step = self._writes.in_step(), self._user_step(key, index)
-            with context(), logs, follow, user_step, written:
+            # A look runs its parts once more, which have been followed.
+            is_again, number = index >= len(calls), index
+            if is_again:
+                number = (index - len(calls)) % (len(calls) - 1) + 1
+            logged = [] if is_again else calls[index]
+            logs = record_logs(self.module, logged, value_of, on_step=trains)
+            follow = nullcontext() if followed is None or is_again else followed(index)
+            written, user_step = self._writes.in_step(), self._user_step(key, number)
+            buffers = self._buffers.run(index) if trains else nullcontext()
+            with context(), logs, follow, user_step, buffers, written:
                 result = step(parts[index], *rest)
-                if looks or self._told:
+                if (looks or self._told) and not is_again:
                     self._left[index] = self._attributes.numbers()
                 return result
 

@@ -185,6 +185,7 @@ class StepRunner:
                 replay=self._training.replay,
                 sequence=sequence,
                 num_microbatches=count,
+                counts=self.counts,
                 schedule=cache(partial(options.build_schedule, sizes.pipeline)),
                 rank_of_stage=rank_of_stage,
             )
@@ -301,7 +302,8 @@ class StepRunner:
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
                 random = self.random.step(samples, count, self.tokens_of(args[0]), self.share)
-                with random, self.reads.agreed():
+                summed = self.counts.summed("training_step", fills=self.weigher.fills)
+                with random, self.reads.agreed(), summed:
                     output, valid = self.pipeline.training(context, args, dims, key, scaler, zero)
                     self.random.share(self.pipeline.from_last_stage)
                 return output, Step(has_valid_labels=valid)

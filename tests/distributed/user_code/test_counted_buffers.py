@@ -50,7 +50,11 @@ def counting(*, keeps_mean: bool) -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="tp2 zero1", large="zero3 zero1tp2", strategy={"verify": False})
+@CASES.add(
+    equal="tp2 zero1 pp2 zero1pp2",
+    large="zero3 zero1tp2 pp2_interleaved pp2_one_microbatch",
+    strategy={"verify": False},
+)
 def a_buffer_that_counts_the_samples() -> Any:
     return counting(keeps_mean=False)
 
@@ -61,8 +65,11 @@ def a_buffer_that_counts_the_samples_proved() -> Any:
 
 
 @CASES.add(
-    equal="tp2",
-    refused={"zero1": r"the buffer counting\.mean from its samples.*total \+= x.*local_statistics"},
+    equal="tp2 pp2_one_microbatch",
+    refused={
+        "zero1": r"the buffer counting\.mean from its samples.*total \+= x.*local_statistics",
+        "pp2": r"the buffer counting\.mean .*each micro-batch.*or use num_microbatches=1",
+    },
     strategy={"verify": False},
 )
 def a_buffer_with_a_running_mean() -> Any:
@@ -87,7 +94,11 @@ def tokens_that_a_block_counts() -> Any:
     return PlainModule(CountingNet()), token_pairs()
 
 
-@CASES.add(equal="tp2_whole_sequence zero1", strategy={"verify": False})
+@CASES.add(
+    equal="tp2_whole_sequence zero1 pp2_interleaved",
+    large="pp2 zero1pp2 pp2_one_microbatch",
+    strategy={"verify": False},
+)
 def whole_tokens_that_a_block_counts() -> Any:
     """As the refusal advises."""
     return PlainModule(CountingNet()), token_pairs()
@@ -139,8 +150,9 @@ def note_largest(module: Any, x: Tensor) -> None:
 
 
 @CASES.add(
-    equal="tp2",
-    refused={"zero1": r"the buffer largest from its samples"},
+    equal="tp2 pp2",
+    large="pp2_interleaved pp2_one_microbatch",
+    refused={"zero1 zero1pp2": r"the buffer largest from its samples"},
     strategy={"verify": False},
 )
 def a_running_maximum() -> Any:
@@ -177,6 +189,71 @@ def note_seen(module: Any, x: Tensor) -> None:
 )
 def flags_of_tokens_that_were_seen() -> Any:
     return keeping(note_seen)
+
+
+class Tracking(PlainModule):
+    """Keeps numbers of its steps and of their losses, in the module and in one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = nn.Module()
+        for part in (self, self.tracker):
+            part.register_buffer("steps", torch.zeros(()))
+            part.register_buffer("total", torch.zeros(()))
+
+    def loss(self, batch: Any) -> Tensor:
+        factor = 0.3 + self.steps / 10  # a warm-up by a count of steps
+        loss = super().loss(batch) * factor
+        with torch.no_grad():
+            for part in (self, self.tracker):
+                part.steps += 1
+                part.total += loss.detach() * len(batch[0])
+        return loss
+
+
+@CASES.add(
+    equal="pp2 zero1",
+    large="tp2 pp2_interleaved pp2_one_microbatch zero1pp2",
+    strategy={"verify": False},
+)
+def numbers_of_steps_and_losses() -> Any:
+    return Tracking(), token_pairs()
+
+
+class AveragedLoss(Tracking):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        with torch.no_grad():
+            self.tracker.total.lerp_(loss, 0.1)
+        return loss
+
+
+@CASES.add(
+    equal="pp2_one_microbatch",
+    refused={
+        "pp2 pp2_interleaved": r"the buffer tracker\.total .*num_microbatches=1",
+        "zero1pp2": r"the buffer tracker\.total from its samples",
+    },
+    strategy={"verify": False},
+)
+def a_running_mean_of_the_loss() -> Any:
+    return AveragedLoss(), token_pairs()
+
+
+class CountingSteps(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].counting = Counting(keeps_mean=False)
+        self.blocks[1].register_forward_pre_hook(count_calls)
+
+
+def count_calls(block: Any, _: Any) -> None:
+    block.counting.steps += 1
+
+
+@CASES.add(equal="pp2", large="tp2 zero1 pp2_interleaved zero1pp2", strategy={"verify": False})
+def steps_that_a_block_counts() -> Any:
+    return PlainModule(CountingSteps()), token_pairs()
 
 
 @pytest.mark.parametrize(("case", "layout", "refusal"), CASES.cells())
