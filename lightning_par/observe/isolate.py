@@ -14,7 +14,7 @@ from lightning_par.engine.rng import fork_all_rng
 from lightning_par.observe.contents import copy_of, refill, restore_of
 from lightning_par.observe.outside import outside_kept
 
-__all__ = ["StateOfParts", "isolated", "untouched"]
+__all__ = ["StateOfParts", "is_equal", "isolated", "untouched"]
 
 _COPIED = 2**30
 """Bytes of parameters that are copied, as a step may write to them."""
@@ -134,7 +134,7 @@ class StateOfParts:
                 one, other = self._ends
                 both = one.keys() & other.keys()
                 self._changed |= one.keys() ^ other.keys()
-                self._changed |= {name for name in both if not _equal(one[name], other[name])}
+                self._changed |= {name for name in both if not is_equal(one[name], other[name])}
 
 
 def _hooks(module: nn.Module) -> list[dict[Any, Any]]:
@@ -154,7 +154,8 @@ def _holder(part: nn.Module, name: str) -> dict[str, Any]:
     return buffers if name in buffers else held
 
 
-def _equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
+    """Return whether two values are the same, or arrays of the same entries."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     try:

@@ -1,6 +1,6 @@
-"""What a run computed in its first optimizer step, on the mesh or on one process."""
+"""What a run computed in an optimizer step, on the mesh or on one process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,7 +10,7 @@ __all__ = ["StartValues", "StepRecord"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StartValues:
-    """What a run started its first step from.
+    """What a step started from.
 
     Attributes:
         tensors: Name -> value of every parameter and buffer, whole; on rank 0.
@@ -18,6 +18,8 @@ class StartValues:
         epoch: Number of the epoch.
         continues: Whether optimizers and schedulers have taken steps already.
         learns: Whether a learning rate is not 0.
+        groups: Numbers of every group of parameters of the optimizers, such as learning rates.
+        is_later: Whether the step comes after others of this run, and the hooks before it have run.
     """
 
     tensors: Mapping[str, Tensor]
@@ -25,11 +27,13 @@ class StartValues:
     epoch: int
     continues: bool
     learns: bool = True
+    groups: Sequence[Mapping[str, float]] = ()
+    is_later: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
 class StepRecord:
-    """What a run computed in its first optimizer step; tensors are whole, and on the CPU.
+    """What a run computed in an optimizer step; tensors are whole, and on the CPU.
 
     Attributes:
         losses: Of every backward, weighted over the global batch.

@@ -1,5 +1,6 @@
 """`MeshOptions`: what a user chose for a mesh strategy, as one checked, immutable value."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -110,11 +111,17 @@ class MeshOptions:
             raise ConfigurationError(
                 "LP902", f"on_nonfinite={self.on_nonfinite!r} must be {valid}."
             )
-        if self.verify not in _VERIFY:
-            valid = either([repr(choice) for choice in _VERIFY])
+        if self.verify not in _VERIFY and self.verify_every is None:
+            valid = either([*map(repr, _VERIFY), "'every 500', or another number of steps"])
             raise ConfigurationError("LP902", f"verify={self.verify!r} must be {valid}.")
         for name, value in read.items():
             object.__setattr__(self, name, value)  # how a frozen dataclass sets its own fields
+
+    @property
+    def verify_every(self) -> int | None:
+        """Optimizer steps after which one is proved again; None: only the first is."""
+        found = re.fullmatch(r"every ([1-9]\d*)", str(self.verify))
+        return int(found[1]) if found else None
 
     def _read_checkpoint_format(self) -> str:
         """Return the form of checkpoints, from its own option or from that of Lightning."""

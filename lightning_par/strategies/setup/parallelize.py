@@ -47,8 +47,9 @@ from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.processes.mesh_processes import MeshProcesses
 from lightning_par.strategies.setup.block_wrapping import prepare_blocks
 from lightning_par.strategies.setup.parallel_model import ParallelModel
-from lightning_par.strategies.start.first_step import FirstStepProof, take_skeleton
+from lightning_par.strategies.start.skeleton import Skeleton
 from lightning_par.strategies.start.start import RunStart
+from lightning_par.strategies.start.step_proof import StepProof, take_skeleton
 from lightning_par.strategies.step.absent_parameter import About
 from lightning_par.strategies.step.gradient_norms import GradientNorms
 from lightning_par.strategies.step.gradient_path import GradientPath
@@ -120,13 +121,15 @@ def parallelize(  # house: the order, in one place
         reads=_watch_reads(module, resolved, mesh, known, parts, device, sharding, options),
         manual=ManualSteps(module, gradients.norms),
     )
-    proof = FirstStepProof(skeleton, options, device)
+    proof = StepProof(skeleton, options, device)
     why_not = proof.why_not(module, module.trainer.precision_plugin, resolved.plan.batch)
     start = RunStart(steps, processes.decisions, proof, is_proved=why_not == "")
     if mesh.sizes.world_size > 1:
         wrap_outer_forwards(module, resolved, steps, sharding)
     gradients.form = steps.form
     forms.become_parallel()
+    if isinstance(skeleton, Skeleton):
+        skeleton.note(module)
     model = ParallelModel(
         module=module,
         forms=forms,

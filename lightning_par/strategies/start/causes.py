@@ -40,6 +40,7 @@ class Findings:
         draws: Whether the step draws random numbers that no rehearsal could leave out.
         optimizers: Classes of the optimizers that are not known to update entry by entry.
         callbacks: The user's own callbacks, by class.
+        step: Of the run, as in a sentence.
     """
 
     module: pl.LightningModule
@@ -49,6 +50,7 @@ class Findings:
     draws: bool
     optimizers: Sequence[type]
     callbacks: Sequence[str]
+    step: str = "the first step"
 
 
 def explain(difference: Difference, found: Findings) -> str:
@@ -61,7 +63,7 @@ def explain(difference: Difference, found: Findings) -> str:
     is_late = difference.kind in ("weight", "closure")
     tries = _of_update(found) if is_late else _of_backward(difference, found)
     lines = [
-        f"the first step on {found.sizes} differs from the same step on one process: {difference}.",
+        f"{found.step} on {found.sizes} differs from the same step on one process: {difference}.",
         f"Compared: {_COMPARED[difference.kind]}",
         *(f"Seen: {fact}" for fact in _facts(difference, found)),
         *(f"To try: {text}" for text in tries),

@@ -33,10 +33,16 @@ from lightning_par.strategies.start.causes import explain, Findings
 from lightning_par.strategies.start.one_process import GivenStep, run_alone
 from lightning_par.strategies.start.skeleton import Skeleton
 
-__all__ = ["REHEARSE", "CannotProveError", "Judge"]
+__all__ = ["REHEARSE", "CannotProveError", "Judge", "numbers_of"]
 
 REHEARSE = "rehearse"
 """Verdict: random numbers may be all that differs; a rehearsal without dropout tells."""
+
+
+def numbers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, float]]:
+    """Return the numbers of every group of parameters, such as learning rates."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [{n: v for n, v in g.items() if isinstance(v, bool | int | float)} for g in groups]
 
 
 class CannotProveError(Exception):
@@ -45,7 +51,7 @@ class CannotProveError(Exception):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Judge:
-    """Takes the first step on one process, and compares.
+    """Takes a step on one process, and compares.
 
     Attributes:
         skeleton: The user's module and callbacks as they were before the mesh.
@@ -82,6 +88,8 @@ class Judge:
         """
         if not self._has_valid_labels:
             raise CannotProveError("no label of its batch counts, for which one process gives NaN")
+        if self.start.is_later:
+            return self._judge_later()
         feeds = all(g is not None for g in self.noted.gradients[-1:])
         given = self._given(self.start, gradients=self.noted.gradients if feeds else None)
         one = self._run(given)
@@ -103,6 +111,21 @@ class Judge:
         if difference is None:
             self._check_motion(one)
             return None
+        if not self._can_rehearse:
+            raise CannotProveError("the step draws random numbers")
+        return REHEARSE
+
+    def _judge_later(self) -> str | None:
+        """Compare losses and gradients of a step whose optimizers have states of steps before."""
+        one = self._run(self._given(self.start, backwards=len(self.noted.losses)))
+        noted = self.noted
+        if self.options.gradient_compression is not None:
+            noted = replace(noted, gradients=[None] * len(noted.gradients))
+        difference = compare_backwards(noted, one, self._tolerance)
+        if difference is None:
+            return None
+        if not one.draws:
+            return self._explain(difference, one)
         if not self._can_rehearse:
             raise CannotProveError("the step draws random numbers")
         return REHEARSE
@@ -159,9 +182,10 @@ class Judge:
         Raises:
             CannotProveError: That is not known.
         """
-        start = replace(self.start, tensors=self.noted.state)
+        groups = numbers_of(self.model.module.trainer.optimizers)
+        start = replace(self.start, tensors=self.noted.state, groups=groups, is_later=True)
         with WithoutDropout():
-            one = self._run(self._given(start, only_backward=True))
+            one = self._run(self._given(start, backwards=1))
         difference = compare_backwards(mesh, one, self._tolerance)
         return None if difference is None else self._explain(difference, one)
 
@@ -231,7 +255,7 @@ class Judge:
             batches=[batch],
             arguments=self.arguments[:1],
             random_states=self.random_states[:1],
-            only_backward=True,
+            backwards=1,
         )
         with WithoutDropout():
             return self._run(given).losses[0]
@@ -292,5 +316,6 @@ class Judge:
                 if declared_reach(optimizer) != "entry" or hasattr(optimizer, LOOKS_ACROSS)
             ],
             callbacks=self.skeleton.callback_names,
+            step=f"step {self.start.global_step}" if self.start.is_later else "the first step",
         )
         return explain(difference, found)

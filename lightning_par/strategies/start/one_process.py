@@ -1,4 +1,4 @@
-"""The first step on one process: a Trainer of its own, inside the process of rank 0.
+"""A step on one process: a Trainer of its own, inside the process of rank 0.
 
 Only a real `Trainer.fit` has Lightning's order of hooks, closures and optimizers. Inside, this
 process looks like the only one; nothing that is global to it is changed afterwards.
@@ -46,12 +46,13 @@ __all__ = ["GivenStep", "run_alone"]
 
 _RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 _MODULE_HOOKS = ("prepare_data", "setup", "configure_model", "teardown", "on_exception")
+_HOOKS_BEFORE = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 _BATCH_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GivenStep:
-    """What the mesh started its first step from.
+    """What the mesh started a step from.
 
     Attributes:
         start: Values of parameters and buffers, and the place in the run.
@@ -61,7 +62,7 @@ class GivenStep:
         gradients: What the mesh computed in every backward; taken over before hooks and optimizer
             see the own ones, so that an optimizer that divides by tiny gradients gives the same.
             None: the own ones stay.
-        only_backward: End the run after the first backward.
+        backwards: Number of backwards after which the run ends; None: after the whole step.
     """
 
     start: StartValues
@@ -69,7 +70,7 @@ class GivenStep:
     arguments: Sequence[Sequence[Any]]
     random_states: Sequence[dict[str, Any]]
     gradients: Sequence[Mapping[str, Tensor] | None] | None = None
-    only_backward: bool = False
+    backwards: int | None = None
 
 
 class _Alone(SingleDeviceStrategy):
@@ -120,7 +121,7 @@ class _Alone(SingleDeviceStrategy):
         record.losses.append(float(loss.detach()))
         named = [(n, p) for n, p in module.named_parameters() if p.grad is not None]
         record.gradients.append({n: p.grad.detach().cpu().clone() for n, p in named})  # type: ignore[union-attr]
-        if given.only_backward:
+        if given.backwards == number + 1:
             raise TunerExit
         found = (given.gradients or [])[number : number + 1]
         if found and found[0] is not None:
@@ -160,7 +161,7 @@ def run_alone(
     device: torch.device,
     plugin: Precision | None = None,
 ) -> StepRecord:
-    """Take the first step on one process, and return what it computed.
+    """Take a step on one process, and return what it computed.
 
     Args:
         skeleton: The user's module and callbacks.
@@ -177,7 +178,8 @@ def run_alone(
             trainer = _trainer_like(user, alone, plugin)
             _continue(trainer, given.start)
             module, callbacks = skeleton.fill(given.start.tensors, trainer)
-            trainer.callbacks += _quiet(callbacks)  # type: ignore[attr-defined]
+            if not given.start.is_later:
+                trainer.callbacks += _quiet(callbacks)  # type: ignore[attr-defined]
             _prepare(module, user, given, record, device)
             stack.enter_context(outside_kept([*module.modules(), *callbacks]))
             count = user.num_training_batches
@@ -245,7 +247,11 @@ def _prepare(
     own |= {name: lambda *_, **__: None for name in _MODULE_HOOKS}
     own |= {name: lambda batch, *_, **__: batch for name in _BATCH_HOOKS}
     own["configure_callbacks"] = list
-    step, last = module.training_step, module.on_train_batch_end
+    step, last, first = (
+        module.training_step,
+        module.on_train_batch_end,
+        module.on_train_batch_start,
+    )
     done, begun = 0, -1
 
     @functools.wraps(step)
@@ -254,6 +260,8 @@ def _prepare(
         if begun != done:  # not where an optimizer computes the loss once more
             begun = done
             restore_random_states(given.random_states[done], device)
+        if given.start.is_later:
+            _follow(module.trainer.optimizers, given.start.groups)
         before = collect_random_states(device)
         with _noting_writes(module, record.written):
             result = step(batch, *given.arguments[done])
@@ -274,7 +282,21 @@ def _prepare(
             module.trainer.callbacks.clear()  # type: ignore[attr-defined]
             raise TunerExit
 
+    @functools.wraps(first)
+    def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
+        return first(*args, **kwargs) if done else None
+
+    if given.start.is_later:  # what comes before the first batch has been
+        own |= {name: lambda *_, **__: None for name in _HOOKS_BEFORE}
+        own["on_train_batch_start"] = on_train_batch_start
     own |= {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+
+
+def _follow(optimizers: Sequence[Optimizer], groups: Sequence[Mapping[str, float]]) -> None:
+    """Give optimizers the numbers of those on the mesh, which a step may read."""
+    own = (group for optimizer in optimizers for group in optimizer.param_groups)
+    for group, numbers in zip(own, groups, strict=False):
+        group |= numbers
 
 
 @contextmanager

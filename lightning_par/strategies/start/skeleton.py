@@ -1,7 +1,7 @@
 """The user's module and callbacks as they were before the mesh, without the bytes of parameters."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -13,11 +13,17 @@ from torch import nn, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_par.dtensor import like_parameter
+from lightning_par.observe.contents import copy_of
+from lightning_par.observe.isolate import is_equal
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.tensor import gradient_hooks
 
 __all__ = ["Skeleton"]
 
+_OWN = frozenset(vars(pl.LightningModule()))
+"""Attributes that Lightning and torch give every module."""
+_NO_STATE = (FunctionType, MethodType, Dataset, DataLoader, pl.LightningDataModule, nn.Module)
+_MISSING = object()
 _OURS = ("lightning.", "lightning_par.", "lightning_fabric.", "pytorch_lightning.")
 
 
@@ -66,6 +72,7 @@ class Skeleton:
             memo[id(parameter)] = on_meta
             made.append((parameter, on_meta))
         self.module: pl.LightningModule = copy.deepcopy(module, memo)
+        self._before: dict[tuple[str, str], Any] = {}
         self._callbacks: list[Callback] = []
         self.callback_names: list[str] = []
         self.problems: list[str] = []
@@ -82,6 +89,36 @@ class Skeleton:
             id(on_meta): [_rebound(hook, memo) for hook in gradient_hooks(parameter)]
             for parameter, on_meta in made
         }
+
+    def note(self, module: pl.LightningModule) -> None:
+        """Note the attributes of the module on the mesh, before any hook runs.
+
+        Args:
+            module: That of rank 0.
+        """
+        self._before = {key: copy_of(value) for key, value in _attributes(module)}
+
+    def follow(self, module: pl.LightningModule) -> None:
+        """Take over the attributes that have changed on the mesh since `note`.
+
+        Args:
+            module: That of rank 0.
+
+        Raises:
+            Exception: Whatever copies of the attributes raise.
+        """
+        trainer = module.trainer
+        parts, own = dict(self.module.named_modules()), dict(self.module.named_parameters())
+        memo: dict[int, Any] = {id(trainer): self._trainer, id(trainer.strategy): trainer.strategy}
+        memo |= {id(m): parts[place] for place, m in module.named_modules() if place in parts}
+        memo |= {id(p): own[name] for name, p in module.named_parameters() if name in own}
+        memo |= {id(logger): logger for logger in trainer.loggers}
+        now = dict(_attributes(module))
+        for (place, name), value in now.items():
+            if place in parts and not is_equal(value, self._before.get((place, name), _MISSING)):
+                parts[place].__dict__[name] = copy.deepcopy(value, memo)
+        for place, name in self._before.keys() - now.keys():
+            parts[place].__dict__.pop(name, None)
 
     def fill(
         self, tensors: Mapping[str, Tensor], trainer: pl.Trainer
@@ -113,6 +150,14 @@ class Skeleton:
                     else:
                         buffer.copy_(tensors[name])
         return module, callbacks
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Give the attributes of a module and its parts that no mesh makes: no functions, no data."""
+    for place, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _OWN and not isinstance(value, _NO_STATE):
+                yield (place, name), value
 
 
 def _rebind(module: nn.Module, callbacks: Sequence[Callback], memo: dict[int, Any]) -> None:

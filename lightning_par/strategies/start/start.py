@@ -24,9 +24,9 @@ from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.start.divided_step import DividedLook, Look
 from lightning_par.strategies.start.first_look import FirstLook
-from lightning_par.strategies.start.first_step import FirstStepProof
 from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.silence import silent
+from lightning_par.strategies.start.step_proof import StepProof
 from lightning_par.strategies.start.trial import try_step
 from lightning_par.strategies.start.uncut_batch import run_parts
 from lightning_par.strategies.start.world_size import compares_world_sizes
@@ -57,7 +57,7 @@ class RunStart:
     """
 
     def __init__(
-        self, steps: StepRunner, decisions: Decisions, proof: FirstStepProof, *, is_proved: bool
+        self, steps: StepRunner, decisions: Decisions, proof: StepProof, *, is_proved: bool
     ) -> None:
         self.steps, self.proof, self._is_proved = steps, proof, is_proved
         module, mesh, layout = steps.module, steps.mesh, steps.batch_layout

@@ -1,4 +1,6 @@
-"""Watches the first optimizer step of a run, and proves it; see Note [Order of a start]."""
+"""Watches optimizer steps of a run, the first and those asked for, and proves them; see Note [Order
+of a start].
+"""
 
 import functools
 import logging
@@ -22,18 +24,18 @@ from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.start.gathering import gather_batches, gather_tensors, mean_over
-from lightning_par.strategies.start.judge import CannotProveError, Judge, REHEARSE
+from lightning_par.strategies.start.judge import CannotProveError, Judge, numbers_of, REHEARSE
 from lightning_par.strategies.start.second_step import rehearsed
 from lightning_par.strategies.start.skeleton import Skeleton
 from lightning_par.strategies.step.batch_weights import weigh
 
-__all__ = ["LARGEST", "FirstStepProof", "take_skeleton"]
+__all__ = ["LARGEST", "StepProof", "take_skeleton"]
 
 LARGEST = 2**30
 """Bytes of parameters up to which ``verify="auto"`` proves the first step."""
 _COPIES = 8
 """Parameters, gradients and two states, and what the mesh had, in units of the parameters."""
-_NOT_PROVED = "The first step is not proved to equal that of one process"
+_NOT_PROVED = "is not proved to equal that of one process"
 _logger = logging.getLogger(__name__)
 _HOW = 'verify="first_step" proves it, and `lightning-par verify` compares more of them.'
 
@@ -69,8 +71,9 @@ def take_skeleton(
         return f"the module cannot be copied ({type(error).__name__}: {error})."
 
 
-class FirstStepProof:
-    """Notes what the mesh computes in its first optimizer step, and compares it with one process.
+class StepProof:
+    """Notes what the mesh computes in an optimizer step, and compares it with one process: in the
+    first one, and with ``verify="every N"`` in one after each N steps.
 
     Args:
         skeleton: From `take_skeleton`.
@@ -89,6 +92,8 @@ class FirstStepProof:
         self.is_over = skeleton is None
         self._model: ParallelModel | None = None
         self.outcome = ""
+        self._every, self._is_later = options.verify_every, False
+        self._step, self._next = -1, 0  # the last step that began, and the next that is proved
         self._forget()
 
     def _forget(self) -> None:
@@ -103,11 +108,16 @@ class FirstStepProof:
 
     def close(self) -> None:
         """Prove nothing any more, and let go of everything."""
+        self._end_step()
+        self.is_over, self._skeleton = True, None
+
+    def _end_step(self) -> None:
+        """Let go of what was noted of a step."""
         if self._model is not None:
             self._model.module.__dict__.pop("on_train_batch_end", None)
             if self._model.host is not None:
                 self._model.host.defers = self._deferred
-        self.is_over, self._model, self._skeleton = True, None, None
+        self._model = None
         self._forget()
 
     def end_run(self) -> None:
@@ -130,7 +140,7 @@ class FirstStepProof:
         trainer = model.module.trainer
         if "setup_optimizers" in vars(trainer.strategy):
             return  # the learning rate finder trains with an optimizer of its own
-        if self._model is None and not self._start(model, plugin):
+        if self._model is None and not (self._is_due(model.module) and self._start(model, plugin)):
             return
         batch = trainer.fit_loop.total_batch_idx
         if batch == self._batch:
@@ -141,6 +151,11 @@ class FirstStepProof:
         with fork_all_rng(self._device):  # what gathers objects may draw numbers
             given = None if model.steps.repeats else args[0]
             self._batches.append(gather_batches(given, model.mesh))
+
+    def _is_due(self, module: pl.LightningModule) -> bool:
+        """Whether a step begins that is to be proved."""
+        begins, self._step = module.global_step != self._step, module.global_step
+        return begins and self._step >= self._next
 
     def why_not(
         self, module: pl.LightningModule, plugin: Precision, layout: BatchLayout
@@ -165,11 +180,30 @@ class FirstStepProof:
             reason = "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
         return None if self.is_over else _from_first(reason)
 
+    @property
+    def _which(self) -> str:
+        """The step, at the start of a sentence."""
+        return f"Step {self._step}" if self._is_later else "The first step"
+
+    def _follow(self, module: pl.LightningModule) -> str:
+        """Give the skeleton what steps have changed in attributes; return why that fails."""
+        skeleton = self._skeleton
+        if not isinstance(skeleton, Skeleton):
+            return ""  # on another rank
+        try:
+            with fork_all_rng(torch.device("cpu")):
+                skeleton.follow(module)
+        except Exception as error:  # whatever a copy of the user's objects raises
+            return f"the module cannot be copied ({type(error).__name__}: {error})."
+        return ""
+
     def _start(self, model: ParallelModel, plugin: Precision) -> bool:
         reason = self.why_not(model.module, plugin, model.resolved.plan.batch)
+        if not reason and self._is_later:
+            reason = _from_first(self._follow(model.module))
         if reason:
             self.close()
-            self.outcome = f"{_NOT_PROVED}: {reason}"
+            self.outcome = f"{self._which} {_NOT_PROVED}: {reason}"
             self._refuse_if_asked()
             rank_zero_info(self.outcome)
             return False
@@ -183,6 +217,8 @@ class FirstStepProof:
             global_step=step,
             epoch=model.module.current_epoch,
             continues=step > 0 or any(map(_has_stepped, held)),
+            groups=numbers_of(held),
+            is_later=self._is_later,
             learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
         )
         after = model.module.on_train_batch_end
@@ -248,21 +284,27 @@ class FirstStepProof:
         model = self._model
         assert model is not None
         model.module.__dict__.pop("on_train_batch_end", None)
+        which, is_later = self._which, self._is_later
         try:
             with fork_all_rng(self._device):
                 verdict = self._compare(model)
         finally:
-            self.close()
+            self._end_step()
+            self._is_later = True
+            if self._every is None:
+                self.close()
+            else:
+                self._next = self._step + self._every
         if isinstance(verdict, CannotProveError):
-            self.outcome = f"{_NOT_PROVED}: {verdict}."
+            self.outcome = f"{which} {_NOT_PROVED}: {verdict}."
             self._refuse_if_asked()
             if dist.get_rank() == 0:
                 _logger.warning(self.outcome)
         elif verdict is not None:
             raise VerificationError("LP801", verdict)
-        elif not self.outcome:
-            self.outcome = "equal"
-            rank_zero_info(f"The first step on {model.mesh.sizes} equals that of one process.")
+        elif not self.outcome or is_later:
+            self.outcome = self.outcome or "equal"
+            rank_zero_info(f"{which} on {model.mesh.sizes} equals that of one process.")
 
     def _refuse_if_asked(self) -> None:
         """Raise if the step has to be proved, and was not.
@@ -298,10 +340,13 @@ class FirstStepProof:
             )
         verdict = self._agree(lambda: judge.judge())  # type: ignore[union-attr]
         if judge is not None and judge.notes:
-            self.outcome = f"The first step is proved in part: {'; '.join(judge.notes)}."
+            self.outcome = f"{self._which} is proved in part: {'; '.join(judge.notes)}."
             rank_zero_info(self.outcome)
         if verdict != REHEARSE:
             return verdict
+        reason = _from_first(self._follow(model.module))
+        if reason:
+            return CannotProveError(reason.removesuffix("."))
         again = StepRecord()
         with rehearsed(
             model, self._plugin, self._args[0], self._random_states[0], self._device

@@ -1,0 +1,133 @@
+"""Steps that are proved after the first one: equal runs pass, later faults are caught."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_par import Hybrid3DStrategy
+from lightning_par.dtensor import local_part
+from lightning_par.errors import VerificationError
+from tests.support.models.plain_language_model import PlainModule, token_pairs
+from tests.support.parity import quiet_trainer
+from tests.support.ranks.api import run_ranks
+from tests.support.user_code import LAYOUTS, world_of
+
+
+class Stateful(PlainModule):
+    """Its loss depends on what steps and hooks have left in attributes, and on the optimizer."""
+
+    def __init__(self, *, drops: bool = False) -> None:
+        super().__init__()
+        self.seen, self.history, self.drops = 0, list[float](), drops
+        self.register_buffer("steps", torch.zeros(()))
+
+    def on_train_epoch_start(self) -> None:
+        self.seen = 0  # not to be called once more in the middle of an epoch
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.history.append(0.1 * self.seen)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.drops:
+            loss = F.dropout(loss.expand(4), 0.5).mean()
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        return loss * (1 + 0.1 * self.seen + sum(self.history) + rate)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Flipping(Callback):
+    """Changes a weight of one rank, as a broken device does."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 3 and dist.get_rank() == 1:
+            with torch.no_grad():
+                local_part(next(pl_module.parameters())).view(-1)[0] += 10
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _train(
+    rank: int, world: int, layout: str, every: int, flips: bool, accumulates: int, drops: bool
+) -> tuple[list[str], str, int]:
+    torch.manual_seed(0)
+    module, messages = Stateful(drops=drops), Messages()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(messages)
+    strategy = Hybrid3DStrategy(**LAYOUTS[layout], verify=f"every {every}")
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=strategy,
+        precision="64-true",
+        max_steps=7,
+        accumulate_grad_batches=accumulates,
+        callbacks=[Flipping()] if flips else [],
+        num_sanity_val_steps=0,
+    )
+    loader = torch.utils.data.DataLoader(token_pairs(), 4)  # type: ignore[arg-type]
+    error = ""
+    try:
+        trainer.fit(module, loader)
+    except VerificationError as raised:
+        error = str(raised)
+    finally:
+        logger.removeHandler(messages)
+    return [t for t in messages.texts if "equals that" in t], error, trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulates"),
+    [
+        ("tp2", 1),
+        ("zero1", 1),
+        ("zero1", 2),
+        ("pp2_one_microbatch", 1),
+        ("zero3", 1),
+        pytest.param("tp2pp2", 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_healthy_runs_are_equal_at_every_proof(layout: str, accumulates: int) -> None:
+    found = run_ranks(_train, world_of(layout), layout, 2, False, accumulates, False, timeout=120)
+    for _, error, steps in found:
+        assert (error, steps) == ("", 7)
+    told = [text.split(" on ")[0] for text in found[0][0]]
+    assert told == ["The first step", "Step 2", "Step 4", "Step 6"]
+
+
+def test_a_step_with_dropout_is_compared_without_it() -> None:
+    found = run_ranks(_train, 2, "tp2", 3, False, 1, True, timeout=120)
+    assert [error for _, error, _ in found] == ["", ""]
+    assert [text.split(" on ")[0] for text in found[0][0]] == ["The first step", "Step 3", "Step 6"]
+
+
+def test_a_replica_whose_weight_flips_is_caught_at_the_next_proof() -> None:
+    found = run_ranks(_train, 2, "zero0", 4, True, 1, False, timeout=120)
+    for _, error, _ in found:
+        assert "step 4 on" in error
+        assert "differs from the same step on one process" in error
+    assert [text.split(" on ")[0] for text in found[0][0]] == ["The first step"]
+
+
+def test_a_cadence_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="'every 500', or another number of steps"):
+        Hybrid3DStrategy(verify="every 0")
