@@ -5,6 +5,7 @@ look and the proof run the user's code once more than one process does; what it 
 put back. Found are the names that the code itself uses, and those of functions that it calls.
 """
 
+import random
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
@@ -18,10 +19,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
 from torch import nn, Tensor
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
 
 from lightning_par.observe.contents import is_container, is_foreign, restore_of
 
-__all__ = ["outside_kept"]
+__all__ = ["outside_kept", "outside_state"]
 
 _OF_THE_RUN = (
     nn.Module,
@@ -47,17 +49,31 @@ def outside_kept(owners: Iterable[object]) -> Iterator[None]:
     Args:
         owners: The module, its parts and callbacks.
     """
-    found = _References()
+    put_back = outside_state(owners)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def outside_state(owners: Iterable[object]) -> Callable[[], None]:
+    """Return a function that gives what `outside_kept` restores its present state, at any time.
+
+    Args:
+        owners: The module, its parts and callbacks.
+    """
+    owners, found = list(owners), _References()
     for kind in {type(owner) for owner in owners}:
         found.add_class(kind)
     for owner in owners:
         for value in vars(owner).values():
             found.add_function(value)  # as one that was put on the object
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for restore in found.restores:
             restore()
+
+    return put_back
 
 
 class _References:
@@ -126,6 +142,8 @@ class _References:
             self.add_class(value)
         elif isinstance(value, FunctionType | property | staticmethod | classmethod | partial):
             self.add_function(value)
+        elif isinstance(value, Metric | random.Random):  # which steps change, although not theirs
+            self.restores.append(restore_of(value, self._seen))
         elif isinstance(value, (ModuleType, *_OF_THE_RUN)) or _is_of_a_package(value):
             return
         elif not is_container(value) or len(value) <= _LARGEST:

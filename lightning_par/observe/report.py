@@ -1,6 +1,6 @@
 """What a run computed in an optimizer step, on the mesh or on one process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -19,6 +19,7 @@ class StartValues:
         continues: Whether optimizers and schedulers have taken steps already.
         learns: Whether a learning rate is not 0.
         groups: Numbers of every group of parameters of the optimizers, such as learning rates.
+        put_outside: Puts back what the user's code keeps outside of its module as it was then.
         is_later: Whether the step comes after others of this run, and the hooks before it have run.
     """
 
@@ -28,6 +29,7 @@ class StartValues:
     continues: bool
     learns: bool = True
     groups: Sequence[Mapping[str, float]] = ()
+    put_outside: Callable[[], None] = lambda: None
     is_later: bool = False
 
 

@@ -183,7 +183,13 @@ class Judge:
             CannotProveError: That is not known.
         """
         groups = numbers_of(self.model.module.trainer.optimizers)
-        start = replace(self.start, tensors=self.noted.state, groups=groups, is_later=True)
+        start = replace(
+            self.start,
+            tensors=self.noted.state,
+            groups=groups,
+            put_outside=lambda: None,
+            is_later=True,
+        )
         with WithoutDropout():
             one = self._run(self._given(start, backwards=1))
         difference = compare_backwards(mesh, one, self._tolerance)

@@ -182,6 +182,7 @@ def run_alone(
                 trainer.callbacks += _quiet(callbacks)  # type: ignore[attr-defined]
             _prepare(module, user, given, record, device)
             stack.enter_context(outside_kept([*module.modules(), *callbacks]))
+            given.start.put_outside()
             count = user.num_training_batches
             sized = None if count == float("inf") else max(int(count), len(given.batches))
             trainer.fit(module, _Batches(given.batches, sized))

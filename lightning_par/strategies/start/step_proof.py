@@ -19,6 +19,7 @@ from lightning_par.engine.memory.measured import available_memory
 from lightning_par.engine.rng import collect_random_states, fork_all_rng
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import VerificationError
+from lightning_par.observe.outside import outside_state
 from lightning_par.observe.report import StartValues, StepRecord
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.options import MeshOptions
@@ -180,6 +181,12 @@ class StepProof:
             reason = "BatchLayout(local_statistics=True) accepts statistics of parts of a batch."
         return None if self.is_over else _from_first(reason)
 
+    def _outside(self, module: pl.LightningModule) -> Callable[[], None]:
+        if not isinstance(self._skeleton, Skeleton):
+            return lambda: None
+        callbacks: Any = getattr(module.trainer, "callbacks", ())
+        return outside_state([*module.modules(), *callbacks])
+
     @property
     def _which(self) -> str:
         """The step, at the start of a sentence."""
@@ -218,6 +225,7 @@ class StepProof:
             epoch=model.module.current_epoch,
             continues=step > 0 or any(map(_has_stepped, held)),
             groups=numbers_of(held),
+            put_outside=self._outside(model.module),
             is_later=self._is_later,
             learns=any(float(g.get("lr", 1.0)) for o in held for g in o.param_groups),
         )

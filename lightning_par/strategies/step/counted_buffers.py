@@ -40,14 +40,14 @@ _WITH_BUFFERS = ("torch.ao.", "torch.nn.utils.")
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the buffers that code of users' may change: those of torch's own layers
-    have rules of their own.
+    have rules of their own, and some stand for the parameters of another stage.
     """
     return {
         f"{place}.{name}".removeprefix("."): buffer.detach().clone()
         for place, part in module.named_modules()
         if _is_users(part)
         for name, buffer in part.named_buffers(recurse=False)
-        if not isinstance(buffer, DTensor) and not buffer.is_meta
+        if not isinstance(buffer, DTensor) and not buffer.is_meta and name not in part._parameters
     }
 
 
@@ -93,7 +93,8 @@ class CountedBuffers:
 
         Args:
             before: The buffers before the step.
-            ends: Those after it on some samples, and after their parts, one after the other.
+            ends: Those after it on some samples, and after their parts, one after the other; empty
+                if a look came to no end on this rank, so that no rank has learned anything.
             again: Runs the parts once more, after those, and gives the buffers after each.
             divides: Whether a batch is cut into several micro-batches, each of which changes them.
 
@@ -102,7 +103,7 @@ class CountedBuffers:
 
         **Communicates**: names and what changed, over all ranks; what `again` does.
         """
-        names = {name: None for held in (before, *ends) for name in held}
+        names = {name: None for held in (before, *ends) for name in held} if ends else {}
         found = {n: _change_of(before.get(n), [end.get(n) for end in ends]) for n in names}
         changed = {name: change for name, change in found.items() if change is not None}
         every: list[Any] = [None] * self._mesh.sizes.world_size
@@ -211,6 +212,9 @@ class StageBuffers:
         counts: Gets what a look has found out.
         stages: Number of stages of this rank.
         divides: Whether a batch is cut into several micro-batches.
+
+    Attributes:
+        is_active: Whether `step` and `run` have to surround what runs.
     """
 
     def __init__(
@@ -219,6 +223,7 @@ class StageBuffers:
         self._module, self._counts = module, counts
         self._stages, self._divides = stages, divides
         self._once, self._repeated = frozenset[str](), frozenset[str]()
+        self.is_active = False
         self._runs = Counter[int]()
         self._start: dict[str, Tensor] = {}
         self._parts = 0
@@ -290,12 +295,14 @@ class StageBuffers:
         **Communicates**: names and what changed, over all ranks.
         """
         self._start, self._ends, self._parts = buffers_of(self._module), {}, parts
+        self.is_active = True
         self._runs.clear()
         try:
             yield
             self._learn(parts, self._ends)
         finally:
             self._ends = None
+            self.is_active = bool(self._once | self._repeated)
 
     def _begin_part(self, index: int, ends: Sequence[dict[str, Tensor]]) -> Mapping[str, Tensor]:
         """Return the buffers with which a look's run on a stage begins.
@@ -340,7 +347,11 @@ class StageBuffers:
 
     def _put(self, name: str, value: Tensor) -> None:
         place, _, own = name.rpartition(".")
-        setattr(self._module.get_submodule(place), own, value)
+        part = self._module.get_submodule(place)
+        if (
+            own not in part._parameters
+        ):  # of another stage, which a buffer stands for outside a step
+            setattr(part, own, value)
 
 
 def _change_of(before: Tensor | None, ends: Sequence[Tensor | None]) -> _Change | None:

@@ -191,7 +191,7 @@ class PipelinedSteps:
             with prepared:
                 schedule = self._schedule(len(parts))
                 around = lambda i: self._around(i in weights.zero)  # noqa: E731
-                with self._buffers.step():
+                with self._buffers.step() if self._buffers.is_active else nullcontext():
                     run = self.executor.run(
                         schedule, step, signatures, scaled_loss, around, self._replay
                     )
@@ -307,7 +307,8 @@ class PipelinedSteps:
             returned = [returned_numbers(name, run.results[i]) for i in ends]
             before = self._attributes.numbers(before=True)
             # A rehearsal has results without the last stage.
-            left = left_numbers(name, before, [self._left[i] for i in ends]) or [[] for _ in calls]
+            after = [self._left[i] for i in sorted(self._left)]
+            left = left_numbers(name, before, after) or [[] for _ in calls]
             self._told |= {call.name for calls in left for call in calls}
             made = [numbers_of([*c, *r, *n]) for c, r, n in zip(calls, returned, left, strict=True)]
             leaves = self._attributes.names_changed()
@@ -371,17 +372,18 @@ class PipelinedSteps:
     ) -> Callable[[int], Any]:
         step, value_of = getattr(self.module, name), self._metrics.value
         trains, looks = name == "training_step", followed is not None
+        keeps = trains and self._buffers.is_active
 
         def run(index: int) -> Any:
             # A look runs its parts once more, which have been followed.
-            is_again, number = index >= len(calls), index
-            if is_again:
-                number = (index - len(calls)) % (len(calls) - 1) + 1
+            own = len(calls)
+            number = index if index < own else (index - own) % (own - 1) + 1
+            is_again = number != index
             logged = [] if is_again else calls[index]
             logs = record_logs(self.module, logged, value_of, on_step=trains)
             follow = nullcontext() if followed is None or is_again else followed(index)
             written, user_step = self._writes.in_step(), self._user_step(key, number)
-            buffers = self._buffers.run(index) if trains else nullcontext()
+            buffers = self._buffers.run(index) if keeps else nullcontext()
             with context(), logs, follow, user_step, buffers, written:
                 result = step(parts[index], *rest)
                 if (looks or self._told) and not is_again:
@@ -420,9 +422,7 @@ class PipelinedSteps:
         calls: Sequence[Sequence[LogCall]],
         weights: BatchWeights,
     ) -> tuple[Tensor, dict[str, Any] | None, list[LogCall]]:
-        """Give every stage the loss, the other results and the logs of the last one, and what the
-        step has left there in the module.
-        """
+        """Give every stage the loss, other results and logs of the last one, and what it left."""
         found = None
         if losses:
             shares = weights.shares

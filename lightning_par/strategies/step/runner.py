@@ -302,8 +302,10 @@ class StepRunner:
             if self.pipeline is not None:
                 scaler = getattr(plugin, "scaler", None)
                 random = self.random.step(samples, count, self.tokens_of(args[0]), self.share)
-                summed = self.counts.summed("training_step", fills=self.weigher.fills)
-                with random, self.reads.agreed(), summed:
+                if self.counts.names:
+                    fills = self.weigher.fills
+                    opened.enter_context(self.counts.summed("training_step", fills=fills))
+                with random, self.reads.agreed():
                     output, valid = self.pipeline.training(context, args, dims, key, scaler, zero)
                     self.random.share(self.pipeline.from_last_stage)
                 return output, Step(has_valid_labels=valid)

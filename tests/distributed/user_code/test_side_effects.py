@@ -1,5 +1,6 @@
 """Blocks that leave something behind besides their output, and modules defined out of order."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,19 @@ def weights_read_by_the_module_around() -> Any:
     styles |= {"net.norm": "sequence_gather_output", "net.head.inner": "colwise_gather_output"}
     module.parallel_plan = lambda: replace(plan, tensor=styles)  # type: ignore[method-assign]
     return module, token_pairs()
+
+
+DRAWS = random.Random()
+
+
+@CASES.add(equal="tp2 zero1 pp2_one_microbatch")
+def a_generator_beside_the_module() -> Any:
+    class Module(PlainModule):
+        def loss(self, batch: Any) -> Any:
+            return super().loss(batch) * DRAWS.random()
+
+    DRAWS.seed(3)
+    return Module(), token_pairs()
 
 
 @CASES.add(equal="zero3", refused={"pp2": "the loss of some samples is neither"})
