@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, ExitStack, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import lightning.pytorch as pl
@@ -183,8 +184,8 @@ def run_alone(
             _prepare(module, user, given, record, device)
             stack.enter_context(outside_kept([*module.modules(), *callbacks]))
             given.start.put_outside()
-            count = user.num_training_batches
-            sized = None if count == float("inf") else max(int(count), len(given.batches))
+            total = user.num_training_batches
+            sized = None if total == float("inf") else max(int(total), len(given.batches))
             trainer.fit(module, _Batches(given.batches, sized))
     except Exception as error:
         record.error = error
@@ -248,11 +249,7 @@ def _prepare(
     own |= {name: lambda *_, **__: None for name in _MODULE_HOOKS}
     own |= {name: lambda batch, *_, **__: batch for name in _BATCH_HOOKS}
     own["configure_callbacks"] = list
-    step, last, first = (
-        module.training_step,
-        module.on_train_batch_end,
-        module.on_train_batch_start,
-    )
+    step, last = module.training_step, module.on_train_batch_end
     done, begun = 0, -1
 
     @functools.wraps(step)
@@ -283,14 +280,21 @@ def _prepare(
             module.trainer.callbacks.clear()  # type: ignore[attr-defined]
             raise TunerExit
 
-    @functools.wraps(first)
-    def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
-        return first(*args, **kwargs) if done else None
-
-    if given.start.is_later:  # what comes before the first batch has been
-        own |= {name: lambda *_, **__: None for name in _HOOKS_BEFORE}
-        own["on_train_batch_start"] = on_train_batch_start
+    if given.start.is_later:
+        _leave_out_begin(module)
     own |= {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+
+
+def _leave_out_begin(module: pl.LightningModule) -> None:
+    """Leave out the hooks of a module that have run before the first batch of a later step."""
+    vars(module).update({name: lambda *_, **__: None for name in _HOOKS_BEFORE})
+    plain, calls = module.on_train_batch_start, count()
+
+    @functools.wraps(plain)
+    def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs) if next(calls) else None
+
+    vars(module)["on_train_batch_start"] = on_train_batch_start
 
 
 def _follow(optimizers: Sequence[Optimizer], groups: Sequence[Mapping[str, float]]) -> None:
