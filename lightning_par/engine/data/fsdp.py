@@ -233,6 +233,11 @@ class Sharding:
                 self._order.forget()
             reduce_gradients(self._root)
 
+    def wait_for_gradients(self) -> None:
+        """Let the host wait for the gradients that FSDP2 copies to it."""
+        if isinstance(self._root, FSDPModule):
+            wait_for_reductions(self._root, "host")
+
     def hold(self) -> None:
         """Gather all parameters and keep them until `release`, so that forwards communicate
         nothing and replicas may run different numbers of them.
@@ -366,8 +371,9 @@ def _order_gradients(root: FSDPModule, device_type: str, ignored: Container[nn.P
     if device_type == "cpu":  # where collectives block
         return
 
-    def wait(grad: Tensor) -> None:
-        wait_for_reductions(root, "host" if grad.device.type == "cpu" else "stream")
+    def wait(grad: Tensor | None) -> None:
+        if grad is not None:  # else nothing is added, see `WholeParameters`
+            wait_for_reductions(root, "host" if grad.device.type == "cpu" else "stream")
 
     assert isinstance(root, nn.Module)
     for shard in root.parameters():

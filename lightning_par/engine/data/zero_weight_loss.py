@@ -84,5 +84,5 @@ class ZeroWeightBackward:
             if isinstance(answer, Tensor) and answer.requires_grad:
                 answer.register_hook(self._zero)
 
-    def _zero(self, grad: Tensor) -> Tensor | None:
-        return torch.zeros_like(grad) if self._on else None
+    def _zero(self, grad: Tensor | None) -> Tensor | None:
+        return torch.zeros_like(grad) if self._on and grad is not None else None

@@ -24,8 +24,8 @@ from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_par.dtensor import local_part, shard_of, whole
-from lightning_par.engine.collectives import refuses_second_gradient
 from lightning_par.engine.data.fsdp import Sharding
+from lightning_par.engine.data.whole_parameter import WholeParameters
 from lightning_par.engine.pipeline.stage import Stage, StageStub
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import NonFiniteError, PlanError
@@ -115,6 +115,7 @@ class ParameterReads:
     Attributes:
         active: Whether the user's step is at work outside of every forward of its modules, or one
             of the user's hooks is.
+        wholes: Gives parameters that are read to be differentiated.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class ParameterReads:
         self._partial = {id(parameter) for parameter in partial}
         self.active, self._depth, self._in_step = False, 0, False
         self._sharding = sharding
+        self.wholes = WholeParameters(device, sharding.wait_for_gradients)
         self._refusals = Refusals(waits=mesh.sizes.pipeline > 1)
         self._handed: dict[int, _Handed] = {}
         self._steps, self._compares = 0, True
@@ -248,7 +250,7 @@ class ParameterReads:
         if is_whole:
             found: Tensor = parameter
         elif grad:
-            found = _Whole.apply(parameter, self._average(parameter))  # type: ignore[no-untyped-call]
+            found = self.wholes.of(parameter, self._average(parameter))
         else:
             with torch.no_grad():
                 found = whole(parameter.detach()).detach()
@@ -436,22 +438,6 @@ class _WatchedInPart(_Watched):
         if super().__contains__(name):
             return True
         return self._reads.active and self._below(name) is not None
-
-
-class _Whole(torch.autograd.Function):
-    """The whole of a sharded parameter; its gradient is this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor, average: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return all entries."""
-        ctx.parameter, ctx.average = parameter, average
-        return whole(parameter.detach()).detach().clone()
-
-    @staticmethod
-    @refuses_second_gradient
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the part of this rank."""
-        return shard_of(ctx.average(grad), ctx.parameter), None
 
 
 def _is_all_of(parameter: Any, shard: Tensor) -> bool:

@@ -1,0 +1,80 @@
+"""The whole of a sharded parameter, read outside of its module's forward, with its gradient.
+
+Note [Gradients of shards on the host]: autograd adds to a gradient in a thread of the gradient's
+device. FSDP2 adds that of the forward in the thread of the accelerator, also where the shard is on
+the host, and neither waits for the other: one of the two could be lost. So there the gradients of
+whole parameters are added after the backward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_par.dtensor import shard_of, whole
+from lightning_par.engine.collectives import refuses_second_gradient
+
+__all__ = ["WholeParameters"]
+
+
+class WholeParameters:
+    """Gives whole parameters, and adds those of their gradients that autograd does not add.
+
+    Args:
+        device: Of this rank.
+        wait: Lets the host wait for the gradients that are on their way to shards.
+    """
+
+    def __init__(self, device: torch.device, wait: Callable[[], None]) -> None:
+        self._device, self._wait = device, wait
+        self._late: list[tuple[DTensor, Tensor]] = []
+
+    def of(self, parameter: DTensor, average: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return all entries of a parameter, whose shard gets this rank's part of the gradient.
+
+        Args:
+            parameter: Sharded.
+            average: Makes a whole gradient one that is counted once.
+
+        **Communicates**: the parameter, over the axes that shard it.
+        """
+        late = None if parameter.device.type == self._device.type else self._late
+        found: Tensor = _Whole.apply(parameter, average, late)  # type: ignore[no-untyped-call]
+        return found
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add, after a backward, what it left; see Note [Gradients of shards on the host]."""
+        if not self._late:
+            return
+        self._wait()
+        for shard, grad in self._late:
+            shard.grad = grad if shard.grad is None else shard.grad + grad
+        self._late.clear()
+
+
+class _Whole(torch.autograd.Function):
+    """The whole of a sharded parameter; its gradient is this rank's part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        parameter: DTensor,
+        average: Callable[[Tensor], Tensor],
+        late: list[tuple[DTensor, Tensor]] | None,
+    ) -> Tensor:
+        """Return all entries; `late` takes gradients that autograd is not to add."""
+        ctx.parameter, ctx.average, ctx.late = parameter, average, late
+        return whole(parameter.detach()).detach().clone()
+
+    @staticmethod
+    @refuses_second_gradient
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        """Return the part of this rank."""
+        part = shard_of(ctx.average(grad), ctx.parameter)
+        if ctx.late is None:
+            return part, None, None
+        ctx.late.append((ctx.parameter, part))
+        return None, None, None
