@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 from collections import Counter
 from contextlib import ExitStack
 from itertools import zip_longest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import (
     BatchSampler,
@@ -79,6 +81,7 @@ class ReplicaLoaders:
         self._prepared = Counter[Any]()
         self.has_several = False
         self._gathers, self._muted = options.gather_predictions, ExitStack()
+        self._quiet = ExitStack()
         self._divided: WeakKeyDictionary[Any, ReplicaBatches] = WeakKeyDictionary()
 
     def prepare(self, dataloader: object) -> object:
@@ -185,6 +188,7 @@ class ReplicaLoaders:
         **Communicates**: a checksum over all ranks, in the first batch of an iteration; see
         `share_joint_batch`.
         """
+        self._quiet.close()
         nest, is_joint = loaders_in_use(_running_loop(self._module.trainer))
         loaders, spec = tree_flatten(nest)
         if not is_joint:
@@ -227,19 +231,25 @@ class ReplicaLoaders:
         is_noted = noting.__module__ == UnrepeatedDistributedSampler.__module__
         held = noted_batches(held) if is_noted else held
         samplers = dataloader.sampler, held, getattr(held, "sampler", None)
-        if any(isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in samplers):
-            return dataloader  # divided already
+        is_divided = any(
+            isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in samplers
+        )
+        if is_divided and not self._module.trainer.training:
+            return dataloader
+        # Of what is divided already, only the place where an epoch goes on is kept.
+        replicas, rank = (1, 0) if is_divided else (self._mesh.sizes.data, self._mesh.data_rank)
         is_sequential = type(held) is BatchSampler and isinstance(held.sampler, SequentialSampler)
-        if self._has_replicas and not is_sequential:
+        if replicas > 1 and not is_sequential:
             self._agree()
         batches = ReplicaBatches(
             dataloader.sampler if held is None else held,
-            self._mesh.sizes.data,
-            self._mesh.data_rank,
+            replicas,
+            rank,
             predicts=bool(self._module.trainer.predicting),
             repeats=self._why_repeat,
-            agree=self._agree if self._has_replicas else lambda: None,
+            agree=self._agree if replicas > 1 else lambda: None,
             cursor=cursor,
+            is_divided=is_divided,
         )
         # A copy, as the user may iterate the loader in another run; made anew, it would need every
         # argument of a class of the user's.
@@ -261,6 +271,13 @@ class ReplicaLoaders:
         progress.started += more
         progress.processed += more
         progress.completed += more
+        # Lightning would warn that this loader begins the epoch again.
+        self._quiet.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+        rank_zero_info(
+            f"The epoch goes on after batch {batches.before}, which the checkpoint has seen last. "
+            "On one device Lightning's Trainer would begin it again."
+        )
 
     def _cursor_of(self, dataloader: Any) -> Any:
         """Return where a loader goes on, once, unless it or the data module has a state for it."""

@@ -71,6 +71,7 @@ class ReplicaBatches:
             empty: they do not.
         agree: Makes the random states of all ranks those of rank 0; called before an epoch.
         cursor: From `cursor` of a run whose epoch goes on here; None: epochs begin at their start.
+        is_divided: Whether the sampler gives other samples on every replica, of which R is 1 then.
 
     Attributes:
         shares: Of the batches that were given to the loader and have not reached the step.
@@ -86,6 +87,7 @@ class ReplicaBatches:
         repeats: Callable[[], str],
         agree: Callable[[], None],
         cursor: dict[str, Any] | None = None,
+        is_divided: bool = False,
     ) -> None:
         self._given, self._replicas, self._replica = given, replicas, replica
         self._is_dealt = type(given) is BatchSampler and not predicts
@@ -95,6 +97,7 @@ class ReplicaBatches:
         self._resumed, self._start, self._taken = self._fitting(cursor), 0, 0
         self._before = self.before
         self._states: dict[str, Any] = {}
+        self._is_divided = is_divided
         self._first: list[Any] = []  # samples of the epoch's first global batch
 
     def __getattr__(self, name: str) -> Any:
@@ -205,7 +208,7 @@ class ReplicaBatches:
     def _begun(self, entries: Iterator[Any]) -> Iterator[Any]:
         """Iterate, and note the samples of the first global batch."""
         for number, entry in enumerate(entries):
-            if number < self._step:
+            if number < self._step and not self._is_divided:
                 self._first.extend(_samples(entry))
             yield entry
 
@@ -255,7 +258,7 @@ class ReplicaBatches:
         def first() -> Iterator[Any]:
             self._note()
             for batch in islice(given, 1):
-                self._first = list(_samples(batch))
+                self._first = [] if self._is_divided else list(_samples(batch))
                 yield batch
 
         return chain(first(), given)

@@ -10,7 +10,14 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from tests.distributed.user_code.test_samples import Net, Rows
 from tests.distributed.user_code.test_uncommon_loaders import _REPLICAS, _trainer, _WORLD
@@ -135,6 +142,9 @@ def _loader(layout: str | None, kind: str, many: int) -> Any:
         return DataLoader(rows, size, sampler=Endless())
     if kind == "by epoch":
         return DataLoader(rows, size, sampler=ByEpoch())
+    if kind == "divided" and layout is not None:
+        assert not many % 2
+        return DataLoader(rows, many // 2, sampler=DistributedSampler(rows, seed=3))
     if kind.startswith("private"):
         return DataLoader(rows, size, sampler=Private(int(kind.split()[1])))
     if kind in ("batches", "eager"):
@@ -220,6 +230,15 @@ def test_an_epoch_whose_order_nobody_knows_begins_again(layout: str, tmp_path: P
     for rank, (seen, _) in enumerate(found):
         assert seen[0] == wanted[:6][rank % replicas :: replicas]
         assert len(seen) == len(steps)
+
+
+def test_a_distributed_sampler_of_the_user_keeps_its_place(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    whole = run_ranks(_on_rank, 2, "zero3", "divided", folder, None, timeout=90)
+    resumed = run_ranks(_resume_warned, 2, "zero3", "divided", folder, 6, timeout=90)
+    for (_, _, wanted), (found, warned) in zip(whole, resumed, strict=True):
+        assert found == wanted[6:]
+        assert "not resumable" not in warned
 
 
 @pytest.mark.parametrize("many", [4, 9])
