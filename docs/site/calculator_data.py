@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from lightning_par.commands.planned_run import implementation
+from lightning_par.commands.prediction.planned_run import implementation
 from lightning_par.models import GPTConfig, MixtralConfig
 from lightning_par.models.gpt.config import PRESETS
 from lightning_par.models.mixtral.config import MIXTRAL_PRESETS

@@ -43,6 +43,7 @@ COMMANDS: dict[str, str] = {
     "schedule": "print and draw a pipeline schedule before anything runs it",
     "search": "find the layout with the shortest predicted step on such a machine",
     "serve": "hold the weights that islands share, and merge what they learn",
+    "tokenize": "make a token file of text files or JSON Lines",
     "verify": "compare a few steps of the configured layout with one process, number by number",
 }
 """Name of a command, which is also that of its module -> what it does, in one line."""

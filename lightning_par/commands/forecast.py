@@ -1,7 +1,7 @@
 """The command that predicts a configured layout."""
 
 from lightning_par.commands import FitArguments
-from lightning_par.commands.planned_run import Machine, PlannedRun
+from lightning_par.commands.prediction.planned_run import Machine, PlannedRun
 from lightning_par.planner.report import as_values, describe, format_table
 
 __all__ = ["forecast"]

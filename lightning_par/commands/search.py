@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from lightning_par.commands import FitArguments, PathName
-from lightning_par.commands.planned_run import Machine, PlannedRun
+from lightning_par.commands.prediction.planned_run import Machine, PlannedRun
 from lightning_par.commands.run_config import read_settings
 from lightning_par.commands.trial import Trial, try_layouts
 from lightning_par.errors import ConfigurationError, MeshError

@@ -375,10 +375,10 @@ def has_entry(batch: Any, path: str) -> bool:
         batch: A batch or a micro-batch.
         path: As in `batch_entry`.
     """
-    try:
-        return batch_entry(batch, path) is not None
-    except PlanError:
-        return False
+    value = batch
+    for step in path.split("."):
+        _, value = _named(value, children(value)).get(step, (None, None))
+    return value is not None
 
 
 def tokens_of(path: str, entry: Any, dim: int) -> int:

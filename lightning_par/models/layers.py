@@ -8,11 +8,15 @@ tokens, which is gathered right before attention and the MLP. No module here the
 positions from the hidden state; the model computes the rotary tables once and passes them down.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
+
+from lightning_par.engine.context.attention import attention
+from lightning_par.errors import ConfigurationError
 
 __all__ = [
     "Attention",
@@ -132,15 +136,25 @@ class Attention(nn.Module):
         self.out = nn.Linear(num_heads * self.head_dim, model_dim, bias=bias)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor, rotary: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: Tensor | None = None,
+        documents: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """Attend to the same and earlier tokens.
 
         Args:
             hidden: [B, T, D].
             rotary: Cosines and sines [2, B or 1, 1, T, H]; None: positions are in the embeddings.
+            documents: For each row the boundaries 0, ..., T of its documents, none of which sees
+                another; None: a row is one.
 
         Returns:
             [B, T, D].
+
+        Raises:
+            ConfigurationError: There are documents, and attention weights are dropped.
         """
         query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
         batch, length, _ = query.shape
@@ -149,18 +163,33 @@ class Attention(nn.Module):
         value = value.view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            # Only where it is needed: it rules out some kernels.
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
+        if documents is None:
+            mixed = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=True,
+                # Only where it is needed: it rules out some kernels.
+                enable_gqa=self.num_kv_heads != self.num_heads,
+            )
+        else:
+            self._check_dropout()
+            rows = zip(query.split(1), key.split(1), value.split(1), documents, strict=True)
+            mixed = torch.cat(
+                [attention(q, k, v, causal=True, cu_seqlens=bounds) for q, k, v, bounds in rows]
+            )
         mixed = mixed.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim)
         result: Tensor = self.drop(self.out(mixed))
         return result
+
+    def _check_dropout(self) -> None:
+        if self.training and self.dropout:
+            raise ConfigurationError(
+                "LP912",
+                f"dropout={self.dropout} of attention weights is not supported in packed documents "
+                "(cu_seqlens); use dropout=0, or rows of one document.",
+            )
 
 
 class SwiGLU(nn.Module):

@@ -133,7 +133,7 @@ def check_exports(path: Path, text: str) -> list[str]:
 
 
 def check_no_print(path: Path, text: str) -> list[str]:
-    if {path.name, path.parent.name} & PRINTING:
+    if {*path.parts} & PRINTING:
         return []
     calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
     bad = [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]

@@ -25,11 +25,14 @@ class WholeParameters:
     Args:
         device: Of this rank.
         wait: Lets the host wait for the gradients that are on their way to shards.
+
+    Attributes:
+        late: Shards, and gradients that `add_gradients` has to add to theirs.
     """
 
     def __init__(self, device: torch.device, wait: Callable[[], None]) -> None:
         self._device, self._wait = device, wait
-        self._late: list[tuple[DTensor, Tensor]] = []
+        self.late: list[tuple[DTensor, Tensor]] = []
 
     def of(self, parameter: DTensor, average: Callable[[Tensor], Tensor]) -> Tensor:
         """Return all entries of a parameter, whose shard gets this rank's part of the gradient.
@@ -40,19 +43,17 @@ class WholeParameters:
 
         **Communicates**: the parameter, over the axes that shard it.
         """
-        late = None if parameter.device.type == self._device.type else self._late
+        late = None if parameter.device.type == self._device.type else self.late
         found: Tensor = _Whole.apply(parameter, average, late)  # type: ignore[no-untyped-call]
         return found
 
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Add, after a backward, what it left; see Note [Gradients of shards on the host]."""
-        if not self._late:
-            return
         self._wait()
-        for shard, grad in self._late:
+        for shard, grad in self.late:
             shard.grad = grad if shard.grad is None else shard.grad + grad
-        self._late.clear()
+        self.late.clear()
 
 
 class _Whole(torch.autograd.Function):

@@ -1,15 +1,24 @@
-"""Data module of causal language models: batches of token windows from text or token files."""
+"""Data module of causal language models: batches of token windows from text or token files, of
+packed documents, and of several corpora.
+"""
 
+from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_par.errors import ConfigurationError, raise_problems
+from lightning_par.models.data.blended_corpora import BlendedCorpora
+from lightning_par.models.data.packed_documents import PackedDataset
 from lightning_par.models.data.resumable_loader import ReplicaSampler, ResumableLoader
 from lightning_par.models.data.token_windows import (
+    read_documents,
     read_token_file,
     split_ranges,
     Tokens,
@@ -28,16 +37,26 @@ __all__ = ["TextDataModule"]
 Split = Literal["train", "val", "test"]
 
 
+class _Corpus(NamedTuple):
+    """Tokens [S], the size V of their vocabulary, and where documents end, if that is asked."""
+
+    tokens: Tokens
+    vocab_size: int
+    ends: NDArray[np.int64] | None
+
+
 class TextDataModule(L.LightningDataModule):
     """Data module of batches ``{"input_ids": [B, T], "labels": [B, T]}``, int64.
 
-    Labels are already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``. Every model
-    replica gets its own samples, the same on all its ranks. A run that is resumed in the middle of
-    an epoch goes on with the next batch.
+    Labels are already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``. With
+    `documents`, batches have ``position_ids`` and ``cu_seqlens`` too, see `PackedDataset`. Every
+    model replica gets its own samples, the same on all its ranks. A run that is resumed in the
+    middle of an epoch goes on with the next batch.
 
     Args:
-        paths: Text files, folders (every ``*.txt`` below), glob patterns, or one token file
-            ``*.bin`` (see `write_token_file`). None: the sources of Python's standard library.
+        paths: Text files (or JSON Lines), folders (every ``*.txt`` below), glob patterns, and token
+            files ``*.bin`` (see `write_token_file`). None: the sources of Python's standard
+            library. All text is one corpus, and every token file is one.
         length: T.
         batch_size: B, per replica.
         tokenizer: ``"bytes"``, a ``tokenizer.json`` file, or the name of a Hugging Face model. With
@@ -48,6 +67,10 @@ class TextDataModule(L.LightningDataModule):
         shuffle: Whether every training epoch has another order.
         seed: Seed of that order; the same on all ranks.
         num_workers: Number of worker processes of a loader; 0: the training process loads.
+        documents: Whether rows are packed documents, none of which sees another. Documents are
+            files of text, lines of JSON Lines, and what a token file has kept as such.
+        weights: One for each of `paths`, which are a corpus each then: their shares of the training
+            samples, see `BlendedCorpora`. None: every sample of all corpora once.
 
     Raises:
         ConfigurationError: A value is out of range, a path names no file, or a split is too short
@@ -69,6 +92,8 @@ class TextDataModule(L.LightningDataModule):
         shuffle: bool = True,
         seed: int = 0,
         num_workers: int = 0,
+        documents: bool = False,
+        weights: list[float] | None = None,
     ) -> None:
         super().__init__()
         counts = {"length": length, "batch_size": batch_size, "max_bytes": max_bytes}
@@ -79,6 +104,8 @@ class TextDataModule(L.LightningDataModule):
         ]
         if num_workers < 0:
             problems.append(f"num_workers={num_workers} must be 0 or more.")
+        if weights is not None and len(weights) != len(paths or ()):
+            problems.append(f"weights={weights} must be one for each of paths={paths}.")
         raise_problems(ConfigurationError, "LP902", problems)
         self.save_hyperparameters()
         self.paths = paths
@@ -90,6 +117,8 @@ class TextDataModule(L.LightningDataModule):
         self.shuffle = shuffle
         self.seed = seed
         self.num_workers = num_workers
+        self.documents = documents
+        self.weights = weights
         self._splits: dict[Split, Any] = {}
         self._train_loader: ResumableLoader[dict[str, Tensor]] | None = None
         self._position: dict[str, int] = {}
@@ -100,41 +129,68 @@ class TextDataModule(L.LightningDataModule):
         return load_tokenizer(self.tokenizer_name)
 
     @cached_property
-    def _corpus(self) -> tuple[Tokens, int]:
-        """Tokens [S] and the size V of their vocabulary."""
-        if self.paths and any(path.endswith(".bin") for path in self.paths):
-            if len(self.paths) > 1:
-                raise ConfigurationError(
-                    "LP910",
-                    f"paths={self.paths}: give one token file, or text files only; "
-                    "write_token_file() joins several into one.",
-                )
-            tokens, vocab_size = read_token_file(self.paths[0])
-            return tokens, vocab_size or self.tokenizer.vocab_size
-        files = find_files(self.paths) if self.paths else standard_library_files()
-        text = encode_files(files, self.tokenizer, max_bytes=self.max_bytes)
-        return text, self.tokenizer.vocab_size
+    def _corpora(self) -> list[_Corpus]:
+        found = self._read_all()
+        sizes = [corpus.vocab_size for corpus in found]
+        if len({*sizes}) > 1:
+            raise ConfigurationError(
+                "LP910",
+                f"paths={self.paths} have vocabularies of {sizes} tokens; encode all with one "
+                "tokenizer, by `lightning-par tokenize --tokenizer ...`.",
+            )
+        return found
+
+    def _read_all(self) -> list[_Corpus]:
+        if not self.paths:
+            return [self._read_text(standard_library_files())]
+        if self.weights is not None:
+            return [self._read(path) for path in self.paths]
+        texts = [path for path in self.paths if not path.endswith(".bin")]
+        found = [self._read(path) for path in self.paths if path.endswith(".bin")]
+        return [*found, self._read_text(find_files(texts))] if texts else found
+
+    def _read(self, path: str) -> _Corpus:
+        if not path.endswith(".bin"):
+            return self._read_text(find_files([path]))
+        tokens, vocab_size = read_token_file(path)
+        ends = read_documents(path) if self.documents else None
+        return _Corpus(tokens, vocab_size or self.tokenizer.vocab_size, ends)
+
+    def _read_text(self, files: Iterable[Path]) -> _Corpus:
+        parts = list(encode_files(files, self.tokenizer, max_bytes=self.max_bytes))
+        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+        return _Corpus(tokens, self.tokenizer.vocab_size, ends)
 
     @property
     def vocab_size(self) -> int:
         """V: tokens are 0 .. V - 1."""
-        return self._corpus[1]
+        return self._corpora[0].vocab_size
 
     def setup(self, stage: str) -> None:
-        """Read and split the corpus; at the first call only.
+        """Read and split the corpora; at the first call only.
 
         Args:
             stage: Not used: all splits are made at once.
         """
         if self._splits:  # the Trainer calls it for every stage
             return
-        tokens, _ = self._corpus
-        ranges = split_ranges(
-            len(tokens), validation=self.fractions["validation"], test=self.fractions["test"]
-        )
-        self._splits = {
-            name: WindowDataset(tokens, runs, self.max_length) for name, runs in ranges.items()
-        }
+        parts: dict[Split, list[Any]] = {"train": [], "val": [], "test": []}
+        for corpus in self._corpora:
+            ranges = split_ranges(
+                len(corpus.tokens),
+                validation=self.fractions["validation"],
+                test=self.fractions["test"],
+            )
+            for name, runs in ranges.items():
+                rows: Any = WindowDataset(corpus.tokens, runs, self.max_length)
+                if self.documents:
+                    assert corpus.ends is not None
+                    rows = PackedDataset(rows, corpus.ends)
+                parts[name].append(rows)
+        for name, held in parts.items():
+            weights = self.weights if name == "train" else None
+            self._splits[name] = held[0] if len(held) == 1 else BlendedCorpora(held, weights)
 
     def train_dataloader(self) -> ResumableLoader[dict[str, Tensor]]:
         """Return the loader of this replica's training batches, without a last incomplete one.

@@ -4,9 +4,8 @@ Shapes: S tokens of the corpus, T tokens of a sample.
 """
 
 import json
-from bisect import bisect_right
+from array import array
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import cast, Literal
 
@@ -22,6 +21,7 @@ __all__ = [
     "PADDING",
     "Tokens",
     "WindowDataset",
+    "read_documents",
     "read_token_file",
     "split_ranges",
     "write_token_file",
@@ -43,6 +43,7 @@ def write_token_file(
     *,
     vocab_size: int | None = None,
     dtype: Literal["uint16", "uint32"] | None = None,
+    documents: bool = False,
 ) -> int:
     """Write a token file: a flat binary array, and a ``.json`` file of its metadata next to it.
 
@@ -52,6 +53,8 @@ def write_token_file(
             fit in memory.
         vocab_size: V; None: the range of `dtype`.
         dtype: Dtype in the file, little-endian; None: the smaller one that holds V.
+        documents: Whether each part is a document; where these end is then kept in a ``.npy`` file
+            next to it (int64, one past the last token of each).
 
     Returns:
         Number of tokens written.
@@ -62,7 +65,7 @@ def write_token_file(
     if dtype is None:
         dtype = "uint16" if vocab_size is not None and vocab_size <= 2**16 else "uint32"
     limit = min(int(np.iinfo(dtype).max) + 1, vocab_size or 2**32)
-    path, count = Path(path), 0
+    path, count, ends = Path(path), 0, array("q")
     with path.open("wb") as file:
         for part in parts:
             tokens = np.asarray(part).ravel()
@@ -74,6 +77,12 @@ def write_token_file(
                 )
             file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             count += tokens.size
+            if tokens.size:
+                ends.append(count)
+    if documents:
+        np.save(path.with_suffix(".npy"), np.frombuffer(ends, dtype=np.int64))
+    else:
+        path.with_suffix(".npy").unlink(missing_ok=True)  # of a file of that name before
     described = {"dtype": dtype, "num_tokens": count, "vocab_size": vocab_size}
     path.with_suffix(".json").write_text(json.dumps(described, indent=2) + "\n")
     return count
@@ -107,6 +116,29 @@ def read_token_file(path: str | Path) -> tuple[Tokens, int | None]:
         )
     tokens = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
     return cast(Tokens, tokens), described.get("vocab_size")
+
+
+def read_documents(path: str | Path) -> NDArray[np.int64]:
+    """Memory-map where the documents of a token file end.
+
+    Args:
+        path: The token file.
+
+    Returns:
+        One past the last token of each.
+
+    Raises:
+        ConfigurationError: The file was written without.
+    """
+    beside = Path(path).with_suffix(".npy")
+    if not beside.is_file():
+        raise ConfigurationError(
+            "LP910",
+            f"{Path(path).name} does not say where its documents end: write it with "
+            "`lightning-par tokenize`, or with write_token_file(..., documents=True).",
+        )
+    ends: NDArray[np.int64] = np.load(beside, mmap_mode="r")
+    return ends
 
 
 def split_ranges(
@@ -182,13 +214,25 @@ class WindowDataset(Dataset[dict[str, Tensor]]):
     def __init__(self, tokens: Tokens, ranges: Ranges, length: int) -> None:
         self.tokens = tokens
         self.length = length
-        self._starts = [low for low, _ in ranges]
+        self._firsts = np.array([low for low, _ in ranges], dtype=np.int64)
         # One token less: the last label of a window must be in the range, too.
         per_run = [max(0, high - low - 1) // length for low, high in ranges]
-        self._ends = list(accumulate(per_run))
+        self._ends = np.cumsum(per_run, dtype=np.int64)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def starts(self, index: int | None = None) -> NDArray[np.int64]:
+        """Return the first token of a window, or of all [len].
+
+        Args:
+            index: 0 .. len - 1; None: all.
+        """
+        asked = np.arange(len(self)) if index is None else np.array(index)
+        run = np.searchsorted(self._ends, asked, side="right")
+        before = np.where(run > 0, self._ends[run - 1], 0)
+        first: NDArray[np.int64] = self._firsts[run] + (asked - before) * self.length
+        return first
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return ``{"input_ids": [T], "labels": [T]}``, int64.
@@ -202,9 +246,7 @@ class WindowDataset(Dataset[dict[str, Tensor]]):
         position = 0 if index == PADDING else index
         if not 0 <= position < len(self):
             raise IndexError(f"sample {index} of a dataset of {len(self)}")
-        run = bisect_right(self._ends, position)
-        inside = position - (self._ends[run - 1] if run else 0)
-        low = self._starts[run] + inside * self.length
+        low = int(self.starts(position))
         window = torch.from_numpy(self.tokens[low : low + self.length + 1].astype(np.int64))
         # Clones: both are views of the same memory, and the padding is written in place.
         labels = window[1:].clone()

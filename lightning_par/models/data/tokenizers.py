@@ -1,5 +1,6 @@
 """Tokenizers, and finding and encoding text files."""
 
+import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -166,26 +167,59 @@ def _leading_parts(path: Path) -> Iterator[str]:
 
 
 def encode_files(
-    files: Iterable[Path], tokenizer: Tokenizer, *, max_bytes: int | None = None
-) -> NDArray[np.uint32]:
-    """Encode text files and concatenate their tokens, with a newline after each file.
+    files: Iterable[Path],
+    tokenizer: Tokenizer,
+    *,
+    max_bytes: int | None = None,
+    key: str = "text",
+    end: int | None = None,
+) -> Iterator[NDArray[np.uint32]]:
+    """Encode the documents of text files: a file, or a line of one in JSON Lines.
 
     Args:
-        files: Files in UTF-8; invalid bytes are replaced.
-        tokenizer: Tokenizer, applied to each file by itself.
+        files: Files in UTF-8; invalid bytes are replaced. Those that end in ``.jsonl`` have an
+            object in every line.
+        tokenizer: Tokenizer, applied to each document by itself.
         max_bytes: Maximum number of bytes of text to read; None: no limit.
+        key: Of the text in such an object.
+        end: Token that ends every document; None: a newline ends a file, and nothing a line.
 
-    Returns:
-        [S], uint32.
+    Yields:
+        The tokens of one document.
+
+    Raises:
+        ConfigurationError: A line of a ``.jsonl`` file is no object with a text under `key`.
     """
-    parts: list[NDArray[np.uint32]] = []
     left = max_bytes
-    for file in files:
-        raw = file.read_bytes()[:left]  # may end inside a character, which becomes U+FFFD
-        tokens = tokenizer.encode(raw.decode("utf-8", errors="replace") + "\n")
-        parts.append(np.fromiter(tokens, np.uint32, count=len(tokens)))
+    for raw, last in ((raw, last) for file in files for raw, last in _documents(file, key)):
+        raw = raw[:left]  # may end inside a character, which becomes U+FFFD
+        text = raw.decode("utf-8", errors="replace")
+        tokens = tokenizer.encode(text + last if end is None else text)
+        found = np.fromiter(tokens, np.uint32, count=len(tokens))
+        yield found if end is None else np.append(found, np.uint32(end))
         if left is not None:
             left -= len(raw)
             if left <= 0:
-                break
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+                return
+
+
+def _documents(file: Path, key: str) -> Iterator[tuple[bytes, str]]:
+    """Yield the texts of a file, and what ends each."""
+    if file.suffix != ".jsonl":
+        yield file.read_bytes(), "\n"
+        return
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[key]
+            except (ValueError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                raise ConfigurationError(
+                    "LP910",
+                    f"{file}, line {number}: no JSON object with a text under {key!r}; name "
+                    "another key, or leave the line out.",
+                )
+            yield text.encode(), ""

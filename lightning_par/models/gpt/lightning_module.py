@@ -11,15 +11,26 @@ from lightning_par.models.gpt.model import GPT
 from lightning_par.models.language_module import group_parameters, LanguageModule
 from lightning_par.models.metrics import Perplexity
 
-__all__ = ["GPTModule", "group_parameters"]
+__all__ = ["GPTModule", "group_parameters", "model_inputs"]
 
 Batch = Mapping[str, Tensor]
 
 _IGNORE_INDEX = -100
 
 
+def model_inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return what a decoder takes of a batch.
+
+    Args:
+        batch: As `GPTModule` takes it.
+    """
+    names = "input_ids", "position_ids", "cu_seqlens"
+    return {name: batch[name] for name in names if name in batch}
+
+
 class GPTModule(LanguageModule):
-    """Causal language modeling of a `GPT` on ``{"input_ids": [B, T], "labels": [B, T]}``.
+    """Causal language modeling of a `GPT` on ``{"input_ids": [B, T], "labels": [B, T]}``, with
+    ``position_ids`` and ``cu_seqlens`` where rows are packed documents.
 
     Labels are already shifted (see `TextDataModule`); -100 is ignored. Logs ``train_loss`` (nats
     per token, each step), ``val_loss`` and ``test_loss`` (mean over the epoch's tokens and all
@@ -38,13 +49,14 @@ class GPTModule(LanguageModule):
         self.val_perplexity = Perplexity()
         self.test_perplexity = Perplexity()
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, **packed: Tensor) -> Tensor:
         """Return logits [B, T, V].
 
         Args:
             input_ids: [B, T], int64.
+            packed: `position_ids` and `cu_seqlens`, see `GPT.forward`.
         """
-        logits: Tensor = self.model(input_ids)
+        logits: Tensor = self.model(input_ids, **packed)
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -63,11 +75,14 @@ class GPTModule(LanguageModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, [B, T]."""
-        logits: Tensor = self(batch["input_ids"])
-        return logits.argmax(dim=-1)
+        return self._logits(batch).argmax(dim=-1)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        logits: Tensor = self(**model_inputs(batch))
+        return logits
 
     def _loss(self, batch: Batch) -> Tensor:
-        return self._token_loss(self(batch["input_ids"]), batch["labels"])
+        return self._token_loss(self._logits(batch), batch["labels"])
 
     def _token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         # The log-sum-exp over V loses too much in 16 bits.

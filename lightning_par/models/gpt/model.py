@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, D model dim, H head dim, V vocabulary, L layers.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn, Tensor
@@ -47,17 +48,23 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config.norm, dim, eps=config.norm_eps, bias=config.bias)
         self.mlp = mlp(dim, ff_dim, bias=config.bias, dropout=config.dropout)
 
-    def forward(self, hidden: Tensor, rotary: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: Tensor | None = None,
+        documents: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """Map [B, T, D] to [B, T, D].
 
         Args:
             hidden: [B, T, D].
             rotary: Cosines and sines [2, B or 1, 1, T, H]; None with learned positions.
+            documents: For each row the boundaries of its documents; None: a row is one.
 
         Returns:
             [B, T, D].
         """
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotary)
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, documents)
         result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
         return result
 
@@ -104,12 +111,20 @@ class GPT(nn.Module):
             elif name.endswith(".bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """Return the logits of the next token at every position.
 
         Args:
             input_ids: [B, T], int64, 0 .. V - 1.
             position_ids: [B or 1, T], int64; None: 0 .. T - 1.
+            cu_seqlens: [B, K], int64: boundaries 0, ..., T of the documents that are packed into
+                each row, none of which sees another; T may come several times. None: a row is one
+                document.
 
         Returns:
             Logits [B, T, V].
@@ -127,8 +142,10 @@ class GPT(nn.Module):
         # Once for all blocks: under sequence or context parallelism a block sees only a part of the
         # tokens and could not tell their positions.
         rotary = None if self.rotary is None else self.rotary(position_ids)
+        # Numbers, from which attention knows what to compute and to send: one wait for all blocks.
+        documents = None if cu_seqlens is None else cu_seqlens.tolist()
         for block in self.blocks:
-            hidden = block(hidden, rotary)
+            hidden = block(hidden, rotary, documents)
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
@@ -225,7 +242,10 @@ class GPT(nn.Module):
             tensor=tensor,
             divided={"blocks.*.attention": ("num_heads", "num_kv_heads")},
             batch=BatchLayout(
-                sequence_dims={"input_ids": 1, "labels": 1}, labels="labels", ignore_index=-100
+                sequence_dims={"input_ids": 1, "labels": 1, "position_ids": 1},
+                optional=("position_ids",),
+                labels="labels",
+                ignore_index=-100,
             ),
             checkpointable=("blocks.*.attention", "blocks.*.mlp"),
             positions={"": "position_ids"},

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.models.gpt.lightning_module import Batch, GPTModule
+from lightning_par.models.gpt.lightning_module import Batch, GPTModule, model_inputs
 from lightning_par.models.mixtral.config import MixtralConfig
 from lightning_par.models.mixtral.model import Mixtral
 from lightning_par.models.mixtral.moe import Router
@@ -32,18 +32,19 @@ class MixtralModule(GPTModule):
     model: Mixtral  # type: ignore[assignment]
     config: MixtralConfig
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, **packed: Tensor) -> Tensor:
         """Return logits [B, T, V].
 
         Args:
             input_ids: [B, T], int64.
+            packed: `position_ids` and `cu_seqlens`, see `Mixtral.forward`.
         """
-        logits: Tensor = self.model(input_ids)[0]
+        logits: Tensor = self.model(input_ids, **packed)[0]
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the total loss; log it and the router losses."""
-        logits, losses = self.model(batch["input_ids"], batch["labels"] != _IGNORE_INDEX)
+        logits, losses = self.model(counted=batch["labels"] != _IGNORE_INDEX, **model_inputs(batch))
         config = self.config
         # By numbers: a tensor of them would be a copy to the device, which the host waits for.
         router_loss = losses[0] * config.auxiliary_weight + losses[1] * config.z_weight

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D model dim, E experts, V vocabulary, L layers.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn, Tensor
@@ -43,6 +43,7 @@ class MixtralBlock(nn.Module):
         rotary: Tensor,
         noise: Tensor | None = None,
         counted: Tensor | None = None,
+        documents: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Map [B, T, D] to [B, T, D].
 
@@ -51,11 +52,12 @@ class MixtralBlock(nn.Module):
             rotary: Cosines and sines [2, B or 1, 1, T, H].
             noise: [B, T, E]; see `Router.forward`.
             counted: [B, T], bool; see `Router.forward`.
+            documents: For each row the boundaries of its documents; None: a row is one.
 
         Returns:
             [B, T, D], and balance loss and z-loss of the router, [2].
         """
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotary)
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, documents)
         mixed, losses = self.moe(self.moe_norm(hidden), noise, counted)
         return hidden + self.drop(mixed), losses
 
@@ -103,6 +105,7 @@ class Mixtral(nn.Module):
         input_ids: Tensor,
         counted: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the logits of the next token at every position, and the router losses.
 
@@ -110,6 +113,7 @@ class Mixtral(nn.Module):
             input_ids: [B, T], int64, 0 .. V - 1.
             counted: [B, T], bool: tokens that count in the routers' losses; None: all.
             position_ids: [B or 1, T], int64; None: 0 .. T - 1.
+            cu_seqlens: [B, K], int64: boundaries of packed documents; see `GPT.forward`.
 
         Returns:
             Logits [B, T, V], and balance loss and z-loss, each the mean over the layers, [2].
@@ -118,9 +122,11 @@ class Mixtral(nn.Module):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         rotary = self.rotary(position_ids)
         hidden = self.drop(self.embed(input_ids))
+        documents = None if cu_seqlens is None else cu_seqlens.tolist()
         losses = []
         for block in self.blocks:
-            hidden, block_losses = block(hidden, rotary, self._noise(input_ids), counted)
+            noise = self._noise(input_ids)
+            hidden, block_losses = block(hidden, rotary, noise, counted, documents)
             losses.append(block_losses)
         return self.head(self.norm(hidden)), torch.stack(losses).mean(0)
 
@@ -182,7 +188,8 @@ class Mixtral(nn.Module):
             batch=BatchLayout(
                 # Each micro-batch balances its own tokens, as in the field.
                 local_statistics=self.config.balance == "auxiliary",
-                sequence_dims={"input_ids": 1, "labels": 1},
+                sequence_dims={"input_ids": 1, "labels": 1, "position_ids": 1},
+                optional=("position_ids",),
                 labels="labels",
                 ignore_index=-100,
             ),

@@ -393,7 +393,8 @@ class StepRunner:
                 self.sharding.backward_in_step() if self.manual.is_used else nullcontext(),
             ):
                 yield
-                self.reads.wholes.add_gradients()
+                if self.reads.wholes.late:
+                    self.reads.wholes.add_gradients()
         finally:
             step.close()
         if self._copies is not None:

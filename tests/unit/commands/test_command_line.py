@@ -28,6 +28,7 @@ OPTIONS = {
     "search": "--config --device --profile --nodes --devices --length --samples --picture --json "
     "--offload --keep --try --try-seconds --out",
     "serve": "--host --port --state --key-file --certificate --certificate-key",
+    "tokenize": "--out --tokenizer --key --end",
     "verify": "--steps --timeout",
 }
 """The spelling of options, which scripts and pages of users contain."""

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_par.commands.layout_picture import draw_candidate
+from lightning_par.commands.prediction.layout_picture import draw_candidate
 from lightning_par.errors import ConfigurationError
 from lightning_par.planner.profiles import load_profile
 from lightning_par.planner.search import Planner

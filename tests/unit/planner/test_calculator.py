@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_par.commands.planned_run import implementation
+from lightning_par.commands.prediction.planned_run import implementation
 from lightning_par.errors import MeshError
 from lightning_par.planner.layouts import LayoutSpace
 from lightning_par.planner.memory import predict_memory

@@ -47,8 +47,8 @@ def test_files_folders_and_patterns_each_count_once(tmp_path: Path):
         (tmp_path / name).write_text(name)
     found = find_files([str(tmp_path / "b.txt"), str(tmp_path), str(tmp_path / "**" / "*.md")])
     assert [file.name for file in found] == ["b.txt", "a.txt", "c.txt", "d.md"]
-    assert bytes(encode_files(found[:2], ByteTokenizer())) != b""
-    text = bytes(encode_files(found, ByteTokenizer(), max_bytes=8).astype(np.uint8))
+    parts = encode_files(found, ByteTokenizer(), max_bytes=8)
+    text = b"".join(bytes(part.astype(np.uint8)) for part in parts)
     assert text == b"b.txt\na.t\n"
     with pytest.raises(ConfigurationError, match=re.escape("nothing*.py' names no text file")):
         find_files([str(tmp_path / "nothing*.py")])
@@ -244,8 +244,9 @@ def test_token_file_of_a_hugging_face_tokenizer_feeds_the_data_module(tmp_path: 
     batch = next(iter(data.train_dataloader()))
     assert batch["input_ids"].shape == batch["labels"].shape == (2, 7)
     assert torch.equal(batch["input_ids"][:, 1:], batch["labels"][:, :-1])
-    with pytest.raises(ConfigurationError, match="one token file, or text files only"):
-        TextDataModule([str(tmp_path / "a.bin"), "b.bin"]).setup("fit")
+    write_token_file(tmp_path / "b.bin", [tokens], vocab_size=tokenizer.vocab_size + 1)
+    with pytest.raises(ConfigurationError, match="encode all with one tokenizer"):
+        TextDataModule([str(tmp_path / "a.bin"), str(tmp_path / "b.bin")]).setup("fit")
 
 
 def test_missing_tokenizer_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

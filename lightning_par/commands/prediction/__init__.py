@@ -1,0 +1,1 @@
+"""Predicting a configured run: its settings, layouts and picture."""
