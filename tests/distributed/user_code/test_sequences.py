@@ -255,3 +255,43 @@ def test_evaluation_equals_one_process(layout: str) -> None:
             assert found["values"][name] == pytest.approx(value, abs=_FLOAT32), name
         if layout == "cp2":
             assert found["divided"] == {kind: kind.startswith("loss") for kind in KINDS}
+
+
+class Writing(Causal):
+    """Writes texts in validation, which end at other lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = list[list[int]]()
+
+    def on_validation_epoch_start(self) -> None:
+        self.texts.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        prompt = batch["input_ids"][:, :3]
+        text = self.model.generate(prompt, max_new_tokens=12, do_sample=False)
+        self.log("length", float(text.shape[1]), sync_dist=True)
+        self.texts += [[token for token in row if token] for row in text.tolist()]
+
+
+def write(rank: int, world: int, layout: str | None) -> Any:
+    seed_everything(0, verbose=False)
+    module, data = Writing(), texts()
+    strategy: Any = "auto"
+    if layout is not None:
+        strategy = Hybrid3DStrategy(**{**LAYOUTS[layout], "verify": False})
+    trainer = quiet_trainer(
+        devices=world, strategy=strategy, precision="64-true", max_steps=2, val_check_interval=2
+    )
+    held_out = [data[i] for i in (13, 0, 20, 1, *range(2, 13))]  # both first ones are short
+    trainer.fit(module, DataLoader(data[:16], 8 // world), DataLoader(held_out, 4 // world))
+    return [len(text) for text in module.texts], module.texts
+
+
+def test_texts_of_replicas_end_at_other_lengths() -> None:
+    """Replicas that gather weights for each token wait for the longest text, also in the look."""
+    ((lengths, wanted),) = run_ranks(write, 1, None, timeout=90)
+    found = run_ranks(write, 2, "zero3", timeout=120)
+    assert max(found[0][0][:2]) < max(found[1][0][:2])
+    assert len({*lengths}) > 2
+    assert sorted(text for _, held in found for text in held) == sorted(wanted)
