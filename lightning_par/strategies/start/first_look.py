@@ -208,6 +208,13 @@ class FirstLook:
                 told = seen if _is_told(found) else StepReport(losses=[], logs=[], metrics=({}, {}))
                 self.warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
         elif divides:
+            # Over replicas a step may gather samples; over micro-batches it cannot.
+            if microbatches > 1 and not self._layout.local_statistics:
+                rule = self._weigher.rule
+                found = self._agree(self._finding([rule], seen, parts, is_random))
+                is_wrong = _is_told(found) and not choose_rule(found.errors, self.tolerance())
+                if is_wrong and not found.is_random:
+                    raise ConfigurationError("LP309", self._refusal(rule, dims, microbatches))
             self._decisions.add("loss", self._weigher.rule.name, "as declared")
             if self._layout.loss_weight is not None and not is_random:
                 self.warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))

@@ -174,7 +174,10 @@ def in_batch_negatives() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(equal="zero3 zero0")
+@CASES.add(
+    equal="zero3 zero0 pp2_one_microbatch",
+    refused={"pp2": "neither the mean.*and use one micro-batch"},
+)
 def in_batch_negatives_gathered() -> Any:
     class Module(PlainModule):
         batch = BatchLayout(loss_weight="samples")
