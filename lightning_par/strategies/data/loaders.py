@@ -234,7 +234,7 @@ class ReplicaLoaders:
         is_divided = any(
             isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in samplers
         )
-        if is_divided and not self._module.trainer.training:
+        if is_divided and (not self._module.trainer.training or self._has_state(dataloader)):
             return dataloader
         # Of what is divided already, only the place where an epoch goes on is kept.
         replicas, rank = (1, 0) if is_divided else (self._mesh.sizes.data, self._mesh.data_rank)
@@ -286,9 +286,14 @@ class ReplicaLoaders:
             self._cursors.clear()  # those of a later epoch are new
         if not trainer.training or not self._cursors:
             return None
-        cursor, module = self._cursors.pop(0), trainer.datamodule
+        cursor = self._cursors.pop(0)
+        return None if self._has_state(dataloader) else cursor
+
+    def _has_state(self, dataloader: Any) -> bool:
+        """Return whether a loader, or the data module, knows itself where an epoch goes on."""
+        module = self._module.trainer.datamodule  # type: ignore[attr-defined]
         leaves_out = module is not None and is_overridden("load_state_dict", module)
-        return None if leaves_out or hasattr(dataloader, "load_state_dict") else cursor
+        return leaves_out or hasattr(dataloader, "load_state_dict")
 
     def _agree(self) -> None:
         """Give all ranks the random states of rank 0, from which samplers draw."""

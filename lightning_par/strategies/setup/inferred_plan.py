@@ -32,6 +32,7 @@ from lightning_par.inference.lookup import declares_plan, find_plan
 from lightning_par.observe.recorder import input_paths, trace_forward
 from lightning_par.plan.parallel_plan import BatchLayout, ParallelPlan
 from lightning_par.sizes import ParallelSizes
+from lightning_par.strategies.data.replica_view import as_replica
 from lightning_par.upstream.lightning import trainer_of
 from lightning_par.upstream.pytree import tree_leaves, tree_map
 
@@ -238,12 +239,13 @@ def first_samples(module: nn.Module, *, replicas: int = 1) -> Any:
     if trainer is None or not isinstance(module, pl.LightningModule):
         raise ValueError("it has no Trainer")
     _stay_alone(trainer, replicas)
-    loaders = loaders_of(trainer, module)
-    if isinstance(loaders, CombinedLoader):
-        loaders = loaders.iterables
-    if _step_of(module) != "training_step":  # loaders of an evaluation come one after the other
-        loaders = tree_leaves(loaders)[0]
-    batch = tree_map(_samples_of, loaders)
+    with as_replica(0, replicas):  # loaders that divide themselves ask torch.distributed
+        loaders = loaders_of(trainer, module)
+        if isinstance(loaders, CombinedLoader):
+            loaders = loaders.iterables
+        if _step_of(module) != "training_step":  # loaders of an evaluation come one after the other
+            loaders = tree_leaves(loaders)[0]
+        batch = tree_map(_samples_of, loaders)
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         place = [torch.device("cpu")] if name == "transfer_batch_to_device" else []
         batch = getattr(_holder(trainer, module, name), name)(batch, *place, 0)

@@ -327,7 +327,7 @@ class Streamed(Net):
 
     def train_dataloader(self) -> DataLoader[Any]:
         told = (0, 1)
-        if self.way == "hook" and dist.is_initialized():
+        if (self.way == "hook" and dist.is_initialized()) or self.way == "unasked":
             told = dist.get_rank(), dist.get_world_size()
         elif self.way == "trainer":
             told = self.trainer.global_rank, self.trainer.world_size
@@ -337,9 +337,21 @@ class Streamed(Net):
         return DataLoader(stream, self.batch, num_workers=self.workers)
 
 
+class Unasked(Streamed):
+    """Has no forward, so that its plan comes from samples, which are looked at before there are
+    groups of ranks.
+    """
+
+    forward = nn.Module.forward
+
+    def _loss(self, batch: Any) -> Tensor:
+        return (Net.forward(self, batch[0]) - 0.1 * batch[1]).square().mean()
+
+
 def _stream(layout: str | None, way: str, workers: int) -> Any:
     seed_everything(5, verbose=False)
-    module = Streamed(way, 2 if layout == "zero1tp2" else 4, workers)
+    kind = Unasked if way == "unasked" else Streamed
+    module = kind(way, 2 if layout == "zero1tp2" else 4, workers)
     trainer = _trainer(layout, max_epochs=2, limit_val_batches=0)
     trainer.fit(module)
     assert layout is None or dist.get_rank() == trainer.global_rank
@@ -362,6 +374,7 @@ def _stream_rank(rank: int, world: int, *args: Any) -> Any:
             ),
             ("tp2", "trainer", 0),
             ("zero1tp2", "trainer", 0),
+            ("zero1tp2", "unasked", 0),
         ],
         large=[
             (layout, way, workers)
@@ -374,7 +387,7 @@ def _stream_rank(rank: int, world: int, *args: Any) -> Any:
 )
 def test_a_stream_that_divides_itself_loses_nothing(cell: tuple[str, str, int]) -> None:
     layout, way, workers = cell
-    wanted = _stream(None, way, 0)
+    wanted = _stream(None, "hook" if way == "unasked" else way, 0)
     world = _WORLD.get(layout, 2)
     _assert_equal(run_ranks(_stream_rank, world, layout, way, workers, timeout=120), wanted)
 
