@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -44,6 +45,8 @@ __all__ = ["RankWatch", "is_communication_error", "open_status_file"]
 
 _PERIOD = 0.2
 """Seconds between two looks."""
+_LOADER = "torch.utils.data.dataloader"
+_LOST_WORKER = "a worker process of the data loader was killed, perhaps as memory was short"
 _SETTLE = 1.5
 """Seconds in which a failure of communication looks for its cause."""
 _GRACE = 2.0
@@ -165,8 +168,12 @@ class RankWatch:
         status = RankStatus.CUT_OFF if cut_off else RankStatus.FAILED
         # What ends a process without a word may have a cause.
         fault = error.__cause__ if isinstance(error, SystemExit) and error.__cause__ else error
+        said = f"{type(fault).__name__}: {fault}".partition("\n")[0]
+        if _has_lost_worker(fault):
+            error.add_note(_LOST_WORKER)
+            said = f"{said}: {_LOST_WORKER}"
         with self._speaking:
-            self._file.say(status, f"{type(fault).__name__}: {fault}".partition("\n")[0])
+            self._file.say(status, said)
         if not cut_off:
             if not isinstance(error, LightningParError) and self.sizes.world_size > 1:
                 error.add_note(f"on {self._name(self._mine())}, in {self._mine().activity}")
@@ -352,6 +359,13 @@ def _look_for(seconds: float, is_over: Callable[[], bool]) -> None:
 def _few(texts: Sequence[str]) -> str:
     more = [f"{len(texts) - _NAMED} more"] if len(texts) > _NAMED else []
     return "; ".join([*texts[:_NAMED], *more])
+
+
+def _has_lost_worker(error: BaseException) -> bool:
+    """Whether a loader's worker ended while it sent a batch, of which torch tells no more."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = {frame.f_globals.get("__name__") for frame, _ in frames}
+    return isinstance(error, ConnectionError | EOFError) and _LOADER in modules
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from tests.support.faults.runs import Fault, FaultRun, run_with_fault
 PLACES = ("pp 0, tp 0", "pp 0, tp 1", "pp 1, tp 0", "pp 1, tp 1")
 ACTION = r"(stage \d, [a-z' ]+ of micro-batch \d|[a-z_ ]+)"
 TIMEOUT = 5.0
+KILLED = "(was killed|is killed by signal: Killed|exited unexpectedly)"
 
 
 def assert_all_ended(run: FaultRun, limit: float) -> None:
@@ -102,6 +103,25 @@ def test_rank_that_never_returns_ends_and_shows_where_it_waited(tmp_path: Path) 
         *range(4)
     ]
     assert run.blames("in _wait_for_ever") == [1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "blame"),
+    [
+        ("kill worker", rf"worker .*{KILLED}", rf"raised .*{KILLED}"),
+        ("sample raises", r"KeyError: Caught KeyError in DataLoader worker", r"raised KeyError"),
+        ("sample loops", r"in _wait_for_ever", r"has been in .* for \d+ s"),
+    ],
+)
+def test_a_loader_that_fails_on_one_rank_ends_every_process(
+    kind: str, cause: str, blame: str, tmp_path: Path
+) -> None:
+    hangs = kind == "sample loops"
+    fault = Fault(kind=kind, rank=1, step=3)
+    run = run_with_fault(2, fault, tmp_path, timeout=TIMEOUT if hangs else 300.0)
+    assert_all_ended(run, math.inf if hangs else 120.0)  # not by the time limit
+    assert 1 in run.blames(cause), run.logs
+    assert 0 in run.blames(rf"rank 1 \(tp 1\) {blame}"), run.logs
 
 
 TAKES_THE_FIRST_LOCK = """

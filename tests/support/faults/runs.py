@@ -20,7 +20,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.support.models.toy_gpt import loader, ToyData, ToyModule
+from torch.utils.data import DataLoader
+
+from tests.support.models.toy_gpt import ToyData, ToyModule
 from tests.support.parity import quiet_trainer
 
 __all__ = ["Fault", "FaultRun", "listeners", "run_with_fault"]
@@ -33,7 +35,9 @@ class Fault:
     """What goes wrong.
 
     Attributes:
-        kind: "kill", "stop", "raise", "loop" or "save", a checkpoint on one rank.
+        kind: "kill", "stop", "raise", "loop" or "save", a checkpoint on one rank; "kill worker" of
+            its loader; or, when its loader gives a sample of the step, "sample raises" and "sample
+            loops".
         rank: Where.
         step: In which optimizer step.
         delay: Seconds after the start of that step, for "kill" and "stop".
@@ -75,11 +79,14 @@ class _Faulty(ToyModule):
             _say(f"listens on {', '.join(listeners())}")
         if self.global_rank != fault.rank or self.trainer.global_step != fault.step:
             return
+        if fault.kind.startswith("sample"):
+            return
         if fault.kind in ("kill", "stop"):
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
             threading.Timer(fault.delay, _hit, [lambda: os.kill(os.getpid(), number)]).start()
         else:
-            _hit({"loop": _wait_for_ever, "save": self.save}.get(fault.kind, _fail))
+            acts = {"loop": _wait_for_ever, "save": self.save, "kill worker": _kill_workers}
+            _hit(acts.get(fault.kind, _fail))
 
     def save(self) -> None:
         self.trainer.save_checkpoint("alone.ckpt")
@@ -110,6 +117,25 @@ def listeners() -> list[str]:
     return found
 
 
+class _FaultySamples(ToyData):
+    """Samples of which one is not to be had on one rank."""
+
+    def __init__(self, fault: Fault, rank: int) -> None:
+        super().__init__(4000)
+        self.fault, self.place = fault, 4 * fault.step if rank == fault.rank else -1
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.place and self.fault.kind.startswith("sample"):
+            _hit(_wait_for_ever if self.fault.kind == "sample loops" else _fail)
+        return super().__getitem__(index)
+
+
+def _kill_workers() -> None:
+    for worker in mp.active_children():
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+
+
 def _fail() -> None:
     raise KeyError("no such key")
 
@@ -130,7 +156,9 @@ def _rank(rank: int, world: int, port: int, folder: Path, fault: Fault, timeout:
     strategy = lightning_par.Hybrid3DStrategy(timeout=timedelta(seconds=timeout))
     trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=fault.step + 100)
     try:
-        trainer.fit(_Faulty(fault), loader(ToyData(4000), 4))
+        workers = int(fault.kind in ("kill worker", "sample raises"))
+        data = _FaultySamples(fault, rank)
+        trainer.fit(_Faulty(fault), DataLoader(data, 4, num_workers=workers))
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as Python does
         sys.stderr.flush()
