@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from tests.distributed.user_code.test_uncommon_loaders import _REPLICAS, _traine
 from tests.support.exhaustive import some
 from tests.support.ranks.api import run_ranks
 
-_SAVED = (2, 5, 6)  # steps of three epochs of 4 batches, the last of which is not full
+_SAVED = (1, 2, 6)
+"""Steps of three epochs of 4 batches, the last of which is not full; the first is proved."""
 
 
 class Noting(Net):
@@ -40,11 +42,11 @@ class Noting(Net):
 
 
 class Saving(pl.Callback):
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, saved: Sequence[int] = _SAVED) -> None:
+        self.folder, self.saved = folder, saved
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step in _SAVED:
+        if trainer.global_step in self.saved:
             trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
@@ -208,6 +210,33 @@ def test_an_epoch_goes_on_where_it_was_saved(cell: tuple[str, str, str], tmp_pat
             torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
             if kind != "module":
                 torch.testing.assert_close(weight, bias, rtol=0, atol=1e-8)
+
+
+def _run_on(rank: int, world: int, layout: str | None, folder: str, steps: Sequence[int]) -> Any:
+    """Save at each of some steps, or go on from each: weights at the end."""
+    found = []
+    for step in steps if steps[0] else (0,):
+        seed_everything(5, verbose=False)
+        module = Noting()
+        saving = [Saving(Path(folder), steps)] if not step else []
+        trainer = _trainer(layout, max_epochs=2, limit_val_batches=0, callbacks=saving)
+        path = Path(folder) / f"{step}.ckpt" if step else None
+        trainer.fit(module, _loader(layout, "shuffled", 6), ckpt_path=path, weights_only=False)
+        found.append([p.detach().clone() for p in module.parameters()])
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("saves", ["zero0", "tp2"])
+def test_every_step_of_two_epochs_goes_on_in_six_layouts(saves: str, tmp_path: Path) -> None:
+    steps, folder = range(1, 8), str(tmp_path)
+    ((wanted,),) = run_ranks(_run_on, 1, None, folder, [0], timeout=60)
+    run_ranks(_run_on, 2, saves, folder, [0, *steps], timeout=120)
+    for layout in ("zero0", "zero3", "dp3", "tp2", "pp2", "pp2dp2"):
+        world = _WORLD.get(layout, 2)
+        for found in run_ranks(_run_on, world, layout, folder, list(steps), timeout=300):
+            for weights in found:
+                torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-10)
 
 
 def _resume_warned(rank: int, world: int, *args: Any) -> Any:
