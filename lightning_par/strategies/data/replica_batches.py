@@ -108,7 +108,8 @@ class ReplicaBatches:
     @property
     def sampler(self) -> "_AgreedSampler":
         """Sampler to which Lightning tells the epoch, before it iterates the loader."""
-        return _AgreedSampler(getattr(self._given, "sampler", self._given), self._agree)
+        # The Trainer tells a sampler inside of a batch sampler the epoch, and not that one itself.
+        return _AgreedSampler(getattr(self._given, "sampler", None), self._agree)
 
     @property
     def is_spare(self) -> bool:
@@ -324,7 +325,7 @@ def _checksum(entries: Sequence[Any]) -> int:
 
 
 class _AgreedSampler:
-    """The user's sampler; before an epoch its ranks agree on the random state that it draws from.
+    """The user's sampler, or none; before an epoch ranks agree on the random state of its draws.
 
     Data sets that draw in the training process have drawn other numbers on each replica by then.
     """

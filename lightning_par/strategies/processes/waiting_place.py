@@ -8,6 +8,7 @@ for it. If all ranks have waited for seconds, in different places, none of them 
 import itertools
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,7 @@ from types import FrameType
 from lightning_par.strategies.processes.rank_status import RankState, RankStatus
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 
-__all__ = ["RanksApart", "WaitingPlace"]
+__all__ = ["RanksApart", "WaitingPlace", "hook_of"]
 
 _INNERMOST = 8
 """Frames in which what communicates is looked for."""
@@ -38,6 +39,20 @@ class WaitingPlace:
         waits = now is not None and now[1] != "" and now == self._before
         self._before = now
         return place if waits else ""
+
+
+def hook_of(error: BaseException) -> str:
+    """Return the line of the user's hook, other than a step, in which an exception was raised;
+    empty if it was in none.
+    """
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if _LOOPS in file:
+            found = ""  # what called the loop is no hook
+        elif not found and not is_of_a_framework(file):
+            found = f"{name} ({Path(file).name}:{line})" if not name.endswith("_step") else "step"
+    return "" if found == "step" else found
 
 
 def _switches() -> str:

@@ -39,7 +39,7 @@ from lightning_par.strategies.processes.host_status import (
     OtherHost,
 )
 from lightning_par.strategies.processes.rank_status import RankState, RankStatus, RankStatusFile
-from lightning_par.strategies.processes.waiting_place import RanksApart, WaitingPlace
+from lightning_par.strategies.processes.waiting_place import hook_of, RanksApart, WaitingPlace
 
 __all__ = ["RankWatch", "is_communication_error", "open_status_file"]
 
@@ -180,7 +180,13 @@ class RankWatch:
             return
         _look_for(_SETTLE, self._is_settled)
         causes = self._find_causes(self._file.look())
-        said = self._describe(causes)
+        said, hook = self._describe(causes), hook_of(error)
+        if causes.dead and hook:
+            said += (
+                f" Or it met another exchange than that of this rank in {hook}, which ends a "
+                "process on gloo: call on every rank what runs there under "
+                "`if trainer.is_global_zero`."
+            )
         error.add_note(said)
         if causes.failed and not causes.dead:
             _print_instead_of_traceback(said, said if self._speaks else "")

@@ -133,6 +133,25 @@ class ByEpoch(Private):
         self.draws = random.Random(epoch)
 
 
+class Turned(BatchSampler):
+    """A batch sampler that would turn its order by the epoch, which a Trainer does not tell it."""
+
+    turn = 0
+
+    def __init__(self, count: int, size: int) -> None:
+        self.count, self.size = count, size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.turn = epoch
+
+    def __len__(self) -> int:
+        return -(-self.count // self.size)
+
+    def __iter__(self) -> Any:
+        order = [*range(self.turn, self.count), *range(self.turn)]
+        return iter([order[at : at + self.size] for at in range(0, self.count, self.size)])
+
+
 def _loader(layout: str | None, kind: str, many: int) -> Any:
     if kind == "module":
         return Data(layout)
@@ -142,6 +161,8 @@ def _loader(layout: str | None, kind: str, many: int) -> Any:
         return Stateful(rows, size, shuffle=True, generator=torch.Generator())
     if kind == "endless":
         return DataLoader(rows, size, sampler=Endless())
+    if kind == "turned":
+        return DataLoader(rows, batch_sampler=Turned(22, size))
     if kind == "by epoch":
         return DataLoader(rows, size, sampler=ByEpoch())
     if kind == "divided" and layout is not None:
@@ -183,6 +204,7 @@ _SHOWN = [
     ("zero0", "tp2", "endless"),
     ("tp2", "zero0", "endless"),
     ("zero0", "tp2", "by epoch"),
+    ("tp2", "tp2", "turned"),
 ]
 _CELLS = [
     *_SHOWN,
