@@ -120,9 +120,9 @@ class ReplicaLoaders:
             return []
         # The Trainer keeps them after training, when its loop has no loaders in use.
         loaders = tree_leaves(trainer.train_dataloader)
-        if not self._has_replicas and len(loaders) > 1:
-            return []  # of several, a loader may have begun again
         divided = [self._divided.get(x) if isinstance(x, DataLoader) else None for x in loaders]
+        if len(loaders) > 1:  # one that nobody divides here may have begun again
+            divided = [None if d is None or not d.is_of_all else d for d in divided]
         ready = int(progress.current.ready)
         return [None if batches is None else batches.cursor(ready) for batches in divided]
 

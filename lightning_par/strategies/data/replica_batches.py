@@ -116,6 +116,11 @@ class ReplicaBatches:
         """Whether this replica has nothing to predict, and predicts a batch that nobody gets."""
         return self._predicts and 0 < len(self._given) <= self._replica
 
+    @property
+    def is_of_all(self) -> bool:
+        """Whether it divides the samples among several replicas, and so counts what was taken."""
+        return self._replicas > 1
+
     def __len__(self) -> int:
         drops = getattr(self._given, "drop_last", False)
         if self._predicts:
