@@ -173,6 +173,10 @@ class _Zygote:
             self._process.kill()
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+        # What ended with its parent is there for a moment, longer on a busy machine.
+        deadline = time.monotonic() + 20
+        while any(map(_exists, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
         return [pid for pid in pids if _exists(pid)]
 
     def _fork(self, world):
