@@ -4,6 +4,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -191,7 +192,7 @@ def encode_files(
         ConfigurationError: A line of a ``.jsonl`` file is no object with a text under `key`.
     """
     left = max_bytes
-    for raw, last in ((raw, last) for file in files for raw, last in _documents(file, key)):
+    for raw, last in chain.from_iterable(_documents(file, key) for file in files):
         raw = raw[:left]  # may end inside a character, which becomes U+FFFD
         text = raw.decode("utf-8", errors="replace")
         tokens = tokenizer.encode(text + last if end is None else text)

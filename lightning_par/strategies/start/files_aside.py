@@ -64,8 +64,7 @@ class _Aside:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._thread = folder, threading.get_ident()
-        self._open, self._count = builtins.open, 0
+        self._folder, self._thread, self._count = folder, threading.get_ident(), 0
         self.copies: dict[Path, Path] = {}
 
     def around(self, plain: Callable[..., Any], stands_in: Callable[..., Any]) -> Any:
