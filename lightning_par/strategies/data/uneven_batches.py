@@ -165,7 +165,8 @@ def samples_differ(
     **Communicates**: one all-reduce of two numbers over all ranks.
     """
     # Lightning notes the batches by a batch sampler, beside which `sampler` means nothing.
-    source: Any = getattr(dataloader, "batch_sampler", None) or dataloader
+    held = getattr(dataloader, "batch_sampler", None)
+    source: Any = dataloader if held is None else held
     try:
         count = len(source.sampler if divided is None else divided)
     except (AttributeError, TypeError):
