@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_par import IslandsStrategy
 from lightning_par.callbacks import IslandMonitor
@@ -22,13 +22,11 @@ SEED, STEPS = 1, 16
 
 
 class Regression(BoringModel):
-    """A linear layer, and the order of samples that Lightning gives several processes."""
+    """A linear layer."""
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         torch.manual_seed(0)
-        data = RandomDataset(32, 64)
-        order: Any = DistributedSampler(data, num_replicas=1, rank=0, seed=SEED)
-        return DataLoader(data, batch_size=4, sampler=order)
+        return DataLoader(RandomDataset(32, 64), batch_size=4)
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.step(batch))

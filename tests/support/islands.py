@@ -1,6 +1,7 @@
 """Islands in threads of the test: a server, and ranks that hold boxes of tensors."""
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.checkpoint.pieces import Piece
@@ -16,10 +18,22 @@ from lightning_par.engine.data.islands.client import Place
 from lightning_par.engine.data.islands.options import Outer
 from lightning_par.engine.data.islands.server import IslandServer
 from lightning_par.engine.data.islands.shards import ShardedClient
+from tests.support.one_gpu import backend
 
-__all__ = ["KEY", "SHAPES", "Island", "boxes_of", "serving", "together"]
+__all__ = [
+    "KEY",
+    "SHAPES",
+    "SYNCHRONOUS",
+    "Island",
+    "boxes_of",
+    "part_from_other_islands",
+    "serving",
+    "together",
+]
 
 KEY = b"the shared key of the tests"
+SYNCHRONOUS = {"every": 1, "optimizer": "sgd", "lr": 1.0, "quantize": "none"}
+"""Options with which islands equal one process."""
 SHAPES = {"a": (7, 5), "b": (300,), "c": (3, 2, 11)}
 
 
@@ -32,6 +46,22 @@ def serving(
         yield server
     finally:
         server.close()
+
+
+def part_from_other_islands(folder: Path, island: int, rank: int, size: int) -> None:
+    """Give this process a default group and an environment of its island alone.
+
+    Args:
+        folder: Of this run, on which the ranks of an island meet.
+        island: Number of the island.
+        rank: In the island.
+        size: Its number of ranks.
+    """
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / f"store-{island}"), size)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=size)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

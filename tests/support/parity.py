@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DistributedSampler
 
 from lightning_par.dtensor import full_tensors
 from lightning_par.engine.tensor_tree import to_cpu
@@ -100,7 +99,6 @@ def train(
     batch_size: int,
     size: int = 10,
     ignored: bool = False,
-    shuffled: bool = False,
     module: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -120,10 +118,8 @@ def train(
         **options,
     )
     samples = ToyData(size, ignored)
-    # Lightning shuffles the training data of replicas so; one process has to see the same order.
-    order = DistributedSampler(samples, num_replicas=1, rank=0) if shuffled else None
     validation = loader(ToyData(4, ignored), batch_size)
-    made.fit(user, loader(samples, batch_size, sampler=order), validation)
+    made.fit(user, loader(samples, batch_size), validation)
     state = getattr(made.strategy, "gather_state_dict", user.state_dict)()
     found: Result = to_cpu(
         {

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import (
     BatchSampler,
@@ -31,6 +31,7 @@ from lightning_par.engine.rng import collect_random_states, restore_random_state
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.strategies.data.island_order import island_batches
 from lightning_par.strategies.data.joint_batches import share_joint_batch
 from lightning_par.strategies.data.replica_batches import ReplicaBatches, Share
 from lightning_par.strategies.data.uneven_batches import join_ranks, samples_differ
@@ -60,7 +61,7 @@ class ReplicaLoaders:
         mesh: Mesh of this run.
         sharding: Keeps parameters whole while replicas predict unequal numbers of batches.
         device: Device of this rank.
-        options: Of the strategy; with islands the samples are left to Lightning.
+        options: Of the strategy; the samples of training are divided among islands, too.
 
     Attributes:
         has_several: Whether a step may take batches of several loaders.
@@ -76,7 +77,8 @@ class ReplicaLoaders:
     ) -> None:
         self._module, self._mesh, self._sharding, self._device = module, mesh, sharding, device
         self._has_replicas = mesh.sizes.data > 1
-        self._divides = options.outer is None and mesh.sizes.world_size > 1
+        self._on_island = options.outer is not None
+        self._divides = not self._on_island and mesh.sizes.world_size > 1
         self._cursors: list[Any] = []
         self._prepared = Counter[Any]()
         self.has_several = False
@@ -97,7 +99,9 @@ class ReplicaLoaders:
         self._prepared[trainer.state.stage] += 1
         self.has_several |= self._prepared[trainer.state.stage] > 1
         cursor = self._cursor_of(dataloader)  # every loader has one, if only some are divided
-        if self._divides and self._is_divided(trainer):
+        if self._on_island and trainer.training and uses_distributed_sampler(trainer):
+            dataloader = self._divide_among_islands(dataloader)
+        elif self._divides and self._is_divided(trainer):
             dataloader = self._divide(dataloader, cursor)
         if trainer.predicting and self._has_replicas:
             divided = self._divided.get(dataloader) if isinstance(dataloader, DataLoader) else None
@@ -219,21 +223,38 @@ class ReplicaLoaders:
                 )
         return share
 
+    def _divide_among_islands(self, dataloader: object) -> object:
+        """Return a copy of a loader whose batch sampler gives the part of this island's replica."""
+        if not isinstance(dataloader, DataLoader) or _is_stream(dataloader):
+            return dataloader
+        held: Any = dataloader.batch_sampler
+        if _is_divided(dataloader.sampler, held, getattr(held, "sampler", None)):
+            return dataloader
+        given: Any = dataloader.sampler if held is None else held
+        try:
+            len(given)
+        except (TypeError, NotImplementedError):
+            rank_zero_warn(
+                "the sampler of the data loader has no length, so that its samples are not divided "
+                "among the islands, and each island gets all of them. Divide them by "
+                "trainer.strategy.distributed_sampler_kwargs, which has rank and num_replicas."
+            )
+            return dataloader
+        strategy: Any = self._module.trainer.strategy
+        places = strategy.distributed_sampler_kwargs
+        batches = island_batches(given, places["num_replicas"], places["rank"])
+        return _with_batches(dataloader, batches)
+
     def _divide(self, dataloader: object, cursor: Any) -> object:
         """Return a copy of a loader whose batch sampler gives this replica's part."""
-        if not isinstance(dataloader, DataLoader) or isinstance(
-            dataloader.dataset, IterableDataset
-        ):
+        if not isinstance(dataloader, DataLoader) or _is_stream(dataloader):
             return dataloader
         noting: Any = type(dataloader.batch_sampler)
         held: Any = dataloader.batch_sampler
         # Lightning notes the batches for writers of predictions, by a sampler around another.
         is_noted = noting.__module__ == UnrepeatedDistributedSampler.__module__
         held = noted_batches(held) if is_noted else held
-        samplers = dataloader.sampler, held, getattr(held, "sampler", None)
-        is_divided = any(
-            isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in samplers
-        )
+        is_divided = _is_divided(dataloader.sampler, held, getattr(held, "sampler", None))
         if is_divided and (not self._module.trainer.training or self._has_state(dataloader)):
             return dataloader
         # Of what is divided already, only the place where an epoch goes on is kept.
@@ -251,11 +272,7 @@ class ReplicaLoaders:
             cursor=cursor,
             is_divided=is_divided,
         )
-        # A copy, as the user may iterate the loader in another run; made anew, it would need every
-        # argument of a class of the user's.
-        copied = copy.copy(dataloader)
-        name = "sampler" if held is None else "batch_sampler"
-        vars(copied)[name] = noting(batches) if is_noted else batches
+        copied = _with_batches(dataloader, noting(batches) if is_noted else batches)
         self._divided[copied] = batches
         self._count_batches(batches)
         return copied
@@ -313,6 +330,26 @@ class ReplicaLoaders:
                 if _names(getattr(function, "__code__", None)) & _GATHERS:
                     return f"{owner.__name__}.{name} gathers from the replicas"
         return ""
+
+
+def _is_stream(dataloader: DataLoader[Any]) -> bool:
+    return isinstance(dataloader.dataset, IterableDataset)
+
+
+def _is_divided(*samplers: Any) -> bool:
+    """Whether one of them gives other samples on every replica, or island."""
+    return any(isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in samplers)
+
+
+def _with_batches(dataloader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+    """Return a copy of a loader that takes these batches.
+
+    The user may iterate the loader in another run; made anew, it would need every argument of a
+    class of the user's.
+    """
+    copied = copy.copy(dataloader)
+    vars(copied)["sampler" if dataloader.batch_sampler is None else "batch_sampler"] = batches
+    return copied
 
 
 def _running_loop(trainer: pl.Trainer) -> Any:

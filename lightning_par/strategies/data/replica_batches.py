@@ -278,10 +278,11 @@ class ReplicaBatches:
             why = self._repeats() if differs and isinstance(own, list) else ""
             if why:
                 most = math.ceil(total / self._replicas)
+                samples = "sample" if total == 1 else "samples"
                 rank_zero_warn(
-                    f"the last batch of an epoch has {total} samples, which {self._replicas} "
-                    f"replicas cannot share equally: {most * self._replicas - total} of them are "
-                    f"repeated, and count twice, as {why}."
+                    f"the last batch of an epoch has {total} {samples}, which "
+                    f"{self._replicas} replicas cannot share equally: "
+                    f"{most * self._replicas - total} of them will count twice, as {why}."
                 )
                 places = (turn * self._replicas + self._replica for turn in range(most))
                 own, smallest = [everything[place % total] for place in places], most

@@ -344,8 +344,7 @@ class MeshProcesses:
         trainer = trainer_of(self.interruption.module)
         if trainer is not None:
             view_data_hooks(trainer, self.as_replica)
-            if self._options.outer is None:
-                leave_samplers(trainer)
+            leave_samplers(trainer)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             for folder in checkpoint_folders(trainer):
                 self.check_folder(folder)

@@ -1,25 +1,21 @@
 """Islands under the Trainer: equal to one process where they have to be, on any mesh."""
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_par.models.data.resumable_loader import ReplicaSampler, ResumableLoader
 from tests.support.exhaustive import some
-from tests.support.islands import KEY, serving
+from tests.support.islands import KEY, part_from_other_islands, serving, SYNCHRONOUS
 from tests.support.models.toy_gpt import ToyModule
-from tests.support.one_gpu import backend
 from tests.support.parity import quiet_trainer, train
 from tests.support.ranks.api import run_ranks
 
-SYNCHRONOUS = {"every": 1, "optimizer": "sgd", "lr": 1.0, "quantize": "none"}
 ONES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 
 
@@ -36,14 +32,8 @@ def island_rank(
     from lightning_par import Hybrid3DStrategy
 
     island = next(i for i in range(len(sizes)) if rank < sum(sizes[: i + 1]))
-    own, size = rank - sum(sizes[:island]), sizes[island]
-    dist.destroy_process_group()
-    store = dist.FileStore(str(folder / f"store-{island}"), size)
-    dist.init_process_group(backend(), store=store, rank=own, world_size=size)
-    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
-        os.environ[name] = str(own if name != "GROUP_RANK" else 0)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ[name] = str(size)
+    size = sizes[island]
+    part_from_other_islands(folder, island, rank - sum(sizes[:island]), size)
     place = {"island": island, "islands": len(sizes), "key_file": str(folder / "key")}
     strategy = Hybrid3DStrategy(**options[island], outer={**outer, **place})
     run = {**run, "batch_size": run["batch_size"][island]}
@@ -68,7 +58,7 @@ def run_islands(
 def one_process(**run: Any) -> dict[str, torch.Tensor]:
     """Return the weights after the same run in this process, in float64."""
     try:
-        found: dict[str, torch.Tensor] = train("auto", devices=1, shuffled=True, **run)["weights"]
+        found: dict[str, torch.Tensor] = train("auto", devices=1, **run)["weights"]
         return found
     finally:
         torch.set_default_dtype(torch.float32)

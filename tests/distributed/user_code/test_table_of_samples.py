@@ -1,7 +1,10 @@
-"""Every kind of loader in every loop on every layout: the samples and the numbers of one process."""
+"""Every kind of loader in every loop on every layout sees the samples that one process sees."""
 
+import re
+import warnings
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +26,7 @@ from torch.utils.data import (
 from torchmetrics import CatMetric
 
 from lightning_par import BatchLayout, Hybrid3DStrategy, ParallelPlan
+from tests.support.islands import KEY, part_from_other_islands, serving, SYNCHRONOUS
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import RankError, run_ranks
 from tests.support.user_code import LAYOUTS, world_of
@@ -178,10 +182,12 @@ def loader_of(kind: str, loop: str, batch: int) -> Any:
     if kind == "stream with state":
         return KeepsItsPlace(Stream(24), batch)
     shuffles = kind not in ("plain", "one sample") and loop == "fit"
+    generator = torch.Generator().manual_seed(7) if kind == "generator" else None
     return DataLoader(
         rows,
         batch,
         shuffle=shuffles,
+        generator=generator,
         drop_last=kind == "dropped",
         num_workers=2 if kind == "workers" else 0,
     )
@@ -189,7 +195,16 @@ def loader_of(kind: str, loop: str, batch: int) -> Any:
 
 _KINDS = (
     *("plain", "shuffled", "weighted", "batch sampler", "stream", "stream with state", *_JOINT),
-    *("uneven", "empty replica", "one sample", "dropped", "workers", "limits", "overfit"),
+    *(
+        "uneven",
+        "empty replica",
+        "one sample",
+        "dropped",
+        "workers",
+        "limits",
+        "overfit",
+        "generator",
+    ),
 )
 
 
@@ -282,3 +297,63 @@ def test_a_loader_gives_every_loop_what_it_gives_one_process(layout: str, kind: 
             result["predict"] = {key: value[order] for key, value in joined.items()}
     for found in results:
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=2e-6)
+
+
+def _fit_on_island(folder: Path, outer: dict[str, Any] | None, kind: str, batch: int) -> Any:
+    """Return the samples of every epoch, and what validation logged in the last one."""
+    strategy: Any = "auto" if outer is None else Hybrid3DStrategy(**LAYOUTS["one"], outer=outer)
+    seed_everything(5, verbose=False)
+    module = Net()
+    trainer = quiet_trainer(
+        devices=1, strategy=strategy, precision="64-true", max_epochs=2, **_options(kind)
+    )
+    trainer.fit(module, loader_of(kind, "fit", batch), loader_of("plain", "validate", _BATCH))
+    return module.epochs, float(trainer.callback_metrics["val"])
+
+
+def _island_rank(rank: int, world: int, folder: Path, outer: dict[str, Any], kind: str) -> Any:
+    part_from_other_islands(folder, rank, 0, 1)
+    place = {"island": rank, "islands": world, "min_islands": world}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = _fit_on_island(folder, {**outer, **place}, kind, _BATCH // world)
+    return *found, [str(w.message) for w in caught if "count twice" in str(w.message)]
+
+
+def _islands(count: int, folder: Path, kind: str) -> list[Any]:
+    folder.mkdir()
+    (folder / "key").write_bytes(KEY)
+    with serving() as server:
+        told = {"server": f"127.0.0.1:{server.port}", "key_file": str(folder / "key")}
+        outer = {**SYNCHRONOUS, **told, "timeout": 60}
+        found: list[Any] = run_ranks(
+            _island_rank, count, folder, outer, kind, timeout=120, fresh=True
+        )
+    return found
+
+
+_ON_ISLANDS = ("plain", "shuffled", "weighted", "uneven", "empty replica", "overfit")
+_MORE_ON_ISLANDS = ("batch sampler", "dropped", "workers", "limits", "generator")
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+@pytest.mark.parametrize(
+    "kind",
+    [*_ON_ISLANDS, *(pytest.param(k, marks=pytest.mark.exhaustive) for k in _MORE_ON_ISLANDS)],
+)
+def test_islands_see_together_what_one_sees(kind: str, tmp_path: Path) -> None:
+    ((wanted, loss, _),) = _islands(1, tmp_path / "one", kind)
+    (first, *found), (second, *_) = _islands(2, tmp_path / "two", kind)
+    if kind == "empty replica":  # 19 samples
+        assert re.search(
+            r"has 1 sample, .* 1 of them will count twice, as islands make", found[1][0]
+        )
+        return
+    assert found == [pytest.approx(loss, abs=1e-10), []]
+    for number, epoch in enumerate(wanted):
+        is_training = number in (2, 4)  # after the sanity check, each after its validation
+        both = sorted(first[number] + second[number]) if is_training else first[number]
+        assert both == epoch
+    if kind == "plain":
+        plain = _fit_on_island(tmp_path, None, kind, _BATCH)
+        assert plain == (wanted, pytest.approx(loss, abs=1e-10))

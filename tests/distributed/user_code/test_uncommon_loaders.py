@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,12 +11,11 @@ import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn, Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric
 
 from lightning_par import BatchLayout, Hybrid3DStrategy, ParallelPlan
 from tests.distributed.user_code.test_samples import Block, Rows
-from tests.support.islands import KEY, serving
 from tests.support.parity import quiet_trainer
 from tests.support.ranks.api import RankError, run_ranks
 from tests.support.user_code import LAYOUTS
@@ -302,25 +300,3 @@ def test_samplers_that_differ_are_refused_with_a_cure_that_works(kind: str) -> N
     (wanted,) = run_ranks(_by_rank_on, 1, None, cured[1], True, timeout=60)
     for found in run_ranks(_by_rank_on, 2, *cured, timeout=60):
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
-
-
-def _on_island(rank: int, world: int, outer: dict[str, Any]) -> Any:
-    strategy = Hybrid3DStrategy(**LAYOUTS["zero0"], outer=outer)
-    module = Seen().double()
-    trainer = quiet_trainer(
-        devices=2, strategy=strategy, precision="64-true", max_epochs=1, limit_val_batches=0
-    )
-    trainer.fit(module, DataLoader(Rows(7), 2, shuffle=True))
-    return module.seen
-
-
-def test_islands_keep_the_sampler_of_lightning(tmp_path: Path) -> None:
-    """Its order comes from a seed and the epoch, which an island that comes back knows."""
-    (tmp_path / "key").write_bytes(KEY)
-    place = {"every": 2, "island": 0, "islands": 1, "key_file": str(tmp_path / "key")}
-    with serving() as server:
-        outer = {**place, "server": f"127.0.0.1:{server.port}", "timeout": 60}
-        found = run_ranks(_on_island, 2, outer, timeout=60)
-    for rank, seen in enumerate(found):
-        sampler: Any = DistributedSampler(range(7), 2, rank, shuffle=True)  # type: ignore[arg-type]
-        assert [n for batch in seen for n in batch] == list(sampler)
