@@ -55,7 +55,8 @@ def train(layout: str, steps: int, blocks: int) -> None:
                 self.began = time.perf_counter()
 
     torch.manual_seed(0)
-    rows = torch.randint(2048, (4 * (steps * blocks + 1), 129))
+    replicas = 2 if layout.startswith("dp") else 1
+    rows = torch.randint(2048, (4 * replicas * (steps * blocks + 1), 129))
     data = [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
     devices, options = LAYOUTS[layout]
     strategy = Hybrid3DStrategy(**options)
@@ -72,7 +73,6 @@ def train(layout: str, steps: int, blocks: int) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[Turns()],
-        use_distributed_sampler=False,
     )
     sizes = {"vocab_size": 2048, "model_dim": 256, "num_heads": 8, "num_kv_heads": 4}
     trainer.fit(GPTModule(overrides=sizes), DataLoader(data, 4))  # type: ignore[arg-type]
