@@ -106,7 +106,8 @@ def main() -> None:
             ratios = [mine[number] / before[number] for mine, before in pairs]
             print(
                 f"{workers} workers a rank: {statistics.median(here):.4g} {unit} here, "
-                f"{statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f}) of the other",
+                f"{statistics.median(ratios):.3f} of the other ({min(ratios):.3f}.."
+                f"{max(ratios):.3f})",
                 flush=True,
             )
 

@@ -5,8 +5,8 @@ They are large, and not part of what the tests install:
     pip install "lightning-par[streams]"
     pytest tests/distributed/user_code/test_streaming_libraries.py
 
-mosaicml-streaming is not among them: its versions up to 0.13 need transformers < 5, and torchvision,
-of which the package index has no build for torch without CUDA.
+mosaicml-streaming is not among them: its versions up to 0.13 need transformers < 5, and
+torchvision, of which the package index has no build for torch without CUDA.
 """
 
 import io
