@@ -23,6 +23,7 @@ from lightning_par.observe.isolate import untouched
 from lightning_par.strategies.data.weights_on_host import KnownWeights
 from lightning_par.strategies.decisions import Decisions
 from lightning_par.strategies.start.divided_step import DividedLook, Look
+from lightning_par.strategies.start.end_of_run import EndOfRun
 from lightning_par.strategies.start.first_look import FirstLook
 from lightning_par.strategies.start.loss_rule import choose_parts
 from lightning_par.strategies.start.silence import silent
@@ -64,6 +65,7 @@ class RunStart:
         self.after_look: dict[int, Callable[[], None]] = {}
         self._first_look = FirstLook(module, mesh, layout, steps.weigher, steps.form, decisions)
         self.is_over, self._has_begun = False, False
+        self._end_of_run = EndOfRun(module, steps.weigher)
         self._divided_look: DividedLook | None = None
         if steps.sequence is not None:
             self._divided_look = DividedLook(
@@ -122,6 +124,8 @@ class RunStart:
             few, found = self._shown(batch, found)
             run = partial(self._look, "training_step", context, args[1:], size=found.size or 1)
             looks.look(few, found, count, run)
+            at_end = partial(looks.look, few, found, count, partial(run, size=0))
+            self._end_of_run.look(at_end)
             self._end_look()
         self.is_over = looks.is_over
 
@@ -256,6 +260,7 @@ class RunStart:
                 untouched(steps.module),
                 silent(steps.module.trainer.loggers) as watch.has_written,
                 torch.compiler.set_stance("force_eager"),
+                self._end_of_run.watched(),
                 steps.random.look([n for _, n in parts], size, steps.tokens_of(batches[0])),
             ):
                 if steps.pipeline is None:

@@ -213,6 +213,10 @@ class WholeDraws(TorchFunctionMode):
             raise error
         self.refusal = self.refusal or error
 
+    def begin_look(self) -> None:
+        """Begin a comparison of batches of two sizes, which may draw more than in one before."""
+        self._is_settled, self.refusal = False, None
+
     def settle(self) -> None:
         """End the comparison of batches of two sizes."""
         self._is_settled = True

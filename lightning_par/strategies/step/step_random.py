@@ -93,7 +93,7 @@ class StepRandom:
         self._replicas, self._data_rank = sizes.data, mesh.data_rank
         self._token_ranks, self._token_rank = sizes.tensor, mesh.place["tp"]
         self._draws = WholeDraws(device, name)
-        self._draws_whole = self._is_silent = False
+        self._draws_whole = self._has_drawn = self._is_silent = False
         self._rows: list[Rows] = []
         self._begin: dict[str, Any] | None = None  # state at the beginning of the step
         self._end: dict[str, Any] | None = None
@@ -214,7 +214,8 @@ class StepRandom:
         self._draws.tokens = self._own_tokens(tokens)
         starts = [0, *(sum(sizes[1:i]) for i in range(1, len(sizes)))]
         self._rows = [Rows(at, n, sizes[0]) for at, n in zip(starts, sizes, strict=True)]
-        self._looked, self._batch_size, self._draws.refusal = [], batch_size, None
+        self._looked, self._batch_size = [], batch_size
+        self._draws.begin_look()
         try:
             with fork_all_rng(self._device):
                 yield
@@ -318,8 +319,10 @@ class StepRandom:
                 "data_parallel_size=1.",
             )
         self._draws.settle()
-        self._draws_whole = draws
-        self._is_silent = not (draws or changes)
+        # A step may draw in some of its forms only.
+        self._draws_whole |= draws
+        self._has_drawn |= draws or changes
+        self._is_silent = not self._has_drawn
         return bool(unknown)
 
 

@@ -1,0 +1,121 @@
+"""A look at the training step as it will be in the last step of the run.
+
+A term of the loss may begin after a warm-up, or an epoch may add noise. If the step asks how far
+the run is, it is looked at once more, and is told the last step. So a loss that the mesh cannot
+train then is refused before the first step, not in the middle of the run; and random numbers that
+are drawn later only are known.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, ExitStack
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+from lightning_par.errors import ConfigurationError
+from lightning_par.strategies.step.batch_weights import BatchWeigher
+from lightning_par.upstream.functions import replaced
+
+__all__ = ["EndOfRun"]
+
+_LOG = logging.getLogger(__name__)
+_PROGRESS = ("global_step", "current_epoch")
+
+
+class EndOfRun:
+    """Notices whether a step asks how far the run is, and lets it see the end.
+
+    Args:
+        module: The user's LightningModule.
+        weigher: Has the rule of the loss.
+    """
+
+    def __init__(self, module: pl.LightningModule, weigher: BatchWeigher) -> None:
+        self._module, self._weigher = module, weigher
+        self._is_asked = False
+        self._last: tuple[int, int] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Surrounds a look at the step: notices whether it asks for the step or the epoch; inside
+        of `look` it is told the last ones.
+        """
+        with ExitStack() as stack:
+            for place, name in enumerate(_PROGRESS):
+                own = vars(pl.Trainer)[name]
+                stack.enter_context(replaced(pl.Trainer, name, property(self._teller(own, place))))
+            yield
+
+    def _teller(self, own: property, place: int) -> Callable[[pl.Trainer], int]:
+        def tell(trainer: pl.Trainer) -> int:
+            self._is_asked = True
+            if self._last is not None:
+                return self._last[place]
+            return int(own.__get__(trainer, type(trainer)))
+
+        return tell
+
+    def look(self, look: Callable[[], None]) -> None:
+        """Look at the step in the last step of the run, if it asks for that on any rank.
+
+        Args:
+            look: Looks at the step on some samples, and gives the weigher its rule.
+
+        Raises:
+            ConfigurationError: The mesh cannot train then what one process trains.
+
+        **Communicates**: a number over all ranks; then as `look` does.
+        """
+        asked = torch.tensor(float(self._is_asked), device=self._module.device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        trainer, self._is_asked = self._module.trainer, False
+        last = _last_step(trainer) if asked else None
+        if last is None or last == (trainer.global_step, trainer.current_epoch):
+            return
+        weigher = self._weigher
+        first, others = weigher.rule, weigher.alternatives
+        self._last = last
+        try:
+            look()
+        except ConfigurationError as error:
+            if error.code == "LP303":
+                # On some samples, or with this step, it fails: that tells nothing of the run.
+                _LOG.info("the step as it is at the end of the run is not known: %s", error)
+                return
+            error.add_note(
+                f"So it is in step {last[0]}, the last of this run, and not in the first step. If "
+                "this run is to end before, say so by max_steps= or max_epochs=."
+            )
+            raise
+        finally:
+            self._last = None
+            now = {weigher.rule.name, *(rule.name for rule in weigher.alternatives)}
+            found, weigher.rule, weigher.alternatives = weigher.rule, first, others
+        fitting = [rule for rule in (first, *others) if rule.name in now]
+        if not fitting:
+            raise ConfigurationError(
+                "LP309",
+                f"{type(self._module).__name__}.training_step: in the first step the loss is "
+                f"{first.name}, and in step {last[0]}, the last of this run, {found.name}. Give it "
+                "one form from the first step on, or use num_microbatches=1 and "
+                "data_parallel_size=1. If this run is to end before, say so by max_steps= or "
+                "max_epochs=. No weight was changed.",
+            )
+        weigher.rule, weigher.alternatives = fitting[0], tuple(fitting[1:])
+
+
+def _last_step(trainer: pl.Trainer) -> tuple[int, int] | None:
+    """Return the last global step and epoch of a fit; None where the run has no end."""
+    most, epochs, batches = trainer.max_steps, trainer.max_epochs, trainer.num_training_batches
+    accumulated = trainer.accumulate_grad_batches
+    steps = math.ceil(batches / accumulated) if math.isfinite(batches) else None
+    ends = [] if most < 0 else [most]
+    ends += [] if steps is None or epochs is None or epochs < 0 else [steps * epochs]
+    if not ends:
+        return None
+    last = max(0, min(ends) - 1)
+    epoch = last // steps if steps else max(0, (epochs or 1) - 1)
+    return last, epoch
