@@ -20,14 +20,16 @@ all-gather       slice                   shard -> whole, used alike on every ran
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.upstream.distributed import functional_operators
+from lightning_par.upstream.distributed import default_store, functional_operators
 
 __all__ = [
     "all_gather",
@@ -36,6 +38,7 @@ __all__ = [
     "copy_to_group",
     "gather_from_shards",
     "gather_partial",
+    "meet",
     "reduce_scatter",
     "reduce_to_shards",
     "reduce_to_whole",
@@ -57,6 +60,27 @@ def split_sizes(size: int, parts: int) -> list[int]:
     """
     step = -(-size // parts)
     return [max(0, min(step, size - step * i)) for i in range(parts)]
+
+
+def meet(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    """Wait until every rank of a group has called this as often as this one.
+
+    Unlike a collective it is never taken for another one: a rank that calls it alone waits, and the
+    collectives of the others stay as they are.
+
+    Args:
+        group: Whose ranks meet.
+        timeout: How long one waits for the others; None: as long as torch does by default.
+
+    **Communicates**: two messages with the store by which the ranks of the run have met.
+    """
+    if group.size() == 1:
+        return
+    store, name = default_store(), f"lightning_par/meet/{group.group_name}"
+    turn, place = divmod(store.add(name, 1) - 1, group.size())
+    if place + 1 == group.size():
+        store.set(f"{name}/{turn}", "")
+    store.wait([f"{name}/{turn}"], timeout or default_pg_timeout)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:

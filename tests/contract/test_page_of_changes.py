@@ -89,7 +89,8 @@ PROOFS: dict[str, str] = {
         losses::a_term_that_begins_later losses::hard_samples_from_the_third_step_on
         losses::a_sum_from_the_third_step_on end_of_run::hard_samples_from_the_third_step_on
         end_of_run::hard_samples_in_the_second_epoch
-        end_of_run::hard_samples_after_the_run_has_ended end_of_run::noise_from_the_third_step_on""",
+        end_of_run::hard_samples_after_the_run_has_ended
+        end_of_run::noise_from_the_third_step_on""",
     "in-batch negatives": """
         losses::in_batch_negatives losses::in_batch_negatives_gathered
         collectives::test_negatives_of_all_replicas_have_the_gradient_of_one_process""",

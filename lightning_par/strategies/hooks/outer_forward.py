@@ -5,13 +5,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from lightning_par.engine.collectives import meet
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.wrapping import Forward, wrap_forward
 from lightning_par.errors import ConfigurationError, PipelineError
 from lightning_par.plan.parallel_plan import match_pattern
 from lightning_par.plan.resolved_plan import ResolvedPlan
+from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.step.absent_parameter import user_line
 from lightning_par.strategies.step.parameter_reads import called_by_steps
 from lightning_par.strategies.step.runner import StepRunner
@@ -22,17 +25,28 @@ _JIT: Any = torch.jit
 
 
 def wrap_outer_forwards(
-    module: nn.Module, resolved: ResolvedPlan, steps: StepRunner, sharding: Sharding
+    module: nn.Module,
+    resolved: ResolvedPlan,
+    steps: StepRunner,
+    sharding: Sharding,
+    options: MeshOptions,
 ) -> None:
     """Let forwards that hooks call run as those of steps do: with gathered parameters, and through
-    the stages of a pipeline, whose result every stage gets.
+    the stages of a pipeline, whose result every stage gets. The ranks that communicate in one meet
+    before, so that a rank which calls the model alone waits where it can be named.
 
     Args:
         module: The user's LightningModule on its mesh; modules in its blocks are left alone.
         resolved: Its resolved plan; what each stage holds is left alone.
         steps: Runs the steps.
         sharding: Gathers parameters.
+        options: Of the strategy.
     """
+    sizes, mesh = steps.mesh.sizes, steps.mesh
+    gathers = sizes.data_shard > 1
+    # The ranks that communicate in a forward: those that share its samples, or its parameters.
+    group = dist.group.WORLD if gathers else mesh.replica_group
+    assert group is not None
     names = {id(child): name for name, child in module.named_modules()}
     blocks, replicated = resolved.block_names, resolved.plan.replicated
 
@@ -63,7 +77,10 @@ def wrap_outer_forwards(
                 )
             if not steps.reads.in_hooks:
                 return inner(*args, **kwargs)
+            if group.size() == sizes.world_size:
+                steps.reads.agree("a forward of the model")
             with steps.reads.paused():
+                meet(group, options.timeout)
                 return run(lacks, inner, args, kwargs)
 
         return forward

@@ -38,6 +38,7 @@ from lightning_par.strategies.step.absent_parameter import (
     About,
     absent_parameter,
     AbsentParameter,
+    END_OF_HOOK,
     Refusals,
     user_line,
 )
@@ -78,11 +79,12 @@ _DRAWS_IN_PLACE = _names(
     "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_"
 )
 _CURE = (
-    "trainer.strategy.full_parameter(name) gives a whole weight, and trainer.strategy."
-    "gather_state_dict() all of them on rank 0; every rank has to call them, outside of "
-    "`if trainer.is_global_zero`. Go over module.named_parameters(), which lists the same on all; "
-    "a logger writes on rank 0 alone, so give it arrays that every rank has made before: "
-    "p.detach().numpy(), p.grad.numpy()."
+    "Run a forward on every rank, outside of `if trainer.is_global_zero`, and print or write what "
+    "comes on one. Of weights each rank holds a part: trainer.strategy.full_parameter(name) gives "
+    "a whole one, and trainer.strategy.gather_state_dict() all of them on rank 0; every rank has "
+    "to call them. Go over module.named_parameters(), which lists the same on all; a logger writes "
+    "on rank 0 alone, so give it arrays that every rank has made before: p.detach().numpy(), "
+    "p.grad.numpy()."
 )
 
 
@@ -150,7 +152,7 @@ class WholeView(TorchFunctionMode):
         try:
             with replaced(DTensor, "numpy", Tensor.numpy), self:  # refused elsewhere
                 yield
-            self._agree("the end of the hook", None)
+            self._agree(END_OF_HOOK, None)
         finally:
             self._is_paused, self._grads = True, None
             self._held.clear()
@@ -168,6 +170,14 @@ class WholeView(TorchFunctionMode):
         """Refuse ranks that wait in a hook for one that asks them for values."""
         if self.is_on:
             self._agree("a barrier", None)
+
+    def agree(self, what: str) -> None:
+        """Refuse what some ranks do not do; in the first run of the hook, as elsewhere they wait.
+
+        Args:
+            what: What this rank is about to do.
+        """
+        self._agree(what, None)
 
     @property
     def is_on(self) -> bool:
@@ -250,8 +260,8 @@ class WholeView(TorchFunctionMode):
         said = "; ".join(f"rank {r}: {t}" for r, t in zip(ranks, told, strict=True))
         raise ConfigurationError(
             "LP415",
-            f"{self._hook}: ranks ask for values of different weights ({said}), of which each "
-            f"holds a part. {_CURE}",
+            f"{self._hook}: ranks ask for different things ({said}), for which they communicate. "
+            f"{_CURE}",
         )
 
     def _gradient(self, parameter: Tensor) -> Any:

@@ -125,7 +125,7 @@ def parallelize(  # house: the order, in one place
     why_not = proof.why_not(module, module.trainer.precision_plugin, resolved.plan.batch)
     start = RunStart(steps, processes.decisions, proof, is_proved=why_not == "")
     if mesh.sizes.world_size > 1:
-        wrap_outer_forwards(module, resolved, steps, sharding)
+        wrap_outer_forwards(module, resolved, steps, sharding, options)
     gradients.form = steps.form
     forms.become_parallel()
     if isinstance(skeleton, Skeleton):

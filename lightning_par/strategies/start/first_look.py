@@ -84,6 +84,7 @@ class FirstLook:
         weigher: Gets the rule.
         form: Notices when the loss takes another form than it had when it was looked at.
         decisions: Where it is noted.
+        microbatches: Into how many a full batch is cut.
 
     Attributes:
         share: What the batch that comes is of the global one.
@@ -98,9 +99,10 @@ class FirstLook:
         weigher: BatchWeigher,
         form: FormWatch,
         decisions: Decisions,
+        microbatches: int,
     ) -> None:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
-        self._form, self._decisions = form, decisions
+        self._form, self._decisions, self._microbatches = form, decisions, microbatches
         self._looks, self._is_known, self.share = 0, True, Share()
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
 
@@ -189,6 +191,8 @@ class FirstLook:
         parts = parts if len(seen.losses) == len(parts) else [whole]
         self._check_tensor_ranks(seen)
         self._form.has_to_stay = self._finds_rule(microbatches)
+        # A batch of unequal parts is not cut, and tells nothing of those that are.
+        self._is_known = self._form.has_to_stay or not self._finds_rule(self._microbatches)
         if self._form.has_to_stay:
             count = 0 if dims.unsure else dims.size or 0
             found = self._agree(self._finding(rules, seen, parts, is_random, count))

@@ -63,7 +63,8 @@ class RunStart:
         self.steps, self.proof, self._is_proved = steps, proof, is_proved
         module, mesh, layout = steps.module, steps.mesh, steps.batch_layout
         self.after_look: dict[int, Callable[[], None]] = {}
-        self._first_look = FirstLook(module, mesh, layout, steps.weigher, steps.form, decisions)
+        given = steps.weigher, steps.form, decisions, steps.count
+        self._first_look = FirstLook(module, mesh, layout, *given)
         self.is_over, self._has_begun = False, False
         self._end_of_run = EndOfRun(module, steps.weigher)
         self._divided_look: DividedLook | None = None

@@ -28,6 +28,7 @@ from lightning_par.strategies.start.gathering import gather_batches, gather_tens
 from lightning_par.strategies.start.judge import CannotProveError, Judge, numbers_of, REHEARSE
 from lightning_par.strategies.start.second_step import rehearsed
 from lightning_par.strategies.start.skeleton import Skeleton
+from lightning_par.strategies.step.absent_parameter import END_OF_HOOK
 from lightning_par.strategies.step.batch_weights import weigh
 
 __all__ = ["LARGEST", "StepProof", "take_skeleton"]
@@ -235,6 +236,7 @@ class StepProof:
         def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
             after(*args, **kwargs)
             if not self._accumulates:
+                model.steps.reads.agree(END_OF_HOOK)
                 with model.steps.reads.paused():
                     self._prove()
 

@@ -1,6 +1,7 @@
 """What stands for a parameter of another pipeline stage where a user's step reads it."""
 
 import inspect
+import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from lightning_par.upstream.pytree import tree_leaves, tree_map
 from lightning_par.upstream.tensor import asks_for_changes, make_subclass, plain_functions
 
 __all__ = [
+    "END_OF_HOOK",
     "About",
     "AbsentParameter",
     "AbsentPart",
@@ -35,6 +37,7 @@ _CURE = (
 )
 _OURS = Path(__file__).resolve().parents[2]
 _FRAMEWORKS = (*(str(Path(p.__file__ or "").parent) for p in (torch, lightning)), str(_OURS))
+_LIBRARY = sysconfig.get_path("stdlib")
 _PROPERTIES = "device dtype layout shape ndim grad requires_grad is_leaf is_meta is_cuda is_cpu"
 _TELLS = frozenset(
     {
@@ -73,11 +76,18 @@ class About:
     requires_grad: bool = False
 
 
+END_OF_HOOK = "the end of the hook"
+"""What a rank is about to do whose hook has ended."""
+
+
 class HookView(Protocol):
     """What a hook outside of the steps sees of parameters that other stages hold."""
 
     def absent(self, about: About) -> Tensor:
         """Return what stands for a parameter."""
+
+    def agree(self, what: str) -> None:
+        """Refuse what some ranks do not do."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Surrounds what is no code of the hook."""
@@ -208,5 +218,6 @@ def user_line() -> str:
 
 
 def is_of_a_framework(file: str) -> bool:
-    """Return whether a file belongs to torch, Lightning or this package."""
-    return file.startswith(_FRAMEWORKS)
+    """Return whether a file belongs to torch, Lightning, this package or Python's library."""
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return file.startswith(_FRAMEWORKS) or (file.startswith(_LIBRARY) and not is_installed)

@@ -108,6 +108,13 @@ class BatchWeights:
         counts = torch.tensor([float(count) for count in samples])
         return cls(scales=tuple(counts.unbind()), total=counts.sum(), samples=None, shares=counts)
 
+    @property
+    def of_loss(self) -> Tensor:
+        """Weight of this replica's loss in the mean over the replicas that is the global loss."""
+        if not self.is_sum:
+            return self.total
+        return torch.full_like(self.total, 0.0 if self.fills else float(self.replicas))
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossRule:

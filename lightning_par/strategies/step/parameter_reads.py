@@ -193,6 +193,11 @@ class ParameterReads:
         """Whether a hook outside of the steps is at work."""
         return self._view is not None
 
+    def agree(self, what: str) -> None:
+        """Refuse what some ranks do not do in a hook; see `WholeView.agree`."""
+        if self._view is not None:
+            self._view.agree(what)
+
     def settle(self) -> None:
         """Keep what the step wrote to whole tensors, and hand out new ones from now on."""
         if self._handed:

@@ -195,7 +195,7 @@ class PipelinedSteps:
                     run = self.executor.run(
                         schedule, step, signatures, scaled_loss, around, self._replay
                     )
-        self.last_run, self.last_weight = run, weights.total
+        self.last_run, self.last_weight = run, weights.of_loss
         if self._sequence is not None:
             self._sequence.check()
         value, extras, logs = self._from_last_stage(run, losses, calls, weights)

@@ -248,6 +248,20 @@ def forwards_between_steps() -> Any:
     return with_hook("on_train_batch_end", number)
 
 
+@CASES.add(
+    equal="zero0",  # whose replicas run a forward without each other
+    refused={"tp2 pp2 zero1 zero3": r"ranks ask .*rank 0: a forward of the model at .*Run a"},
+)
+def a_forward_on_rank_zero_alone() -> Any:
+    class Module(PlainModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.trainer.is_global_zero:
+                with torch.no_grad():
+                    self.net(torch.arange(8).view(2, 4))
+
+    return Module(), token_pairs()
+
+
 def written_before_the_update(array: Callable[[Tensor], Any]) -> Any:
     """Arrays of weights and gradients between backward and step, as for histograms."""
 

@@ -165,6 +165,8 @@ _LARGE = pytest.mark.exhaustive
 _SHOWN = [("zero0", name) for name in _CELLS] + [
     ("pp2", "train max_size_cycle"),
     ("pp2", "validate max_size"),
+    ("pp2", "train sum, of one loader later"),
+    ("pp2dp2", "train sum"),
     ("tp2", "train max_size"),
     ("zero3", "train min_size"),
 ]
