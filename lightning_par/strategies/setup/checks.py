@@ -26,7 +26,7 @@ from lightning_par.errors import (
     UnknownOptionError,
 )
 from lightning_par.inference.lookup import find_plan
-from lightning_par.plan.parallel_plan import ParallelPlan
+from lightning_par.plan.parallel_plan import match_pattern, ParallelPlan
 from lightning_par.plan.resolved_plan import check_plan, resolve_plan, ResolvedPlan
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
@@ -157,7 +157,6 @@ def check_module(
     _check_parameters(module, sizes)
     if infers:
         plan = plan_of_run(module, options.plan, sizes)
-        _warn_of_copies(module, plan, sizes)
     else:
         plan = options.plan if options.plan is not None else find_plan(module)
         if lacks_parts(plan, sizes):
@@ -190,18 +189,48 @@ def check_module(
     _check_batch(module, plan, options, sizes)
     check_experts(module, resolved, sizes)
     _check_compression(module, options, sizes)
+    if infers:
+        _warn_of_copies(module, resolved, sizes)
     return resolved
 
 
-def _warn_of_copies(module: nn.Module, plan: ParallelPlan | None, sizes: ParallelSizes) -> None:
-    """Warn where tensor-parallel ranks would all compute the same."""
-    if sizes.tensor > 1 and plan is not None and divides_nothing(plan):
+def _warn_of_copies(module: nn.Module, resolved: ResolvedPlan, sizes: ParallelSizes) -> None:
+    """Warn where tensor-parallel ranks would all compute the same, or stages most of the model."""
+    plan = resolved.plan
+    if sizes.pipeline > 1:
+        divided, copied = _sizes_of_parts(module, resolved)
+        if copied > divided:
+            rank_zero_warn(
+                f"pipeline_parallel_size={sizes.pipeline} divides little of "
+                f"{type(module).__name__}: its blocks, {plan.blocks}, hold {divided} parameters, "
+                f"and every stage computes {', '.join(plan.replicated)} as well, which hold "
+                f"{copied}. Use pipeline_parallel_size=1, or a list of blocks that holds most of "
+                "the model, each of which needs what the one before returns and nothing else."
+            )
+    if sizes.tensor > 1 and divides_nothing(plan):
         rank_zero_warn(
             f"tensor_parallel_size={sizes.tensor} divides nothing of {type(module).__name__}: no "
             "layers were found that its ranks could share, so each of them computes all of it. Use "
             "tensor_parallel_size=1, which makes them replicas, or return a parallel_plan() with "
             "tensor styles."
         )
+
+
+def _sizes_of_parts(module: nn.Module, resolved: ResolvedPlan) -> tuple[int, int]:
+    """Return the numbers of parameters that stages divide, and that each of them computes with;
+    a look-up in an embedding is no work.
+    """
+    divided = copied = 0
+    blocks, replicated = resolved.block_names, resolved.plan.replicated
+    for name, child in module.named_modules():
+        own = sum(p.numel() for p in child.parameters(recurse=False))
+        parents = [".".join(name.split(".")[:n]) for n in range(1, name.count(".") + 2)]
+        if any(parent in blocks for parent in parents):
+            divided += own
+        elif not isinstance(child, nn.Embedding):
+            is_copied = any(match_pattern(p, parent) for p in replicated for parent in parents)
+            copied += own * is_copied
+    return divided, copied
 
 
 def divides_nothing(plan: ParallelPlan) -> bool:

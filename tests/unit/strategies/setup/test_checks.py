@@ -1,10 +1,12 @@
 """What a run is told at its start about a plan that fits."""
 
 import warnings
+from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
-from torch import nn
+from torch import nn, Tensor
 from torch.utils.data import DataLoader
 
 from lightning_par.sizes import ParallelSizes
@@ -14,21 +16,69 @@ from tests.support.models.plain_language_model import token_pairs
 from tests.support.models.structures import Convolutions, images, LanguageModel, Planless
 
 
+def planless(net: nn.Module, samples: list[Any]) -> Planless:
+    """A module without a plan, whose Trainer has not begun."""
+    made = Planless(net)
+    made.train_dataloader = lambda: DataLoader(samples, 8)  # type: ignore[method-assign]
+    made.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    return made
+
+
+def on_images(net: nn.Module) -> Planless:
+    return planless(net, images())
+
+
 def test_tensor_ranks_that_all_compute_the_same_are_told_to_the_user() -> None:
     """Convolutions are not divided, so two tensor ranks would only cost twice as much."""
-
-    def module(net: nn.Module, samples: list[object]) -> Planless:
-        made = Planless(net)
-        made.train_dataloader = lambda: DataLoader(samples, 8)  # type: ignore[method-assign,arg-type]
-        made.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-        return made
-
-    convolutions = module(Convolutions(lambda size: nn.GroupNorm(2, size)), images())
+    convolutions = on_images(Convolutions(lambda size: nn.GroupNorm(2, size)))
     options, two = MeshOptions(), ParallelSizes(tensor=2)
     with pytest.warns(UserWarning, match="tensor_parallel_size=2 divides nothing of Planless"):
         resolved = check_module(convolutions, options, two)
     assert set(resolved.styles.values()) == {"replicated"}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*divides nothing")
-        check_module(module(LanguageModel(), token_pairs()), options, two)
+        check_module(planless(LanguageModel(), token_pairs()), options, two)
         check_module(convolutions, options, ParallelSizes(pipeline=2))
+
+
+class Residual(nn.Module):
+    """Convolutions around which the input passes."""
+
+    def __init__(self, size: int, of: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(size, of, 3, padding=1), nn.Conv2d(of, of, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+class Unet(nn.Module):
+    """Images [B, 3, 16, 16] -> [B, 10], through parts whose inputs are kept for later ones."""
+
+    def __init__(self, *, middle: int) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([Residual(3, 16), Residual(16, 16), Residual(16, 16)])
+        self.middle = nn.ModuleList(Residual(16, 16) for _ in range(middle))
+        self.up = nn.ModuleList(Residual(32, 16) for _ in range(3))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for part in self.down:
+            x = part(x)
+            kept.append(x)
+        for part in self.middle:
+            x = part(x)
+        for part in self.up:
+            x = part(torch.cat([x, kept.pop()], 1))
+        return self.head(x.mean((2, 3)))
+
+
+def test_stages_that_compute_most_of_a_model_twice_are_told_to_the_user() -> None:
+    """What a U-Net keeps for its second half is needed on every stage."""
+    two = ParallelSizes(pipeline=2)
+    with pytest.warns(UserWarning, match=r"=2 divides little of Planless: .*net\.down as well"):
+        check_module(on_images(Unet(middle=2)), MeshOptions(), two)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*divides little")
+        check_module(on_images(Unet(middle=8)), MeshOptions(), two)
