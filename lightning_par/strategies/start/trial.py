@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_par.observe.isolate import StateOfParts, untouched
 from lightning_par.strategies.components.step_attributes import StepAttributes
-from lightning_par.strategies.step.counted_buffers import buffers_of
+from lightning_par.strategies.step.counted_buffers import buffers_of, put_buffers
 from lightning_par.strategies.step.pipelined_step import loss_of, StepContext
 from lightning_par.strategies.step.runner import StepRunner
 from lightning_par.strategies.step.step_report import StepReport, StepWatch
@@ -69,14 +69,22 @@ def try_step(
         return numbers_of(calls)
 
     def again() -> list[dict[str, Tensor]]:
+        done = len(ends)
         for index in range(1, len(batches)):
             run(index, nullcontext())
-        return ends[len(batches) :]
+        return ends[done:]
+
+    def alone() -> dict[str, Tensor]:
+        now = buffers_of(module)
+        put_buffers(module, {name: value.clone() for name, value in before.items()})
+        run(len(batches) - 1, nullcontext())
+        put_buffers(module, now)
+        return ends.pop()
 
     for index in range(len(batches)):
         logs.append(run(index, watch.followed(index)))
     if learns:
-        counts.learn(before, tuple(ends), again)
+        counts.learn(before, tuple(ends), again, alone)
         del losses[len(batches) :]
     return watch.report(losses=losses, logs=logs, leaves=leaves)
 

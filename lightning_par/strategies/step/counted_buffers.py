@@ -31,7 +31,7 @@ from lightning_par.engine.collectives import all_reduce
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 
-__all__ = ["CountedBuffers", "StageBuffers", "buffers_of"]
+__all__ = ["CountedBuffers", "StageBuffers", "buffers_of", "put_buffers"]
 
 _TOLERANCE = 1e-4
 _WITH_BUFFERS = ("torch.ao.", "torch.nn.utils.")
@@ -49,6 +49,17 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in part.named_buffers(recurse=False)
         if not isinstance(buffer, DTensor) and not buffer.is_meta and name not in part._parameters
     }
+
+
+def put_buffers(module: nn.Module, named: Mapping[str, Tensor]) -> None:
+    """Give a module these tensors as its buffers; those that stand for a parameter of another stage
+    are left out.
+    """
+    for name, value in named.items():
+        place, _, own = name.rpartition(".")
+        part = module.get_submodule(place)
+        if own not in part._parameters:
+            setattr(part, own, value)
 
 
 def _is_users(part: nn.Module) -> bool:
@@ -86,6 +97,7 @@ class CountedBuffers:
         before: Mapping[str, Tensor],
         ends: Sequence[Mapping[str, Tensor]],
         again: Callable[[], Sequence[Mapping[str, Tensor]]],
+        alone: Callable[[], Mapping[str, Tensor]],
         *,
         divides: bool = False,
     ) -> None:
@@ -96,12 +108,13 @@ class CountedBuffers:
             ends: Those after it on some samples, and after their parts, one after the other; empty
                 if a look came to no end on this rank, so that no rank has learned anything.
             again: Runs the parts once more, after those, and gives the buffers after each.
+            alone: Gives the buffers after the last part alone.
             divides: Whether a batch is cut into several micro-batches, each of which changes them.
 
         Raises:
             ConfigurationError: On all ranks, if there are others that samples change.
 
-        **Communicates**: names and what changed, over all ranks; what `again` does.
+        **Communicates**: names and what changed, over all ranks; what `again` and `alone` do.
         """
         names = {name: None for held in (before, *ends) for name in held} if ends else {}
         found = {n: _change_of(before.get(n), [end.get(n) for end in ends]) for n in names}
@@ -113,11 +126,13 @@ class CountedBuffers:
             return
         self.is_known = True
         replica = [every[rank] for rank in dist.get_process_group_ranks(self._mesh.replica_group)]
+        names = {name: None for _, _, changes in every for name in sorted(changes)}
+        of_all = {n: [changes[n] for _, _, changes in every if n in changes] for n in sorted(names)}
+        once = self._changed_once(of_all, changed, before, ends, alone)
         told, added = list[str](), list[str]()
-        for name in sorted({name for _, _, changes in every for name in changes}):
-            changes = [changes[name] for _, _, changes in every if name in changes]
+        for name, changes in of_all.items():
             is_cut = not all(change.is_joined or change.is_once for change in changes)
-            if not (divides and is_cut) and all(change.is_once for change in changes):
+            if not (divides and is_cut) and name in once:
                 continue
             is_sum = all(change.is_joined and change.can_add for change in changes)
             is_refused = not (is_sum or self._mesh.sizes.data == 1) or (divides and is_cut)
@@ -131,6 +146,36 @@ class CountedBuffers:
             others = [n for n in added if n in changed and not _adds_again(n, before, parts)]
             self._refuse_any(others, divides)
         self.names = [name for name in added if name in before]
+
+    def _changed_once(
+        self,
+        of_all: Mapping[str, Sequence["_Change"]],
+        changed: Mapping[str, "_Change"],
+        before: Mapping[str, Tensor],
+        ends: Sequence[Mapping[str, Tensor]],
+        alone: Callable[[], Mapping[str, Tensor]],
+    ) -> set[str]:
+        """Return the buffers that every part of the samples changes as the whole does.
+
+        The first part does so to a maximum, too, if it has the largest sample; the last part alone
+        then does not.
+        """
+        once = {name for name, changes in of_all.items() if all(c.is_once for c in changes)}
+        doubtful = [n for n in once if not all(change.repeats for change in of_all[n])]
+        if not doubtful or self._mesh.sizes.data == 1:
+            return once
+        held, others = alone(), set[str]()
+        for name in changed.keys() & doubtful:
+            tensors = before.get(name), ends[0].get(name), held.get(name)
+            found = [_wide(tensor) for tensor in tensors if tensor is not None]
+            if len(found) < 3 or len({tensor.shape for tensor in found}) > 1:
+                continue  # it grows, as a cache does
+            start, whole, end = found
+            if not _is_near(_change(start, end), _change(start, whole)):
+                others.add(name)
+        every: list[Any] = [None] * self._mesh.sizes.world_size
+        dist.all_gather_object(every, others)
+        return once.difference(*every)
 
     def _refuse_any(self, names: Sequence[str], divides: bool) -> None:
         """Refuse the buffers that any rank names."""
@@ -193,12 +238,14 @@ class _Change:
 
     Attributes:
         is_once: Whether the first part changes it as the whole does, as a count of steps.
+        repeats: Whether the last part changes it by as much again.
         is_joined: Whether the parts, one after the other, leave it as the whole does, as a sum.
         can_add: Whether its values can be added up.
         mark: A number of what the whole changes.
     """
 
     is_once: bool
+    repeats: bool
     is_joined: bool
     can_add: bool
     mark: float
@@ -247,7 +294,7 @@ class StageBuffers:
             for name, buffer in held.items():
                 with torch.no_grad():
                     buffer.copy_(self._module.get_buffer(name))
-                self._put(name, buffer)
+                put_buffers(self._module, {name: buffer})
 
     @contextmanager
     def run(self, index: int) -> Iterator[None]:
@@ -261,7 +308,7 @@ class StageBuffers:
         if self._ends is not None:
             ends = self._ends.setdefault(stage, [])
             for name, buffer in self._begin_part(index, ends).items():
-                self._put(name, buffer.clone())
+                put_buffers(self._module, {name: buffer.clone()})
             try:
                 yield
             finally:
@@ -269,17 +316,17 @@ class StageBuffers:
             return
         # New tensors: a backward that is to come may need those of earlier micro-batches.
         for name in self._once:
-            self._put(name, self._start[name].clone())
+            put_buffers(self._module, {name: self._start[name].clone()})
         kept = {}
         if stage < self._stages - 1:
             kept = {name: self._module.get_buffer(name) for name in self._repeated}
             for name, buffer in kept.items():
-                self._put(name, buffer.clone())
+                put_buffers(self._module, {name: buffer.clone()})
         try:
             yield
         finally:
             for name, buffer in kept.items():
-                self._put(name, buffer)
+                put_buffers(self._module, {name: buffer})
 
     @contextmanager
     def look(self, parts: int) -> Iterator[None]:
@@ -338,20 +385,15 @@ class StageBuffers:
             self._once = frozenset(n for n in once if not torch.equal(last[n], again[n]))
             self._repeated = frozenset(n for n in kept - self._once if often[n] > 1)
         half = parts + 1
-        self._counts.learn(before, ends[:half], lambda: ends[half:], divides=self._divides)
+        # What the first part changes as the whole does began anew with the last one.
+        alone, repeated = ends[parts] if ends else {}, ends[half:]
+        given = before, ends[:half], lambda: repeated, lambda: alone
+        self._counts.learn(*given, divides=self._divides)
 
     def _changes(self, ends: Sequence[dict[str, Tensor]]) -> dict[str, _Change]:
         names = {name: None for held in (self._start, *ends) for name in held}
         found = {n: _change_of(self._start.get(n), [end.get(n) for end in ends]) for n in names}
         return {name: change for name, change in found.items() if change is not None}
-
-    def _put(self, name: str, value: Tensor) -> None:
-        place, _, own = name.rpartition(".")
-        part = self._module.get_submodule(place)
-        if (
-            own not in part._parameters
-        ):  # of another stage, which a buffer stands for outside a step
-            setattr(part, own, value)
 
 
 def _change_of(before: Tensor | None, ends: Sequence[Tensor | None]) -> _Change | None:
@@ -372,6 +414,7 @@ def _change_of(before: Tensor | None, ends: Sequence[Tensor | None]) -> _Change 
     places = torch.arange(1, whole.numel() + 1, dtype=whole.dtype, device=whole.device)
     return _Change(
         is_once=bool(parts) and _is_near(parts[0], whole),
+        repeats=len(parts) > 1 and _is_near(_change(parts[-2], parts[-1]), whole),
         is_joined=bool(parts) and _is_near(parts[-1], whole),
         can_add=not is_new and start.dtype != torch.bool,
         mark=float((_finite(whole).flatten() * places).sum()),

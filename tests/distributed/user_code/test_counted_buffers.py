@@ -166,6 +166,36 @@ def a_running_maximum_of_samples_that_grow() -> Any:
     return keeping(note_largest)[0], [(row, row) for row in tokens]
 
 
+@CASES.add(
+    equal="pp2",
+    refused={"zero1 zero1pp2": r"the buffer largest from its samples"},
+    strategy={"verify": False},
+)
+def a_running_maximum_that_the_first_samples_have() -> Any:
+    """So that the first part changes it as the whole does, as it does to a count of steps."""
+    tokens = torch.arange(32)[:, None].expand(32, 12).contiguous().flip(0)
+    return keeping(note_largest)[0], [(row, row) for row in tokens]
+
+
+def count_rare(module: Any, x: Tensor) -> None:
+    module.first = module.first + (x > 60).sum()
+
+
+@CASES.add(equal="zero1", strategy={"verify": False})
+def a_sum_to_which_the_last_samples_add_nothing() -> Any:
+    tokens = torch.arange(96, 64, -1)[:, None].expand(32, 12).remainder(64).flip(1).contiguous()
+    tokens[::4] = 63
+    return keeping(count_rare)[0], [(row, row) for row in tokens]
+
+
+@CASES.add(equal="zero1 pp2", strategy={"verify": False})
+def a_flag_that_the_first_step_sets() -> Any:
+    def set_flag(module: Any, x: Tensor) -> None:
+        module.largest = torch.ones_like(module.largest)
+
+    return keeping(set_flag)
+
+
 def count_longer(module: Any, x: Tensor) -> None:
     if module.global_step == 2:
         module.first = torch.zeros(3, device=x.device)
