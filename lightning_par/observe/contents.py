@@ -1,6 +1,7 @@
 """Contents of values that can change: kept, and put back in place."""
 
 import copy
+import inspect
 import io
 import random
 import sys
@@ -8,14 +9,22 @@ from argparse import Namespace
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn, Tensor
 
-__all__ = ["LEFT_ALONE", "copy_of", "is_container", "is_foreign", "refill", "restore_of"]
+__all__ = [
+    "LEFT_ALONE",
+    "copy_of",
+    "is_container",
+    "is_foreign",
+    "names_in",
+    "refill",
+    "restore_of",
+]
 
 LEFT_ALONE = ("lightning", "lightning_par", "numpy", "pytorch_lightning", "torch")
 """Packages whose objects no step is expected to change; those of Python are, too."""
@@ -25,6 +34,22 @@ def is_foreign(module_name: str) -> bool:
     """Return whether a module is part of Python or of a package of `LEFT_ALONE`."""
     package = module_name.partition(".")[0]
     return package in LEFT_ALONE or package in sys.stdlib_module_names
+
+
+def names_in(function: Any) -> set[str]:
+    """Return the names that a function looks up: attributes, globals, and those of functions in it.
+
+    Args:
+        function: Any callable, perhaps decorated; one that is not written in Python looks up none.
+    """
+    unwrapped = inspect.unwrap(function) if callable(function) else function
+    found, codes = set[str](), [getattr(unwrapped, "__code__", None)]
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            found.update(code.co_names)
+            codes += code.co_consts
+    return found
 
 
 def restore_of(value: Any, seen: set[int]) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +21,7 @@ from torch import nn, Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from lightning_par.observe.contents import is_container, is_foreign, restore_of
+from lightning_par.observe.contents import is_container, is_foreign, names_in, restore_of
 
 __all__ = ["outside_kept", "outside_state"]
 
@@ -110,7 +110,7 @@ class _References:
         if not _is_of_user(value.__module__):
             return
         self._seen.add(id(value))
-        names = set(_names_of(value.__code__))
+        names = names_in(value)
         self._add_names(value.__globals__, names)
         for cell in value.__closure__ or ():
             self._add_cell(cell)
@@ -168,13 +168,6 @@ def _is_of_user(module_name: str | None) -> bool:
         Path(getattr(module, "__file__", None) or "").parts
     )
     return not folders and not is_foreign(module.__name__)
-
-
-def _names_of(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_of(constant)
 
 
 def _restore_class(kind: type, attributes: dict[str, Any]) -> None:

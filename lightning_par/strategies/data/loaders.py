@@ -1,12 +1,10 @@
 """The data loaders of a run on a mesh: divided among the replicas, as one process orders them."""
 
 import copy
-import inspect
 import warnings
 from collections import Counter
 from contextlib import ExitStack
 from itertools import zip_longest
-from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +29,7 @@ from lightning_par.engine.rng import collect_random_states, restore_random_state
 from lightning_par.engine.tensor_tree import broadcast_object
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
+from lightning_par.observe.contents import names_in
 from lightning_par.strategies.data.island_order import island_batches
 from lightning_par.strategies.data.joint_batches import share_joint_batch
 from lightning_par.strategies.data.replica_batches import ReplicaBatches, Share
@@ -175,8 +174,7 @@ class ReplicaLoaders:
             if not isinstance(callback, BasePredictionWriter):
                 continue
             for name in ("write_on_batch_end", "write_on_epoch_end"):
-                code = getattr(getattr(type(callback), name), "__code__", None)
-                if not _names(code) & _MEETING:
+                if not names_in(getattr(type(callback), name)) & _MEETING:
                     self._muted.enter_context(replaced(callback, name, _write_nothing))
 
     def take(self, batch: Any, dataloader_idx: int) -> tuple[Any, Share]:
@@ -326,8 +324,7 @@ class ReplicaLoaders:
         classes = kind.__mro__[: kind.__mro__.index(pl.LightningModule)]
         for owner in classes:
             for name, value in vars(owner).items():
-                function = inspect.unwrap(value) if callable(value) else value
-                if _names(getattr(function, "__code__", None)) & _GATHERS:
+                if names_in(value) & _GATHERS:
                     return f"{owner.__name__}.{name} gathers from the replicas"
         return ""
 
@@ -365,11 +362,3 @@ def _running_loop(trainer: pl.Trainer) -> Any:
 
 def _write_nothing(*_: Any, **__: Any) -> None:
     """Stand in the place of a method of a writer."""
-
-
-def _names(code: CodeType | None) -> set[str]:
-    """Return the names that a function looks up."""
-    if code is None:
-        return set()
-    inner = (_names(value) for value in code.co_consts if isinstance(value, CodeType))
-    return set(code.co_names).union(*inner)

@@ -33,6 +33,7 @@ from lightning_par.strategies.start.loss_rule import (
     labels_seen,
     rules_seen,
 )
+from lightning_par.strategies.start.own_outputs import warn_of_own_outputs
 from lightning_par.strategies.start.uncut_batch import cure_of_uncut, run_parts, RunParts
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
 from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
@@ -222,6 +223,8 @@ class FirstLook:
             self._decisions.add("loss", self._weigher.rule.name, "as declared")
             if self._layout.loss_weight is not None and not is_random:
                 self.warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
+        if self._mesh.sizes.data > 1:
+            warn_of_own_outputs(self._module, "training_step", seen.leaves, self._mesh.sizes.data)
         if divides and dims.size is not None:
             entries = ", ".join(path or "the batch" for path in dims.dims)
             self._decisions.add("batch dim", f"{dims.size} samples of {entries}")

@@ -26,6 +26,7 @@ from lightning_par.strategies.start.divided_step import DividedLook, Look
 from lightning_par.strategies.start.end_of_run import EndOfRun
 from lightning_par.strategies.start.first_look import FirstLook
 from lightning_par.strategies.start.loss_rule import choose_parts
+from lightning_par.strategies.start.own_outputs import warn_of_own_outputs
 from lightning_par.strategies.start.silence import silent
 from lightning_par.strategies.start.step_proof import StepProof
 from lightning_par.strategies.start.trial import try_step
@@ -223,6 +224,8 @@ class RunStart:
             return
         if steps.pipeline is not None and (seen.leaves or seen.writes):
             known.count = 1  # what hooks of an epoch read, or it writes, is then of a whole batch
+        if has_replicas:
+            warn_of_own_outputs(steps.module, name, seen.leaves, steps.mesh.sizes.data)
         if is_random:
             return
         others = looks.judge_logs(seen, parts, known.count)

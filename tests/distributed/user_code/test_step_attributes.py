@@ -210,3 +210,49 @@ def test_numbers_that_a_pipelined_step_returns_are_those_of_the_batch(verify: An
     torch.set_default_dtype(torch.float32)
     for found in run_ranks(_return, 2, "pp2", {"verify": verify}, timeout=180):
         assert found == one
+
+
+class Averaging(PlainModule):
+    """Takes the mean of the losses of validation at the end of its epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses, self.last = list[Tensor](), torch.zeros(())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(super().loss(batch))
+        self.last = batch[0]  # which no hook reads
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val", torch.stack(self.losses).mean(), sync_dist=True)
+
+    def on_validation_start(self) -> None:
+        self.losses.clear()
+
+
+class Joining(Averaging):
+    def on_validation_epoch_end(self) -> None:
+        self.log("val", self.all_gather(torch.stack(self.losses)).mean(), sync_dist=True)
+
+
+def _validate(rank: int, world: int, layout: str | None, kind: type[Averaging]) -> Any:
+    torch.manual_seed(0)
+    strategy: Any = "auto" if layout is None else Hybrid3DStrategy(**LAYOUTS[layout])
+    trainer = quiet_trainer(devices=world, strategy=strategy, precision="64-true")
+    loader: Any = DataLoader(token_pairs(12), 8 if layout in (None, "tp2") else 4)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (found,) = trainer.validate(kind(), loader, verbose=False)
+    return found["val"], [str(w.message) for w in caught if "keeps values" in str(w.message)]
+
+
+def test_a_mean_of_what_a_replica_has_kept_is_told() -> None:
+    """The last batch has fewer samples, and the mean of means over 8 and 4 is kept on tp alone."""
+    wanted, _ = _validate(0, 1, None, Averaging)
+    (found, told), _ = run_ranks(_validate, 2, "tp2", Averaging)
+    assert (found, told) == (pytest.approx(wanted), [])
+    (_, told), _ = run_ranks(_validate, 2, "zero0", Averaging)
+    assert len(told) == 1
+    assert re.search(r"in self\.losses, which on_validation_epoch_end reads: each of 2", told[0])
+    (_, told), _ = run_ranks(_validate, 2, "zero0", Joining)
+    assert told == []

@@ -1,0 +1,41 @@
+"""What hooks of an epoch read that each replica has of its own samples."""
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_par.observe.contents import names_in
+
+__all__ = ["warn_of_own_outputs"]
+
+_LOOPS = {"training_step": "train", "validation_step": "validation", "test_step": "test"}
+_JOINS = frozenset({"all_gather", "all_gather_object", "all_reduce", "gather_object", "reduce"})
+
+
+def warn_of_own_outputs(
+    module: pl.LightningModule, step: str, left: Sequence[str], replicas: int
+) -> None:
+    """Warn where a step leaves values in attributes that a hook of its epoch reads, as each replica
+    then computes a number of its own samples.
+
+    Args:
+        module: The user's LightningModule.
+        step: Name of the step.
+        left: Names of the attributes that it has changed.
+        replicas: Their number.
+    """
+    loop = _LOOPS.get(step)
+    for hook in (f"on_{loop}_epoch_end", f"on_{loop}_end"):
+        names = names_in(getattr(type(module), hook, None))
+        read = sorted(name for name in left if name.rpartition(".")[2] in names)
+        if read and not names & _JOINS:
+            attributes = ", ".join(f"self.{name}" for name in read)
+            rank_zero_warn(
+                f"{step} keeps values in {attributes}, which {hook} reads: each of {replicas} "
+                "replicas has those of its own samples, where one process has those of all, so "
+                "that a mean over them may be another one. Give what the step computes to a "
+                "torchmetrics metric, which is joined over the replicas, or join it in the hook: "
+                "self.all_gather(values)."
+            )
+            return
