@@ -134,7 +134,8 @@ PROOFS: dict[str, str] = {
     "mixes tokens by other means than attention: Mamba, convolutions, recurrences": """
         mixers::test_equal_or_refused mixers::conv1d mixers::cumsum mixers::attention_alone""",
     "collects outputs in attributes of the module, for hooks of an epoch": """
-        step_attributes::test_every_rank_reads_what_one_process_has_collected""",
+        step_attributes::test_every_rank_reads_what_one_process_has_collected
+        step_attributes::test_a_mean_of_what_a_replica_has_kept_is_told""",
     "shifts labels, slices or pools tokens in the step, or keeps outputs, under context "
     "parallelism": """
         sequences::training_that_shifts_labels sequences::test_evaluation_equals_one_process""",
