@@ -350,12 +350,11 @@ class MeshStrategy(ParallelStrategy):
         make_averages(trainer, self.parallel_model)
         self._loading.complete(self.parallel_model)
         self._precision.connect(self.parallel_model.gradients, self._around_backward)
+        self._hooks.attach(self.parallel_model, trainer, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
-            with optimizers_of_a_stage(self.sizes.pipeline):
-                self.setup_optimizers(trainer)
+            self.setup_optimizers(trainer)
             prepare_optimizers(self.optimizers, self.parallel_model, self.root_device)
-        self._hooks.attach(self.parallel_model, trainer, self.root_device)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             move_states(self.optimizers, self.root_device)
@@ -368,7 +367,8 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._close_offload()
-        check_world_reads(super().setup_optimizers, trainer)
+        with self._hooks.configuring(), optimizers_of_a_stage(self.sizes.pipeline):
+            check_world_reads(super().setup_optimizers, trainer)
         model, given = self.parallel_model, (self.options.offload_options, self.root_device)
         adopt_optimizers(self.optimizers, model)
         if is_offloaded(model.module, self.optimizers, *given):

@@ -119,7 +119,9 @@ class StateMap:
                 values[f"weights/{name}"] = value
         return _pieces(named), values
 
-    def load_weights(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    def load_weights(
+        self, module: nn.Module, state: Mapping[str, Any], *, strict: bool, place: str = ""
+    ) -> None:
         """Load this rank's part of a whole state dict by the module's own `load_state_dict`.
 
         So its hooks, what it overrides and its extra state take part, as on one process. A tied
@@ -130,6 +132,7 @@ class StateMap:
             state: Key -> whole tensor, the same on every rank; of `StoredTensors` only the part of
                 this rank is read.
             strict: Refuse missing and unexpected keys.
+            place: FQN of the submodule whose state it is.
 
         Raises:
             CheckpointError: On every rank, with the keys that are missing, unexpected or of
@@ -137,15 +140,19 @@ class StateMap:
 
         **Communicates**: what is wrong, to every rank.
         """
-        given = self._given_entries(state)
+        given, part, prefix = self._given_entries(state), module.get_submodule(place), ""
+        if place:
+            prefix = f"{place}."
+            whole = self._given_entries({f"{prefix}{name}": v for name, v in state.items()})
+            given |= {n.removeprefix(prefix): v for n, v in whole.items() if n.startswith(prefix)}
         alone = self._mesh.sizes.world_size == 1
-        reads = _bytes_of_parts((t, given.get(n)) for n, t in named_tensors(module).items())
+        reads = _bytes_of_parts((t, given.get(n)) for n, t in named_tensors(part).items())
         with counted("read", "loading weights", reads):
-            problems = _load_entries(module, given, strict=strict and alone)
+            problems = _load_entries(part, given, strict=strict and alone)
         if strict and not alone:
             known = {*self._state_order, *self._canonical}
             # Other stages have the rest.
-            problems.unexpected = [name for name in problems.unexpected if name not in known]
+            problems.unexpected = [n for n in problems.unexpected if f"{prefix}{n}" not in known]
             problems.other += [f"missing {name}" for name in problems.missing]
             problems.other += [f"unexpected {name}" for name in problems.unexpected]
         everywhere = [problems.other]

@@ -2,14 +2,15 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary
+from torch import nn
 
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.setup.parallel_model import ParallelModel
@@ -30,6 +31,7 @@ _BETWEEN_STEPS = frozenset(
         *("on_fit_start", "on_before_zero_grad", "on_sanity_check_start", "on_sanity_check_end"),
     }
 )
+_CONFIGURES = "configure_optimizers"
 _ON_GRADIENTS = frozenset({"on_after_backward", "on_before_optimizer_step"})
 """Under a pipeline; elsewhere a rank has a part of every gradient, which is a DTensor there."""
 
@@ -43,6 +45,7 @@ class UserHooks:
         self._on_all, self._seen = set[str](), set[str]()
         self._is_users: dict[tuple[int, str], bool] = {}  # asked at each call of a hook
         self._update, self._opened = ExitStack(), ExitStack()
+        self._load: Callable[..., Any] | None = None
 
     def attach(self, model: ParallelModel, trainer: pl.Trainer, device: torch.device) -> None:
         """Surround the hooks of a run on several ranks.
@@ -66,6 +69,8 @@ class UserHooks:
         found = [own] * model.mesh.sizes.world_size
         dist.all_gather_object(found, own)
         self._on_all = set(found[0]).intersection(*found)
+        if model.mesh.sizes.pipeline > 1:
+            self._load = self._loader(nn.Module.load_state_dict)
         for name, around in (("module", self._of_module), ("callbacks", self._of_callbacks)):
             caller = hook_calls[name]
             inner = getattr(*caller)
@@ -102,6 +107,7 @@ class UserHooks:
 
     def close(self) -> None:
         """Surround nothing any more."""
+        self._load = None
         self._opened.close()
         self._seen.clear()
         self._is_users.clear()
@@ -143,9 +149,29 @@ class UserHooks:
             if name in _ON_GRADIENTS:
                 norms = self._model.gradients.norms
                 stack.enter_context(norms.in_view(self._reads.paused))
+            if self._load is not None:
+                stack.enter_context(replaced(nn.Module, "load_state_dict", self._load))
             stack.enter_context(self._reads.in_hook(self._view))
             stack.enter_context(self._view.around(label, is_first=is_first))
             return call()
+
+    def _loader(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands for `load_state_dict` in hooks: of a whole state dict, as `state_dict`
+        gives it there, a stage takes what it holds.
+        """
+        module, states = self._model.module, self._model.states
+        places = {id(part): name for name, part in module.named_modules()}
+
+        def load(part: nn.Module, state: Any, strict: bool = True, assign: bool = False) -> Any:
+            place, view = places.get(id(part)), self._view
+            if place is None or view is None or not view.is_on:
+                return inner(part, state, strict, assign)
+            view.agree("load_state_dict")
+            with self._reads.paused():
+                states.load_weights(module, state, strict=strict, place=place)
+            return _Keys([], [])
+
+        return load
 
     def _in_update(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run an `optimizer_step` of the user's: what follows the closure sees gradients."""
@@ -161,9 +187,25 @@ class UserHooks:
         with self._update:
             return call(epoch, batch_idx, optimizer, run)
 
+    @contextmanager
+    def configuring(self) -> Iterator[None]:
+        """Surrounds `configure_optimizers`, for which modules list the parameters of all stages."""
+        if self._view is None:
+            yield
+            return
+        with self._reads.in_hook(self._view), self._view.around(_CONFIGURES, is_first=True):
+            yield
+
     def before_update(self) -> None:
         """End what surrounds the user's `optimizer_step`: the optimizer is about to step."""
         self._update.close()
+
+
+class _Keys(NamedTuple):
+    """What `load_state_dict` returns."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 def _label(owner: Any, name: str) -> str:

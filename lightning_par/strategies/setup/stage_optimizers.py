@@ -24,6 +24,7 @@ from lightning_par.strategies.optimizers.reach import (
 from lightning_par.strategies.optimizers.whole_step import WholeStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.replaced_parameters import check_membership
+from lightning_par.strategies.step.absent_parameter import AbsentParameter
 from lightning_par.upstream.dtensor import sharded_like
 
 __all__ = [
@@ -40,9 +41,11 @@ _MIB = 2**20
 
 @contextmanager
 def optimizers_of_a_stage(stages: int) -> Iterator[None]:
-    """Inside, an optimizer may be made for no parameters: what it is to train is on other stages.
+    """Inside, optimizers train those of the parameters they are given that this stage holds.
 
-    Torch takes an empty list of parameters for a mistake, but allows a group that is empty.
+    Of the parameters of other stages they are given what stands for them, so that what they are
+    given has as many entries as on one process, in the same order. A group may then be empty, and
+    so may all of them; torch takes an empty list of parameters for a mistake.
 
     Args:
         stages: Number of pipeline ranks; with 1 nothing changes.
@@ -54,7 +57,7 @@ def optimizers_of_a_stage(stages: int) -> Iterator[None]:
 
     def init(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         if not isinstance(params, torch.Tensor):  # which torch refuses
-            params = list(params) or [{"params": []}]
+            params = _held_groups(params) or [{"params": []}]
         original(self, params, defaults)
 
     Optimizer.__init__ = init  # type: ignore[method-assign]
@@ -62,6 +65,30 @@ def optimizers_of_a_stage(stages: int) -> Iterator[None]:
         yield
     finally:
         Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def _is_absent(given: Any) -> bool:
+    """Whether what an optimizer is given is a parameter of another stage, perhaps with its name."""
+    return isinstance(given[1] if isinstance(given, tuple) else given, AbsentParameter)
+
+
+def _held_groups(given: Iterable[Any]) -> list[Any]:
+    """Return what an optimizer is given, without the parameters of other stages."""
+    groups = [_held(entry) for entry in given if not _is_absent(entry)]
+    members = [group["params"] for group in groups if isinstance(group, dict)]
+    if not all(members):  # torch wants names in all groups or in none; one without members has none
+        for held in members:
+            held[:] = [member[1] if isinstance(member, tuple) else member for member in held]
+    return groups
+
+
+def _held(given: Any) -> Any:
+    """Return a group without the parameters of other stages, and a parameter as it is."""
+    if not isinstance(given, dict):
+        return given
+    members = given["params"]
+    members = [members] if isinstance(members, torch.Tensor) else [*members]
+    return {**given, "params": [member for member in members if not _is_absent(member)]}
 
 
 def adopt_optimizers(optimizers: Iterable[Optimizer], model: ParallelModel) -> None:

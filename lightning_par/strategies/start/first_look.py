@@ -4,7 +4,6 @@ parts, without leaving a trace.
 Length: the ways to decide, and what is said where none of them does.
 """
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from lightning_par.strategies.start.loss_rule import (
     choose_rule,
     errors_of,
     labels_seen,
+    refusal_of_loss,
     rules_seen,
 )
 from lightning_par.strategies.start.own_outputs import warn_of_own_outputs
@@ -52,6 +52,11 @@ from lightning_par.strategies.step.step_traces import (
 __all__ = ["FirstLook"]
 
 _LOG = logging.getLogger(__name__)
+_FOUR = [0, 1, 2, 3]
+_DECLARE = (
+    "Declare it in ParallelPlan(batch=BatchLayout(loss_weight=...)): 'samples', 'labels', 'sum', "
+    "the name of an entry, or a function of the batch that returns its weight."
+)
 _LOOKS = 4
 """Batches for which rules that agreed so far may differ, before the question is given up."""
 
@@ -206,7 +211,13 @@ class FirstLook:
                 ]
                 doubled = self._try(rules, twice, run)
                 found = found if doubled is None else replace(found, errors=doubled.errors)
-            if found.samples >= 4 and found.samples // microbatches >= 2 and not found.seen:
+            if found.samples >= 4 and found.errors and not _is_told(found):
+                # Of a part nothing may count, as where a mask is drawn; more samples may tell.
+                rows = _FOUR, _FOUR[:2], _FOUR[2:]
+                halves = [(take_samples(batch, dims, each), len(each)) for each in rows]
+                halved = self._try(rules, halves, run)
+                found = found if halved is None else replace(halved, samples=found.samples)
+            elif found.samples >= 4 and found.samples // microbatches >= 2 and not found.seen:
                 found = self._crossed(rules, found, parts[0][0], dims, run)
             self._decide(rules, found, batch, dims, microbatches, run)
             if not is_random:
@@ -326,12 +337,17 @@ class FirstLook:
         tolerance, is_told = self.tolerance(), _is_told(found)
         fitting = choose_rule(found.errors, tolerance) if is_told else []
         self._is_known = is_told or found.seen is not None
-        if is_told and not fitting:
-            if found.is_random:
-                _LOG.info("the step draws random numbers in a way that left its loss unchecked.")
-                return
-            raise ConfigurationError("LP309", self._refusal(rules[0], dims, microbatches))
         names = [rule.name for rule in rules]
+        if is_told and not fitting:
+            if not found.is_random:
+                raise ConfigurationError("LP309", self._refusal(rules[0], dims, microbatches))
+            # Parts draw other numbers than the whole: only what a cross-entropy shows is known.
+            shown = [name for name in names if name in (found.seen or ())]
+            if shown:
+                self._settle(rules, shown, "seen in cross_entropy")
+            else:
+                self._warn_of_random()
+            return
         source = "found by comparing a batch with parts of it"
         plausible = [name for name in names if found.errors.get(name, 0.0) <= tolerance]
         kept = [name for name in plausible if name in (found.seen or ())]
@@ -537,14 +553,24 @@ class FirstLook:
             dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._mesh.data_group)
         return bool(votes)
 
+    def _refusal(self, rule: LossRule, dims: BatchDims, microbatches: int) -> str:
+        return refusal_of_loss(self._module, rule, dims, microbatches, self._mesh.sizes.data)
+
+    def _warn_of_random(self) -> None:
+        """Say that random numbers hide how the loss is made of those of its parts."""
+        rank_zero_warn(
+            f"{type(self._module).__name__}.training_step draws random numbers that the parts of a "
+            "batch cannot share, so that nothing shows how its loss is made of theirs; it is taken "
+            f"for {self._weigher.rule.name}. {_DECLARE}"
+        )
+
     def _name_unsettled(self) -> None:
         """Say, once, that the rule of the loss is not known for sure."""
         rules = [self._weigher.rule, *self._weigher.alternatives]
         rank_zero_warn(
             f"{type(self._module).__name__}.training_step: its first steps do not show whether the "
             f"loss is {' or '.join(rule.name for rule in rules[:3])}; it is taken for the first. "
-            "Declare it in ParallelPlan(batch=BatchLayout(loss_weight=...)): 'samples', 'labels', "
-            "'sum', the name of an entry, or a function of the batch that returns its weight."
+            f"{_DECLARE}"
         )
 
     def tolerance(self) -> float:
@@ -564,31 +590,6 @@ class FirstLook:
             "batch weighs alike, 'sum' if losses are added, or loss_weight=lambda batch: ..., "
             "which returns of how many samples, or labels, the loss of a batch is the mean. No "
             "weight was changed."
-        )
-
-    def _refusal(self, rule: LossRule, dims: BatchDims, microbatches: int) -> str:
-        sizes = self._mesh.sizes
-        step = inspect.unwrap(type(self._module).training_step)
-        code = getattr(step, "__code__", None)
-        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-        divided = f"{microbatches} micro-batches" * (microbatches > 1)
-        divided += " and " * (microbatches > 1 and sizes.data > 1)
-        divided += f"{sizes.data} replicas" * (sizes.data > 1)
-        cut = ", ".join(repr(path) for path in dims.dims if path)
-        cure = ["num_microbatches=1"] * (microbatches > 1)
-        cure += ["data_parallel_size=1"] * (sizes.data > 1)
-        return (
-            f"{type(self._module).__name__}.training_step{where} on {divided}: the loss of some "
-            f"samples is neither {rule.name}, nor their sum, nor a mean over labels, of the losses "
-            "of its parts, so the mesh would train something else than one process. Cut along the "
-            f"batch: {cut or 'the batch'}. If one of these entries has no batch dim, declare "
-            "ParallelPlan(batch=BatchLayout(whole=(entry,))). If the loss is a weighted mean, "
-            "declare BatchLayout(loss_weight=...): 'samples', 'labels', 'sum', the name of an "
-            "entry, or a function of the batch that returns its weight. If samples are compared "
-            "with each other (in-batch negatives), gather them with self.all_gather(..., "
-            "sync_grads=True), declare loss_weight='samples', and use one micro-batch. If the step "
-            "draws from a generator of its own, draw in the dataset or collate_fn instead. "
-            f"Otherwise use {' and '.join(cure)}. No weight was changed."
         )
 
 

@@ -248,6 +248,41 @@ def forwards_between_steps() -> Any:
     return with_hook("on_train_batch_end", number)
 
 
+@CASES.add(equal="pp2 zero1", large="tp2 zero3 tp2pp2 pp2_interleaved", strategy={"verify": False})
+def averages_that_are_loaded_for_a_while() -> Any:
+    """Weights are kept, averages loaded, a number taken of them, and the weights loaded again."""
+
+    class Module(PlainModule):
+        def on_train_start(self) -> None:
+            state = self.net.state_dict()
+            self.averages = {name: value.clone() for name, value in state.items()}
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            state = self.net.state_dict()
+            for name, value in state.items():
+                self.averages[name].lerp_(value, 0.5)
+            kept = {name: value.clone() for name, value in state.items()}
+            self.net.load_state_dict(self.averages)
+            rate_of(self, sum(p.detach().double().square().sum() for p in self.parameters()) / 1e3)
+            loaded = self.net.load_state_dict(kept, strict=False)
+            assert not loaded.missing_keys
+
+    return Module(), token_pairs()
+
+
+@CASES.add(
+    refused={"pp2": r"does not fit the model: (missing|unexpected) (emb\.weight|other)"},
+    strategy={"verify": False},
+)
+def a_state_that_does_not_fit() -> Any:
+    class Module(PlainModule):
+        def on_train_start(self) -> None:
+            state = self.net.state_dict()
+            self.net.load_state_dict({"other": state.pop("emb.weight"), **state})
+
+    return Module(), token_pairs()
+
+
 @CASES.add(
     equal="zero0",  # whose replicas run a forward without each other
     refused={"tp2 pp2 zero1 zero3": r"ranks ask .*rank 0: a forward of the model at .*Run a"},

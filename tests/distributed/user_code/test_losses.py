@@ -321,6 +321,17 @@ def rows_of_unequal_lengths_on_replicas_without_padding() -> Any:
     return of_loss(loss, ragged)
 
 
+@CASES.add(refused={"pp2 zero1": "neither the mean"}, strategy={"verify": False})
+def a_mean_over_tokens_that_are_drawn() -> Any:
+    """Of a micro-batch of one sample none may be drawn, so that its loss is not a number."""
+
+    def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        drawn = torch.rand(x.shape) < 0.3
+        return F.cross_entropy(module.net(x.where(~drawn, 0))[drawn], y[drawn])
+
+    return of_loss(loss)
+
+
 def later(loss: Any) -> Any:
     """A loss that has another form from the third step on, which the module counts itself."""
 

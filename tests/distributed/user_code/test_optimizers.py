@@ -159,6 +159,37 @@ def across_weights_of_another_layout() -> Any:
     return Module(), token_pairs()
 
 
+@CASES.add(equal="pp2 zero1", large="tp2pp2 pp2_interleaved", strategy={"verify": False})
+def a_rate_for_each_parameter_by_its_number() -> Any:
+    """Stages count the parameters of all, and a schedule has a rate for each group."""
+
+    def make(module: PlainModule) -> Any:
+        groups = [
+            {"params": [p], "lr": 0.1 * 0.9**number, "weight_decay": 0.1 * (p.ndim > 1)}
+            for number, p in enumerate(module.parameters())
+        ]
+        optimizer = torch.optim.AdamW(groups)
+        rates: Any = [group["lr"] for group in groups]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=8)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    return optimized(make)
+
+
+@CASES.add(equal="pp2", strategy={"verify": False})
+def a_rate_by_the_number_of_weights_of_named_parameters() -> Any:
+    """An optimizer that is given names, and a group with a single parameter."""
+
+    def make(module: PlainModule) -> Any:
+        named = dict(module.named_parameters())
+        first = named.pop("net.emb.weight")
+        groups = [{"params": [*named.items()]}, {"params": ("net.emb.weight", first), "lr": 0.2}]
+        groups[1]["params"] = [groups[1]["params"]]
+        return torch.optim.SGD(groups, lr=1e-2 / len(named))
+
+    return optimized(make)
+
+
 @CASES.add(equal="tp2 pp2")
 def entry_by_entry() -> Any:
     return optimized(lambda m: SignMomentum(m.parameters()))
