@@ -45,10 +45,11 @@ PROOFS: dict[str, str] = {
         uncommon_steps::penalty_on_the_gradient_of_a_divided_cross_entropy""",
     "hooks between steps (`on_train_batch_end`, of an epoch, of validation): norms, arrays, "
     "histograms, noise and masks on weights, averages by hand, `AveragedModel`, "
-    "`torch.save(net.state_dict())`, forwards of the model": """
+    "`torch.save(net.state_dict())`, `load_state_dict`, forwards of the model": """
         hooks::numbers_of_all_weights_after_a_step hooks::shadow_made_before_the_mesh
         hooks::averaged_model_made_before_the_mesh hooks::noise_and_bounds_on_weights
         hooks::a_state_dict_that_all_ranks_save hooks::a_norm_on_rank_zero_alone
+        hooks::averages_that_are_loaded_for_a_while hooks::a_forward_on_rank_zero_alone
         hooks::forwards_between_steps hooks::norms_over_the_parameters_of_the_optimizer
         hooks::masks_on_weights uncommon_steps::an_average_that_the_module_keeps
         distributed/test_weight_averaging.py::test_averages_and_their_checkpoints_equal_one_process
@@ -61,6 +62,9 @@ PROOFS: dict[str, str] = {
         hooks::update_left_out_by_the_norm hooks::norm_by_hand_after_the_closure""",
     "`ModelPruning`": "hooks::pruning_by_the_callback hooks::masks_on_weights",
     "an embedding with `max_norm`": "uncommon_steps::an_embedding_of_limited_norm",
+    "a learning rate by the name or number of each parameter in `configure_optimizers`": """
+        optimizers::a_rate_for_each_parameter_by_its_number
+        optimizers::a_rate_by_the_number_of_weights_of_named_parameters""",
     "a learning rate from `trainer.world_size` in `configure_optimizers`": """
         optimizers::learning_rate_by_the_number_of_processes""",
     "parametrizations, such as spectral norm": """
