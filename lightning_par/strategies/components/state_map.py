@@ -1,8 +1,7 @@
 """Weights and optimizer states under global names and global shapes: what this rank holds, what
 rank 0 gathers, and what a rank takes out of a checkpoint.
 
-What is gathered is what a single process would have: `Trainer()` reads it, and any layout reads
-what `Trainer()` wrote.
+What is gathered is what one process has: `Trainer()` reads it, and any layout what it wrote.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -86,8 +85,7 @@ class StateMap:
     def gather_weights(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, on the CPU; elsewhere an empty dict.
 
-        **Communicates**: all-gathers of every sharded tensor, then one gather over the pipeline
-        stages.
+        **Communicates**: all-gathers of every shard, then one gather over the stages.
         """
         return self.gather_state(module.state_dict())
 
@@ -125,33 +123,27 @@ class StateMap:
         """Load this rank's part of a whole state dict by the module's own `load_state_dict`.
 
         So its hooks, what it overrides and its extra state take part, as on one process. A tied
-        weight needs to be there under one of its names only.
+        weight needs one of its names only.
 
         Args:
-            module: Module whose parameters are plain tensors or DTensors.
-            state: Key -> whole tensor, the same on every rank; of `StoredTensors` only the part of
-                this rank is read.
+            module: Its parameters are plain tensors or DTensors.
+            state: Key -> whole tensor, on every rank; of `StoredTensors` this rank's part is read.
             strict: Refuse missing and unexpected keys.
             place: FQN of the submodule whose state it is.
 
         Raises:
-            CheckpointError: On every rank, with the keys that are missing, unexpected or of
-                another shape.
+            CheckpointError: On every rank, with the keys that do not fit.
 
         **Communicates**: what is wrong, to every rank.
         """
-        given, part, prefix = self._given_entries(state), module.get_submodule(place), ""
-        if place:
-            prefix = f"{place}."
-            whole = self._given_entries({f"{prefix}{name}": v for name, v in state.items()})
-            given |= {n.removeprefix(prefix): v for n, v in whole.items() if n.startswith(prefix)}
+        prefix, part = f"{place}." if place else "", module.get_submodule(place)
+        given = self._given_entries(state, prefix)
         alone = self._mesh.sizes.world_size == 1
         reads = _bytes_of_parts((t, given.get(n)) for n, t in named_tensors(part).items())
         with counted("read", "loading weights", reads):
             problems = _load_entries(part, given, strict=strict and alone)
         if strict and not alone:
-            known = {*self._state_order, *self._canonical}
-            # Other stages have the rest.
+            known = {*self._state_order, *self._canonical}  # other stages have the rest
             problems.unexpected = [n for n in problems.unexpected if f"{prefix}{n}" not in known]
             problems.other += [f"missing {name}" for name in problems.missing]
             problems.other += [f"unexpected {name}" for name in problems.unexpected]
@@ -165,15 +157,16 @@ class StateMap:
                 "LP506", f"the checkpoint does not fit the model: {'; '.join(found)}."
             )
 
-    def _given_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict of which tensors in files are not read yet."""
+    def _given_entries(self, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Return a state dict, of a module whose names begin so, of which no file is read yet."""
         given: Any = copy(state)  # with the versions of its modules
         if isinstance(state, StoredTensors):
             given = {
                 n: UnreadTensor.of(e) if isinstance(e, StoredTensor) else e
                 for n, e in state.unread().items()
             }
-        for names in self._tied.values():
+        for tied in self._tied.values():
+            names = [name.removeprefix(prefix) for name in tied if name.startswith(prefix)]
             source = next((name for name in names if name in given), None)
             if source is not None:
                 given.update({name: given[source] for name in names if name not in given})

@@ -24,6 +24,24 @@ __all__ = ["wrap_outer_forwards"]
 _JIT: Any = torch.jit
 
 
+def _meeting_of(steps: StepRunner, options: MeshOptions) -> Callable[[], None]:
+    """Return what the ranks that communicate in a forward do before it: those that share its
+    samples or its parameters meet, and all of them compare what they do in a new hook.
+    """
+    mesh, sizes = steps.mesh, steps.mesh.sizes
+    group = dist.group.WORLD if sizes.data_shard > 1 else mesh.replica_group
+    assert group is not None
+    has_all = group.size() == sizes.world_size
+
+    def wait() -> None:
+        if has_all:
+            steps.reads.agree("a forward of the model")
+        with steps.reads.paused():
+            meet(group, options.timeout)
+
+    return wait
+
+
 def wrap_outer_forwards(
     module: nn.Module,
     resolved: ResolvedPlan,
@@ -42,11 +60,7 @@ def wrap_outer_forwards(
         sharding: Gathers parameters.
         options: Of the strategy.
     """
-    sizes, mesh = steps.mesh.sizes, steps.mesh
-    gathers = sizes.data_shard > 1
-    # The ranks that communicate in a forward: those that share its samples, or its parameters.
-    group = dist.group.WORLD if gathers else mesh.replica_group
-    assert group is not None
+    meeting = _meeting_of(steps, options)
     names = {id(child): name for name, child in module.named_modules()}
     blocks, replicated = resolved.block_names, resolved.plan.replicated
 
@@ -77,10 +91,8 @@ def wrap_outer_forwards(
                 )
             if not steps.reads.in_hooks:
                 return inner(*args, **kwargs)
-            if group.size() == sizes.world_size:
-                steps.reads.agree("a forward of the model")
+            meeting()
             with steps.reads.paused():
-                meet(group, options.timeout)
                 return run(lacks, inner, args, kwargs)
 
         return forward

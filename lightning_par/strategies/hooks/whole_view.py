@@ -188,7 +188,9 @@ class WholeView(TorchFunctionMode):
         """Return what stands for a tensor of another stage: always the same."""
         made = self._handles.get(about.name)
         if made is None:
-            made = self._handles[about.name] = self._make(about, self._owners[about.name])
+            # In a rehearsal other stages do not answer, and nobody asks for values.
+            stage = self._owners.get(about.name, -1)
+            made = self._handles[about.name] = self._make(about, stage)
             with plain_functions():
                 made.requires_grad_(about.requires_grad)
         return made

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.errors import ConfigurationError
-from lightning_par.strategies.step.batch_weights import BatchWeigher
+from lightning_par.strategies.start.first_look import FirstLook
+from lightning_par.strategies.step.batch_weights import BatchWeigher, BatchWeights
 from lightning_par.upstream.functions import replaced
 
 __all__ = ["EndOfRun"]
@@ -31,10 +32,13 @@ class EndOfRun:
     Args:
         module: The user's LightningModule.
         weigher: Has the rule of the loss.
+        first_look: Gives it the rule.
     """
 
-    def __init__(self, module: pl.LightningModule, weigher: BatchWeigher) -> None:
-        self._module, self._weigher = module, weigher
+    def __init__(
+        self, module: pl.LightningModule, weigher: BatchWeigher, first_look: FirstLook
+    ) -> None:
+        self._module, self._weigher, self._first_look = module, weigher, first_look
         self._is_asked = False
         self._last: tuple[int, int] | None = None
 
@@ -58,16 +62,17 @@ class EndOfRun:
 
         return tell
 
-    def look(self, look: Callable[[], None]) -> None:
+    def look(self, look: Callable[[], None], weigh: Callable[[], BatchWeights]) -> None:
         """Look at the step in the last step of the run, if it asks for that on any rank.
 
         Args:
             look: Looks at the step on some samples, and gives the weigher its rule.
+            weigh: Weighs the batch by that rule.
 
         Raises:
             ConfigurationError: The mesh cannot train then what one process trains.
 
-        **Communicates**: a number over all ranks; then as `look` does.
+        **Communicates**: a number over all ranks; then as `look` and `weigh` do.
         """
         asked = torch.tensor(float(self._is_asked), device=self._module.device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
@@ -75,11 +80,12 @@ class EndOfRun:
         last = _last_step(trainer) if asked else None
         if last is None or last == (trainer.global_step, trainer.current_epoch):
             return
-        weigher = self._weigher
-        first, others = weigher.rule, weigher.alternatives
+        weigher, was_told = self._weigher, self._first_look.is_told
+        first, others, before = weigher.rule, weigher.alternatives, weigh()
         self._last = last
         try:
             look()
+            found, now = weigher.rule, weigh()
         except ConfigurationError as error:
             if error.code == "LP303":
                 # On some samples, or with this step, it fails: that tells nothing of the run.
@@ -92,10 +98,11 @@ class EndOfRun:
             raise
         finally:
             self._last = None
-            now = {weigher.rule.name, *(rule.name for rule in weigher.alternatives)}
-            found, weigher.rule, weigher.alternatives = weigher.rule, first, others
-        fitting = [rule for rule in (first, *others) if rule.name in now]
-        if not fitting:
+            weigher.rule, weigher.alternatives = first, others
+        is_same = before.is_sum == now.is_sum and torch.allclose(before.shares, now.shares)
+        differs = torch.tensor(float(not is_same), device=self._module.device)
+        dist.all_reduce(differs, dist.ReduceOp.MAX)
+        if differs and was_told and self._first_look.is_told:
             raise ConfigurationError(
                 "LP309",
                 f"{type(self._module).__name__}.training_step: in the first step the loss is "
@@ -104,7 +111,6 @@ class EndOfRun:
                 "data_parallel_size=1. If this run is to end before, say so by max_steps= or "
                 "max_epochs=. No weight was changed.",
             )
-        weigher.rule, weigher.alternatives = fitting[0], tuple(fitting[1:])
 
 
 def _last_step(trainer: pl.Trainer) -> tuple[int, int] | None:

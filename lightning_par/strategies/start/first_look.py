@@ -33,13 +33,12 @@ from lightning_par.strategies.start.loss_rule import (
     refusal_of_loss,
     rules_seen,
 )
-from lightning_par.strategies.start.own_outputs import warn_of_own_outputs
+from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
 from lightning_par.strategies.start.uncut_batch import cure_of_uncut, run_parts, RunParts
 from lightning_par.strategies.step.batch_statistics import training_batchnorms
 from lightning_par.strategies.step.batch_weights import BatchWeigher, LossRule
 from lightning_par.strategies.step.loss_form import FormWatch
-from lightning_par.strategies.step.metrics import compare_metrics, OF_METRIC
-from lightning_par.strategies.step.returned import warn_of_results
+from lightning_par.strategies.step.metrics import compare_metrics
 from lightning_par.strategies.step.step_report import StepReport
 from lightning_par.strategies.step.step_traces import (
     compare_parts,
@@ -95,6 +94,7 @@ class FirstLook:
     Attributes:
         share: What the batch that comes is of the global one.
         is_over: Whether no later step has to be looked at, whatever its batch.
+        is_told: Whether the last look has shown anything of the rule of the loss.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class FirstLook:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
         self._form, self._decisions, self._microbatches = form, decisions, microbatches
         self._looks, self._is_known, self.share = 0, True, Share()
+        self.is_told = False
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
 
     def is_due(
@@ -205,24 +206,11 @@ class FirstLook:
             is_random = found.is_random
             if is_whole and not found.seen and self._layout.labels is None:
                 raise ConfigurationError("LP309", self._uncounted())
-            if found.samples == 1 and not is_random:
-                twice = [
-                    (take_samples(batch, dims, rows), len(rows)) for rows in ([0, 0], [0], [0])
-                ]
-                doubled = self._try(rules, twice, run)
-                found = found if doubled is None else replace(found, errors=doubled.errors)
-            if found.samples >= 4 and found.errors and not _is_told(found):
-                # Of a part nothing may count, as where a mask is drawn; more samples may tell.
-                rows = _FOUR, _FOUR[:2], _FOUR[2:]
-                halves = [(take_samples(batch, dims, each), len(each)) for each in rows]
-                halved = self._try(rules, halves, run)
-                found = found if halved is None else replace(halved, samples=found.samples)
-            elif found.samples >= 4 and found.samples // microbatches >= 2 and not found.seen:
-                found = self._crossed(rules, found, parts[0][0], dims, run)
+            found = self._told_better(rules, found, (batch, parts[0][0]), dims, microbatches, run)
             self._decide(rules, found, batch, dims, microbatches, run)
             if not is_random:
                 told = seen if _is_told(found) else StepReport(losses=[], logs=[], metrics=({}, {}))
-                self.warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
+                warn_of_logs("training_step", self.judge_logs(told, parts, microbatches))
         elif divides:
             # Over replicas a step may gather samples; over micro-batches it cannot.
             if microbatches > 1 and not self._layout.local_statistics:
@@ -233,7 +221,7 @@ class FirstLook:
                     raise ConfigurationError("LP309", self._refusal(rule, dims, microbatches))
             self._decisions.add("loss", self._weigher.rule.name, "as declared")
             if self._layout.loss_weight is not None and not is_random:
-                self.warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
+                warn_of_logs("training_step", self.judge_logs(seen, parts, microbatches))
         if self._mesh.sizes.data > 1:
             warn_of_own_outputs(self._module, "training_step", seen.leaves, self._mesh.sizes.data)
         if divides and dims.size is not None:
@@ -337,6 +325,7 @@ class FirstLook:
         tolerance, is_told = self.tolerance(), _is_told(found)
         fitting = choose_rule(found.errors, tolerance) if is_told else []
         self._is_known = is_told or found.seen is not None
+        self.is_told = is_told or bool(found.seen)
         names = [rule.name for rule in rules]
         if is_told and not fitting:
             if not found.is_random:
@@ -362,6 +351,41 @@ class FirstLook:
             self._is_known |= bool(made)
             fitting = [name for name in fitting if name in made] or fitting
         self._settle(rules, fitting, source)
+
+    def _told_better(
+        self,
+        rules: Sequence[LossRule],
+        found: _Finding,
+        batches: tuple[Any, Any],
+        dims: BatchDims,
+        microbatches: int,
+        run: RunParts,
+    ) -> _Finding:
+        """Return what was found, or what other samples of the batch tell where that is little.
+
+        Args:
+            rules: Those that may hold.
+            found: By all replicas.
+            batches: That of this replica, and its samples that were looked at.
+            dims: Which entries have a batch dim.
+            microbatches: Into how many a batch is cut.
+            run: Runs the step.
+        """
+
+        def tried(*rows: list[int]) -> _Finding | None:
+            cut = [(take_samples(batches[0], dims, each), len(each)) for each in rows]
+            return self._try(rules, cut, run)
+
+        if found.samples == 1 and not found.is_random:
+            doubled = tried([0, 0], [0], [0])
+            found = found if doubled is None else replace(found, errors=doubled.errors)
+        if found.samples >= 4 and found.errors and not _is_told(found):
+            # Of a part nothing may count, as where a mask is drawn; more samples may tell.
+            halved = tried(_FOUR, _FOUR[:2], _FOUR[2:])
+            return found if halved is None else replace(halved, samples=found.samples)
+        if found.samples >= 4 and found.samples // microbatches >= 2 and not found.seen:
+            return self._crossed(rules, found, batches[1], dims, run)
+        return found
 
     def _crossed(
         self, rules: Sequence[LossRule], found: _Finding, four: Any, dims: BatchDims, run: RunParts
@@ -477,31 +501,6 @@ class FirstLook:
             self._decisions.add("logs", f"{named} by samples, others as the loss")
         mixed = {n for n, kind in by_name.items() if MEAN_OF_SAMPLES in kind and n not in means}
         return frozenset(n for n, kind in by_name.items() if NOT_OF_PARTS in kind or n in mixed)
-
-    def warn_of_logs(self, step: str, names: frozenset[str]) -> None:
-        """Say which numbers are logged as the mean of what parts of a batch give, and which metrics
-        get something else from parts than from a batch.
-        """
-        metrics = {name for name in names if name.startswith(OF_METRIC)}
-        returned = {name for name in names if name.startswith(f"{step}()")}
-        logged = names - metrics - returned
-        warn_of_results(returned)
-        if metrics:
-            rank_zero_warn(
-                f"{step} updates the metrics {', '.join(sorted(metrics))} with something else for "
-                "the parts of a batch than for the whole: with each micro-batch, on every replica, "
-                "where one process updates them once. Give a mean the number of what it is over "
-                "(MeanMetric.update(value, weight)), or give the metric what the value is computed "
-                "from."
-            )
-        if logged:
-            rank_zero_warn(
-                f"{step} logs {', '.join(sorted(logged))}, which for a batch is neither the mean "
-                "nor the sum of its parts: micro-batches and replicas log the mean of theirs, "
-                "where one process would log another number. Log what it is computed from, and "
-                "compute it at the end of the epoch; or use a torchmetrics metric, or "
-                "reduce_fx='max'."
-            )
 
     def _check_tensor_ranks(self, seen: StepReport) -> None:
         """Refuse a loss that tensor-parallel ranks, which have the same samples, do not share.

@@ -1,4 +1,4 @@
-"""What hooks of an epoch read that each replica has of its own samples."""
+"""Warnings of numbers that parts of a batch, or replicas, give otherwise than one process."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_par.observe.contents import names_in
+from lightning_par.strategies.step.metrics import OF_METRIC
+from lightning_par.strategies.step.returned import warn_of_results
 
-__all__ = ["warn_of_own_outputs"]
+__all__ = ["warn_of_logs", "warn_of_own_outputs"]
 
 _LOOPS = {"training_step": "train", "validation_step": "validation", "test_step": "test"}
 _JOINS = frozenset({"all_gather", "all_gather_object", "all_reduce", "gather_object", "reduce"})
@@ -39,3 +41,29 @@ def warn_of_own_outputs(
                 "self.all_gather(values)."
             )
             return
+
+
+def warn_of_logs(step: str, names: frozenset[str]) -> None:
+    """Say which numbers are logged as the mean of what parts of a batch give, and which metrics
+    get something else from parts than from a batch.
+    """
+    metrics = {name for name in names if name.startswith(OF_METRIC)}
+    returned = {name for name in names if name.startswith(f"{step}()")}
+    logged = names - metrics - returned
+    warn_of_results(returned)
+    if metrics:
+        rank_zero_warn(
+            f"{step} updates the metrics {', '.join(sorted(metrics))} with something else for "
+            "the parts of a batch than for the whole: with each micro-batch, on every replica, "
+            "where one process updates them once. Give a mean the number of what it is over "
+            "(MeanMetric.update(value, weight)), or give the metric what the value is computed "
+            "from."
+        )
+    if logged:
+        rank_zero_warn(
+            f"{step} logs {', '.join(sorted(logged))}, which for a batch is neither the mean "
+            "nor the sum of its parts: micro-batches and replicas log the mean of theirs, "
+            "where one process would log another number. Log what it is computed from, and "
+            "compute it at the end of the epoch; or use a torchmetrics metric, or "
+            "reduce_fx='max'."
+        )

@@ -26,7 +26,7 @@ from lightning_par.strategies.start.divided_step import DividedLook, Look
 from lightning_par.strategies.start.end_of_run import EndOfRun
 from lightning_par.strategies.start.first_look import FirstLook
 from lightning_par.strategies.start.loss_rule import choose_parts
-from lightning_par.strategies.start.own_outputs import warn_of_own_outputs
+from lightning_par.strategies.start.own_outputs import warn_of_logs, warn_of_own_outputs
 from lightning_par.strategies.start.silence import silent
 from lightning_par.strategies.start.step_proof import StepProof
 from lightning_par.strategies.start.trial import try_step
@@ -67,7 +67,7 @@ class RunStart:
         given = steps.weigher, steps.form, decisions, steps.count
         self._first_look = FirstLook(module, mesh, layout, *given)
         self.is_over, self._has_begun = False, False
-        self._end_of_run = EndOfRun(module, steps.weigher)
+        self._end_of_run = EndOfRun(module, steps.weigher, self._first_look)
         self._divided_look: DividedLook | None = None
         if steps.sequence is not None:
             self._divided_look = DividedLook(
@@ -127,7 +127,7 @@ class RunStart:
             run = partial(self._look, "training_step", context, args[1:], size=found.size or 1)
             looks.look(few, found, count, run)
             at_end = partial(looks.look, few, found, count, partial(run, size=0))
-            self._end_of_run.look(at_end)
+            self._end_of_run.look(at_end, lambda: steps.weigher.weigh(*steps.cut(batch)))
             self._end_look()
         self.is_over = looks.is_over
 
@@ -232,7 +232,7 @@ class RunStart:
         if others or any(each.startswith(f"{name}()") for each in steps.weigher.sums):
             known.count = 1
         if has_replicas:
-            looks.warn_of_logs(name, others)
+            warn_of_logs(name, others)
 
     @compares_world_sizes(lambda start: (start.steps.mesh, start._is_proved))
     def _look(

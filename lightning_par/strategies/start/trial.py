@@ -1,6 +1,6 @@
 """Running the user's step on some batches, without a pipeline and without its logs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -68,25 +68,47 @@ def try_step(
                 ends.append(buffers_of(module))
         return numbers_of(calls)
 
+    for index in range(len(batches)):
+        logs.append(run(index, watch.followed(index)))
+    if learns:
+        last = len(batches) - 1
+        _learn_buffers(steps, before, ends, last, lambda index: run(index, nullcontext()))
+        del losses[len(batches) :]
+    return watch.report(losses=losses, logs=logs, leaves=leaves)
+
+
+def _learn_buffers(
+    steps: StepRunner,
+    before: Mapping[str, Tensor],
+    ends: list[dict[str, Tensor]],
+    last: int,
+    run: Callable[[int], Any],
+) -> None:
+    """Let the step's buffers be told apart, see `CountedBuffers.learn`.
+
+    Args:
+        steps: Runs the user's steps.
+        before: The buffers before the step.
+        ends: Those after it on every batch; `run` adds more.
+        last: Number of the last batch.
+        run: Runs the step on the batch with a number.
+    """
+    module = steps.module
+
     def again() -> list[dict[str, Tensor]]:
         done = len(ends)
-        for index in range(1, len(batches)):
-            run(index, nullcontext())
+        for index in range(1, last + 1):
+            run(index)
         return ends[done:]
 
     def alone() -> dict[str, Tensor]:
         now = buffers_of(module)
         put_buffers(module, {name: value.clone() for name, value in before.items()})
-        run(len(batches) - 1, nullcontext())
+        run(last)
         put_buffers(module, now)
         return ends.pop()
 
-    for index in range(len(batches)):
-        logs.append(run(index, watch.followed(index)))
-    if learns:
-        counts.learn(before, tuple(ends), again, alone)
-        del losses[len(batches) :]
-    return watch.report(losses=losses, logs=logs, leaves=leaves)
+    steps.counts.learn(before, tuple(ends), again, alone)
 
 
 def _losses_of(steps: StepRunner, step: Callable[[], Any]) -> tuple[float, ...]:
