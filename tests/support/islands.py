@@ -57,6 +57,7 @@ def part_from_other_islands(folder: Path, island: int, rank: int, size: int) -> 
         rank: In the island.
         size: Its number of ranks.
     """
+    dist.barrier()  # a rank that is started again must not have met the server before
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / f"store-{island}"), size)
     dist.init_process_group(backend(), store=store, rank=rank, world_size=size)
