@@ -221,6 +221,7 @@ class StepRandom:
                 yield
         finally:
             self._looked = None
+            self._draws.settle()  # also after a look that came to no end
 
     @property
     def draws(self) -> bool:
@@ -318,7 +319,6 @@ class StepRandom:
                 "(torch.rand(batch_size)), or in the data set, or use num_microbatches=1 and "
                 "data_parallel_size=1.",
             )
-        self._draws.settle()
         # A step may draw in some of its forms only.
         self._draws_whole |= draws
         self._has_drawn |= draws or changes
