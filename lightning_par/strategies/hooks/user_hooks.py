@@ -31,7 +31,6 @@ _BETWEEN_STEPS = frozenset(
         *("on_fit_start", "on_before_zero_grad", "on_sanity_check_start", "on_sanity_check_end"),
     }
 )
-_CONFIGURES = "configure_optimizers"
 _ON_GRADIENTS = frozenset({"on_after_backward", "on_before_optimizer_step"})
 """Under a pipeline; elsewhere a rank has a part of every gradient, which is a DTensor there."""
 
@@ -45,7 +44,6 @@ class UserHooks:
         self._on_all, self._seen = set[str](), set[str]()
         self._is_users: dict[tuple[int, str], bool] = {}  # asked at each call of a hook
         self._update, self._opened = ExitStack(), ExitStack()
-        self._load: Callable[..., Any] | None = None
 
     def attach(self, model: ParallelModel, trainer: pl.Trainer, device: torch.device) -> None:
         """Surround the hooks of a run on several ranks.
@@ -70,7 +68,8 @@ class UserHooks:
         dist.all_gather_object(found, own)
         self._on_all = set(found[0]).intersection(*found)
         if model.mesh.sizes.pipeline > 1:
-            self._load = self._loader(nn.Module.load_state_dict)
+            load = self._loader(nn.Module.load_state_dict)
+            self._opened.enter_context(replaced(nn.Module, "load_state_dict", load))
         for name, around in (("module", self._of_module), ("callbacks", self._of_callbacks)):
             caller = hook_calls[name]
             inner = getattr(*caller)
@@ -107,7 +106,6 @@ class UserHooks:
 
     def close(self) -> None:
         """Surround nothing any more."""
-        self._load = None
         self._opened.close()
         self._seen.clear()
         self._is_users.clear()
@@ -149,8 +147,6 @@ class UserHooks:
             if name in _ON_GRADIENTS:
                 norms = self._model.gradients.norms
                 stack.enter_context(norms.in_view(self._reads.paused))
-            if self._load is not None:
-                stack.enter_context(replaced(nn.Module, "load_state_dict", self._load))
             stack.enter_context(self._reads.in_hook(self._view))
             stack.enter_context(self._view.around(label, is_first=is_first))
             return call()
@@ -162,13 +158,16 @@ class UserHooks:
         module, states = self._model.module, self._model.states
         places = {id(part): name for name, part in module.named_modules()}
 
-        def load(part: nn.Module, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        # The names are those of torch, which users may write.
+        def load(
+            part: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
+        ) -> Any:
             place, view = places.get(id(part)), self._view
             if place is None or view is None or not view.is_on:
-                return inner(part, state, strict, assign)
+                return inner(part, state_dict, strict, assign)
             view.agree("load_state_dict")
             with self._reads.paused():
-                states.load_weights(module, state, strict=strict, place=place)
+                states.load_weights(module, state_dict, strict=strict, place=place)
             return _Keys([], [])
 
         return load
@@ -193,7 +192,8 @@ class UserHooks:
         if self._view is None:
             yield
             return
-        with self._reads.in_hook(self._view), self._view.around(_CONFIGURES, is_first=True):
+        around = self._view.around("configure_optimizers", is_first=True)
+        with self._reads.in_hook(self._view), around:
             yield
 
     def before_update(self) -> None:

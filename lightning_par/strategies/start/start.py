@@ -6,7 +6,7 @@ knows nothing else of a look.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -264,7 +264,7 @@ class RunStart:
                 untouched(steps.module),
                 silent(steps.module.trainer.loggers) as watch.has_written,
                 torch.compiler.set_stance("force_eager"),
-                self._end_of_run.watched(),
+                self._end_of_run.watched() if name == "training_step" else nullcontext(),
                 steps.random.look([n for _, n in parts], size, steps.tokens_of(batches[0])),
             ):
                 if steps.pipeline is None:

@@ -16,7 +16,7 @@ means, are refused. What the stages of one rank change alike, the last of them c
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -126,8 +126,10 @@ class CountedBuffers:
             return
         self.is_known = True
         replica = [every[rank] for rank in dist.get_process_group_ranks(self._mesh.replica_group)]
-        names = {name: None for _, _, changes in every for name in sorted(changes)}
-        of_all = {n: [changes[n] for _, _, changes in every if n in changes] for n in sorted(names)}
+        of_all = {
+            name: [changes[name] for _, _, changes in every if name in changes]
+            for name in sorted({name for _, _, changes in every for name in changes})
+        }
         once = self._changed_once(of_all, changed, before, ends, alone)
         told, added = list[str](), list[str]()
         for name, changes in of_all.items():
@@ -173,17 +175,19 @@ class CountedBuffers:
             start, whole, end = found
             if not _is_near(_change(start, end), _change(start, whole)):
                 others.add(name)
-        every: list[Any] = [None] * self._mesh.sizes.world_size
-        dist.all_gather_object(every, others)
-        return once.difference(*every)
+        return once - self._named_by_any(others)
 
     def _refuse_any(self, names: Sequence[str], divides: bool) -> None:
         """Refuse the buffers that any rank names."""
-        every: list[Any] = [None] * self._mesh.sizes.world_size
-        dist.all_gather_object(every, names)
-        told = sorted(set().union(*every))
+        told = sorted(self._named_by_any(names))
         if told:
             self._refuse(told, divides)
+
+    def _named_by_any(self, names: Iterable[str]) -> set[str]:
+        """Return the names that any rank gives."""
+        every: list[Any] = [None] * self._mesh.sizes.world_size
+        dist.all_gather_object(every, [*names])
+        return set().union(*every)
 
     def _refuse(self, names: Sequence[str], divides: bool) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -307,26 +311,23 @@ class StageBuffers:
         self._runs[index] += 1
         if self._ends is not None:
             ends = self._ends.setdefault(stage, [])
-            for name, buffer in self._begin_part(index, ends).items():
-                put_buffers(self._module, {name: buffer.clone()})
+            begin = self._begin_part(index, ends).items()
+            put_buffers(self._module, {name: buffer.clone() for name, buffer in begin})
             try:
                 yield
             finally:
                 ends.append(buffers_of(self._module))
             return
         # New tensors: a backward that is to come may need those of earlier micro-batches.
-        for name in self._once:
-            put_buffers(self._module, {name: self._start[name].clone()})
+        put_buffers(self._module, {name: self._start[name].clone() for name in self._once})
         kept = {}
         if stage < self._stages - 1:
             kept = {name: self._module.get_buffer(name) for name in self._repeated}
-            for name, buffer in kept.items():
-                put_buffers(self._module, {name: buffer.clone()})
+            put_buffers(self._module, {name: buffer.clone() for name, buffer in kept.items()})
         try:
             yield
         finally:
-            for name, buffer in kept.items():
-                put_buffers(self._module, {name: buffer})
+            put_buffers(self._module, kept)
 
     @contextmanager
     def look(self, parts: int) -> Iterator[None]:

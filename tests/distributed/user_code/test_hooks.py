@@ -262,7 +262,7 @@ def averages_that_are_loaded_for_a_while() -> Any:
             for name, value in state.items():
                 self.averages[name].lerp_(value, 0.5)
             kept = {name: value.clone() for name, value in state.items()}
-            self.net.load_state_dict(self.averages)
+            self.net.load_state_dict(state_dict=self.averages)
             rate_of(self, sum(p.detach().double().square().sum() for p in self.parameters()) / 1e3)
             loaded = self.net.load_state_dict(kept, strict=False)
             assert not loaded.missing_keys
