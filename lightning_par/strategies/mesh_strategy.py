@@ -457,8 +457,8 @@ class MeshStrategy(ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **options: Any
     ) -> Any:
         closure = closure if self.offload is None else self.offload.complete(closure)
-        self._hooks.before_update()
-        output = super().optimizer_step(optimizer, closure, model, **options)
+        with self._hooks.updating(closure) as closure:
+            output = super().optimizer_step(optimizer, closure, model, **options)
         self.activity.end_step()
         return output
 

@@ -51,14 +51,19 @@ PROOFS: dict[str, str] = {
         hooks::a_state_dict_that_all_ranks_save hooks::a_norm_on_rank_zero_alone
         hooks::averages_that_are_loaded_for_a_while hooks::a_forward_on_rank_zero_alone
         hooks::forwards_between_steps hooks::norms_over_the_parameters_of_the_optimizer
+        hooks::members_of_groups_where_some_join_later hooks::states_of_the_optimizer
         hooks::masks_on_weights uncommon_steps::an_average_that_the_module_keeps
         distributed/test_weight_averaging.py::test_averages_and_their_checkpoints_equal_one_process
         """,
-    "hooks between backward and step (`on_after_backward`, `on_before_optimizer_step`): names, "
-    "numbers, norms, arrays of all weights and gradients": """
+    "hooks between backward and step (`on_after_backward`, `on_before_optimizer_step`, "
+    "`configure_gradient_clipping`): names, numbers, norms, arrays of all weights and "
+    "gradients": """
+        gradients::norm_over_all_by_hand_where_gradients_are_clipped
         gradients::what_all_weights_and_gradients_give gradients::histograms_on_rank_zero_alone
         gradients::norm_over_all_by_hand hooks::arrays_of_parts_before_the_update""",
-    "norms after the closure in an `optimizer_step` of your own": """
+    "weights and gradients before and after the closure in an `optimizer_step` of your own: "
+    "numbers, norms": """
+        hooks::weights_and_gradients_around_the_update
         hooks::update_left_out_by_the_norm hooks::norm_by_hand_after_the_closure""",
     "`ModelPruning`": "hooks::pruning_by_the_callback hooks::masks_on_weights",
     "an embedding with `max_norm`": "uncommon_steps::an_embedding_of_limited_norm",

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.setup.parallel_model import ParallelModel
+from lightning_par.strategies.setup.stage_optimizers import groups_of_all_stages
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.lightning import hook_calls
@@ -31,7 +32,9 @@ _BETWEEN_STEPS = frozenset(
         *("on_fit_start", "on_before_zero_grad", "on_sanity_check_start", "on_sanity_check_end"),
     }
 )
-_ON_GRADIENTS = frozenset({"on_after_backward", "on_before_optimizer_step"})
+_ON_GRADIENTS = frozenset(
+    {"on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"}
+)
 """Under a pipeline; elsewhere a rank has a part of every gradient, which is a DTensor there."""
 
 
@@ -44,6 +47,7 @@ class UserHooks:
         self._on_all, self._seen = set[str](), set[str]()
         self._is_users: dict[tuple[int, str], bool] = {}  # asked at each call of a hook
         self._update, self._opened = ExitStack(), ExitStack()
+        self._resume: Callable[[], None] = _nothing
 
     def attach(self, model: ParallelModel, trainer: pl.Trainer, device: torch.device) -> None:
         """Surround the hooks of a run on several ranks.
@@ -147,9 +151,15 @@ class UserHooks:
             if name in _ON_GRADIENTS:
                 norms = self._model.gradients.norms
                 stack.enter_context(norms.in_view(self._reads.paused))
-            stack.enter_context(self._reads.in_hook(self._view))
-            stack.enter_context(self._view.around(label, is_first=is_first))
+            self._show_whole(stack, label, is_first=is_first)
             return call()
+
+    def _show_whole(self, stack: ExitStack, label: str, *, is_first: bool) -> None:
+        """Until a stack is closed, code of a user's sees the whole module."""
+        assert self._view is not None
+        stack.enter_context(groups_of_all_stages(self._trainer.optimizers))
+        stack.enter_context(self._reads.in_hook(self._view))
+        stack.enter_context(self._view.around(label, is_first=is_first))
 
     def _loader(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return what stands for `load_state_dict` in hooks: of a whole state dict, as `state_dict`
@@ -173,18 +183,55 @@ class UserHooks:
         return load
 
     def _in_update(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run an `optimizer_step` of the user's: what follows the closure sees gradients."""
+        """Run an `optimizer_step` of the user's, which sees gradients and weights between what this
+        package does: the closure and the update.
+        """
         epoch, batch_idx, optimizer, closure = args
+        self._resume = partial(self._enter_update, optimizer)
 
         def run() -> Any:
             self._update.close()
             output = closure()
-            norms = self._model.gradients.norms
-            self._update.enter_context(norms.in_hooks("optimizer_step", [optimizer]))
+            self._resume()
             return output
 
-        with self._update:
-            return call(epoch, batch_idx, optimizer, run)
+        try:
+            with self._update:
+                self._resume()
+                return call(epoch, batch_idx, optimizer, run)
+        finally:
+            self._resume = _nothing
+
+    def _enter_update(self, optimizer: Any) -> None:
+        """Surround what the user's `optimizer_step` does itself."""
+        norms, stack = self._model.gradients.norms, self._update
+        stack.enter_context(norms.in_hooks("optimizer_step", [optimizer]))
+        if self._model.mesh.sizes.pipeline > 1:
+            stack.enter_context(norms.in_view(self._reads.paused))
+            label = _label(self._model.module, "optimizer_step")
+            self._show_whole(stack, label, is_first=True)
+
+    @contextmanager
+    def updating(self, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+        """Surrounds the update of an optimizer, which the user's `optimizer_step`, if there is one,
+        calls.
+
+        Args:
+            closure: Given to the optimizer, perhaps with code of the user's around Lightning's own.
+
+        Yields:
+            The closure to give in its place.
+        """
+
+        def run() -> Any:
+            self._resume()
+            output = closure()
+            self._update.close()
+            return output
+
+        self._update.close()
+        yield run
+        self._resume()
 
     @contextmanager
     def configuring(self) -> Iterator[None]:
@@ -192,13 +239,13 @@ class UserHooks:
         if self._view is None:
             yield
             return
-        around = self._view.around("configure_optimizers", is_first=True)
-        with self._reads.in_hook(self._view), around:
+        with ExitStack() as stack:
+            self._show_whole(stack, "configure_optimizers", is_first=True)
             yield
 
-    def before_update(self) -> None:
-        """End what surrounds the user's `optimizer_step`: the optimizer is about to step."""
-        self._update.close()
+
+def _nothing() -> None:
+    """Stands for what is not to be done."""
 
 
 class _Keys(NamedTuple):

@@ -71,6 +71,7 @@ class GradientNorms:
         self._names = list(dict.fromkeys(self._canonical.values()))
         self._quiet: set[str] = set()  # hooks that asked for nothing in their first run
         self._groups: list[set[int]] = []
+        self._drawn: list[Tensor] = []
         self._calls = 0
         self.watch: AcrossParameters | None = None
         self.pause_view: Callable[[], AbstractContextManager[None]] | None = None
@@ -104,7 +105,7 @@ class GradientNorms:
             yield
             return
         pipelined = self._stages > 1
-        drawn = self._draws() if pipelined else None
+        self._drawn = self._draws() if pipelined else []
         self._calls = 0
         self._groups = [{id(p) for p in g["params"]} for o in optimizers for g in o.param_groups]
         with ExitStack() as stack:
@@ -122,8 +123,7 @@ class GradientNorms:
                 if told is None:
                     raise
                 raise told from error
-        if drawn is not None and not all(map(torch.equal, drawn, self._draws())):
-            self._refuse_draws(name)
+        self._refuse_draws(name)
         if pipelined and name not in self._quiet:
             kinds, _ = self._exchange(_END)
             if any(kind != _END for kind in kinds):
@@ -144,6 +144,8 @@ class GradientNorms:
                 yield
             finally:
                 self.pause_view = None
+                # What is drawn inside is that of one process.
+                self._drawn = self._draws()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -163,6 +165,8 @@ class GradientNorms:
         return states
 
     def _refuse_draws(self, name: str) -> None:
+        if all(map(torch.equal, self._drawn, self._draws())):
+            return
         raise ConfigurationError(
             "LP311",
             f"pipeline_parallel_size={self._stages}: a hook between backward and optimizer step "

@@ -211,6 +211,7 @@ _LOOK = "lightning_par.strategies.start.first_look.FirstLook.is_due"
 _STATISTICS = "lightning_par.strategies.start.start.check_batch_statistics"
 _READS = "lightning_par.strategies.setup.parallelize.describe_parameters"
 _NORMS = "lightning_par.strategies.step.gradient_norms.GradientNorms.in_hooks"
+_VIEW = "lightning_par.strategies.hooks.user_hooks.UserHooks._is_user"
 _EFFECTS = "lightning_par.engine.pipeline.module_split.watch_side_effects"
 _MIXING = "lightning_par.engine.context.attention.check_mixing"
 _DIVIDED = "lightning_par.strategies.start.divided_step.DividedLook.check_training"
@@ -223,7 +224,7 @@ UNGUARDED: dict[str, tuple[Any, str, list[str]]] = {
     "random numbers, pp": (Noise, "pp2", [_LOOK]),
     "random numbers, tp": (Noise, "tp2", [_LOOK]),
     "side effects of blocks": (Auxiliary, "pp2", [_EFFECTS, _LOOK]),
-    "clipping by hand": (ClipsByHand, "pp2", [_NORMS]),
+    "clipping by hand": (ClipsByHand, "pp2", [_NORMS, _VIEW]),
     "normalized descent": (_says_entry(NormalizedDescent), "pp2", []),
     "line search": (_says_entry(Lbfgs), "pp2", []),
     "matrix optimizer, tp": (_says_entry(Muon), "tp2", []),
@@ -428,7 +429,7 @@ def _process_state() -> dict[str, Any]:
 
 
 def _train_unguarded(rank: int, world: int, cause: str, guards: list[str]) -> dict[str, Any]:
-    answers = {_LOOK: False, _READS: {}, _NORMS: nullcontext()}
+    answers = {_LOOK: False, _READS: {}, _NORMS: nullcontext(), _VIEW: False}
     with ExitStack() as switched_off:
         for guard in guards:
             off = mock.patch(guard, return_value=answers.get(guard))

@@ -145,7 +145,7 @@ def norm_over_all_by_hand() -> Any:
     return hooked(scale_by_hand)
 
 
-@CASES.add(equal="tp2", refused={"pp2": r"combines .* at test_gradients.py:\d+: under a pip"})
+@CASES.add(equal="tp2 pp2")
 def norm_over_all_by_hand_where_gradients_are_clipped() -> Any:
     return hooked(scale_by_hand, "configure_gradient_clipping")
 
@@ -169,10 +169,7 @@ def signs_of_gradients() -> Any:
     return hooked(act, "on_after_backward")
 
 
-@CASES.add(
-    equal="tp2 zero3 zero2_offload",
-    refused={"pp2": r"\(on_before_optimizer_step\) draws .* one parameter after the other"},
-)
+@CASES.add(equal="tp2 pp2 zero3 zero2_offload")
 def noise_on_gradients() -> Any:
     def act(module: nn.Module) -> None:
         for parameter in module.parameters():

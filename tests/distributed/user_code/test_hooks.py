@@ -53,7 +53,7 @@ def update_left_out_by_the_norm() -> Any:
     return Module(), token_pairs()
 
 
-@CASES.add(refused={"pp2": r"optimizer_step combines .*gradient_norms\(\)"}, large="tp2 zero3")
+@CASES.add(equal="pp2", large="tp2 zero3")
 def norm_by_hand_after_the_closure() -> Any:
     class Module(PlainModule):
         def optimizer_step(self, _: int, i: int, optimizer: Any, closure: Any = None) -> None:
@@ -64,10 +64,32 @@ def norm_by_hand_after_the_closure() -> Any:
     return Module(), token_pairs()
 
 
+@CASES.add(equal="pp2", large="tp2 zero3 tp2pp2")
+def weights_and_gradients_around_the_update() -> Any:
+    """The closure is one of the user's, in which there is Lightning's."""
+
+    class Module(PlainModule):
+        def optimizer_step(self, _: int, i: int, optimizer: Any, closure: Any = None) -> None:
+            before = sum(float(p.detach().abs().mean()) for p in self.parameters())
+
+            def inner() -> Any:
+                loss = closure()
+                largest = max(float(p.grad.abs().max()) for p in self.parameters())
+                for p in self.parameters():
+                    p.grad.div_(before + largest)
+                return loss
+
+            optimizer.step(closure=inner)
+            with torch.no_grad():
+                norm = torch.stack([p.norm() for p in self.parameters()]).norm()
+                for p in self.parameters():
+                    p.mul_(0.99 + 0.01 / norm)
+
+    return Module(), token_pairs()
+
+
 @CASES.add(equal="pp2", large="tp2 zero3")
 def the_norms_of_the_strategy_after_the_closure() -> Any:
-    """The cure of the refusal above."""
-
     class Module(PlainModule):
         def optimizer_step(self, _: int, i: int, optimizer: Any, closure: Any = None) -> None:
             closure()
@@ -122,13 +144,42 @@ def a_norm_on_rank_zero_alone() -> Any:
     return with_hook("on_train_start", number)
 
 
-@CASES.add(refused={"pp2": r"ranks ask .*module\.named_parameters\(\)"})
+@CASES.add(equal="pp2")
 def norms_over_the_parameters_of_the_optimizer() -> Any:
     def number(module: PlainModule) -> Any:
         (group,) = module.trainer.optimizers[0].param_groups
         return sum(float(p.detach().norm()) for p in group["params"])
 
     return with_hook("on_train_start", number)
+
+
+@CASES.add(refused={"pp2": r"state that .* of .* is read at test_hooks.py.*parallel_size=1"})
+def states_of_the_optimizer() -> Any:
+    def number(module: PlainModule) -> Any:
+        optimizer: Any = module.trainer.optimizers[0]
+        return sum(len(optimizer.state[p]) for p in optimizer.param_groups[0]["params"])
+
+    return with_hook("on_train_start", number)
+
+
+@CASES.add(equal="pp2 tp2pp2")
+def members_of_groups_where_some_join_later() -> Any:
+    class Module(PlainModule):
+        def configure_optimizers(self) -> Any:
+            first = self.net.emb.parameters()
+            return torch.optim.Adam([{"params": first, "lr": 1e-3}], weight_decay=0.1)
+
+        def on_train_start(self) -> None:
+            rest = [p for n, p in self.named_parameters() if ".emb." not in n]
+            self.trainer.optimizers[0].add_param_group({"params": rest, "lr": 1e-2})
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for group in optimizer.param_groups:
+                largest = max(float(p.grad.abs().max()) for p in group["params"])
+                for p in group["params"]:
+                    p.grad.div_(largest)
+
+    return Module(), token_pairs()
 
 
 class Average(pl.Callback):
