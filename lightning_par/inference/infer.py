@@ -99,7 +99,7 @@ def infer_here(
     if trace is None:
         return refuse_all(model, reason)
     if blocks:
-        cut = Cut(blocks=blocks[0] if len(blocks) == 1 else None)
+        cut = Cut(containers=tuple(blocks) if len(blocks) == 1 else ())
     else:
         cut = find_cut(model, trace, max(2, pipeline_parallel_size))
     # Of a forward alone, nobody knows which entry of a batch an argument is.
@@ -117,6 +117,7 @@ def infer_here(
         first=cut.first,
         last=cut.last,
         replicated=cut.replicated,
+        kept=cut.kept,
         tensor={} if styles.refusal else _compress(styles.styles, names),
         divided={} if styles.refusal else _compress(styles.divided, names),
         batch=layout,
@@ -233,8 +234,8 @@ class _Styles:
                     continue  # every rank reads it whole, see ParameterReads
                 dot = f"{reader}." if reader else ""
                 inside = any(owner.startswith(dot) for owner in self.owners[value.name])
-                blocks = f"{self.cut.blocks or ''}."
-                if reader is None or not inside or blocks.startswith(dot):
+                blocks = [f"{container}." for container in self.cut.containers]
+                if reader is None or not inside or any(b.startswith(dot) for b in blocks):
                     by = "the step itself" if reader is None else f"the forward of {reader or 'it'}"
                     self.refusal = (
                         f"The parameter {value.name} is read by {by} and not by the forward of its "
@@ -249,15 +250,15 @@ class _Styles:
         return any(self.trace.calls_of(module) for module in modules)
 
     def _block_calls(self) -> Iterator[Call]:
-        if self.cut.blocks is not None:
-            for name, _ in self.model.get_submodule(self.cut.blocks).named_children():
-                yield from self.trace.calls_of(f"{self.cut.blocks}.{name}")
+        for container in self.cut.containers:
+            for name, _ in self.model.get_submodule(container).named_children():
+                yield from self.trace.calls_of(f"{container}.{name}")
 
     def _divide_tokens(self, groups: Groups, tokens: Mapping[str, int]) -> bool:
         """Prove every block under sequence parallelism; only then activations are cut along T."""
         calls = list(self._block_calls())
         lengths = set(tokens.values())
-        if not calls or len(lengths) != 1 or self._own_styles:
+        if not calls or len(lengths) != 1 or self._own_styles or self.cut.kept:
             return False
         if any(two.inputs[:1] != one.outputs[:1] for one, two in pairwise(calls)):
             return False  # code between two blocks, which may want all tokens
@@ -293,7 +294,7 @@ class _Styles:
                 style: TensorStyle = "sequence_parallel" if name in partial else "replicated"
                 # Of a module that several blocks share, plans know the first name.
                 fqn = first[id(call.module.get_submodule(owner))]
-                if name in partial and not fqn.startswith(f"{self.cut.blocks}."):
+                if name in partial and not self.cut.holds(fqn):
                     return False
                 if found.setdefault(fqn, style) != style:
                     return False
@@ -343,7 +344,6 @@ class _Styles:
 
     def _heads(self, size: int) -> list[str]:
         """Return linear layers outside of the blocks that give `size` numbers."""
-        prefix = f"{self.cut.blocks}." if self.cut.blocks else None
         return [
             name
             for name, module in self.model.named_modules()
@@ -351,7 +351,7 @@ class _Styles:
             and module.out_features == size
             and len(self.trace.calls_of(name)) == 1
             and self.styles.get(name, "replicated") in ("replicated", "colwise_gather_output")
-            and not (prefix and name.startswith(prefix))
+            and not self.cut.holds(name)
         ]
 
 

@@ -3,7 +3,9 @@
 Every stage runs the whole step; stubs stand for the blocks of other stages, and the one before its
 first block answers with what it received (`lightning_par.engine.pipeline.stage`). So a container
 can be cut if each block is called once, in order, and what a block reads is the output of the one
-before it, or can be computed from the batch and from parameters that every stage holds.
+before it, of an earlier one that later stages receive, too, or can be computed from the batch and
+from parameters that every stage holds. Containers that a model passes through one after the other,
+such as the two halves of a U-Net, are cut as one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +28,7 @@ __all__ = ["Cut", "find_cut"]
 _Label = tuple[str, str | int]
 _CHOOSING = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"})
 """Functions whose result has a size that depends on values."""
+_EDGES: tuple[Place, Place] = ("first", "last")
 _WRITES = ("index_add", "index_copy", "index_put", "masked_scatter", "scatter", "__setitem__")
 """Functions whose result has the shape of their first argument."""
 
@@ -35,18 +38,34 @@ class Cut:
     """Where a model is cut.
 
     Attributes:
-        blocks: FQN of the container; None: it cannot be cut.
+        containers: FQNs of the containers of blocks, in the order in which they run; empty: it
+            cannot be cut.
         first: As in `ParallelPlan`.
         last: As in `ParallelPlan`.
         replicated: As in `ParallelPlan`.
+        kept: As in `ParallelPlan`.
         refusal: Why it cannot be cut.
     """
 
-    blocks: str | None = None
+    containers: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     refusal: str = ""
+
+    @property
+    def blocks(self) -> str | tuple[str, ...] | None:
+        """The containers as `ParallelPlan` names them."""
+        return self.containers if len(self.containers) > 1 else next(iter(self.containers), None)
+
+    def holds(self, name: str) -> bool:
+        """Tell whether something stands inside of a container.
+
+        Args:
+            name: FQN of a module or parameter.
+        """
+        return name.startswith(tuple(f"{container}." for container in self.containers))
 
 
 class _UncuttableError(Exception):
@@ -71,23 +90,25 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
     chosen = _sized_by_values(trace)
     found: list[tuple[tuple[bool, float, int], Cut]] = []
     refused: list[tuple[int, str, str]] = []
-    for fqn, container in model.named_modules():
-        names = [f"{fqn}.{n}" if fqn else n for n, _ in container.named_children()]
-        listed = isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        owns = next(container.parameters(recurse=False), None) is not None
-        if not fqn or not listed or owns or len(names) < 2:
-            continue
+    for containers in _candidates(model, trace):
+        names = [f"{fqn}.{n}" for fqn in containers for n in _children(model, fqn)]
         try:
-            cut = _cut(model, trace, fqn, names)
+            cut = _cut(model, trace, containers, names)
             if any(value in chosen for call in trace.calls_of(names[1]) for value in call.inputs):
                 raise _UncuttableError("how many rows its blocks get is chosen by values")
         except _UncuttableError as error:
-            refused.append((_size(container), fqn, str(error)))
+            size = sum(_size(model.get_submodule(fqn)) for fqn in containers)
+            if len(containers) == 1:
+                refused.append((size, containers[0], str(error)))
             continue
         found.append(((len(names) < stages, _load(model, cut, names, stages), -len(names)), cut))
     # Code between an outer list and an inner one would run on stand-ins of its own parts.
-    lists = [f"{cut.blocks}." for _, cut in found]
-    found = [pair for pair in found if not f"{pair[1].blocks}".startswith(tuple(lists))]
+    cuts = [cut for _, cut in found]
+    found = [
+        pair
+        for pair in found
+        if not any(outer.holds(inner) for outer in cuts for inner in pair[1].containers)
+    ]
     if found:
         return min(found, key=lambda pair: pair[0])[1]
     if refused:
@@ -97,6 +118,31 @@ def find_cut(model: nn.Module, trace: Trace, stages: int) -> Cut:
         refusal=f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential), "
         "so nothing says where it can be cut."
     )
+
+
+def _candidates(model: nn.Module, trace: Trace) -> Iterator[tuple[str, ...]]:
+    """Give what may be cut: each container, and those of one parent that are called in one place,
+    in the order in which they run.
+    """
+    for parent, module in model.named_modules():
+        together: dict[tuple[int, ...], list[tuple[int, str]]] = {}
+        for name, child in module.named_children():
+            fqn = f"{parent}.{name}" if parent else name
+            listed = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+            blocks = [*_children(model, fqn)]
+            if not listed or not blocks or next(child.parameters(recurse=False), None) is not None:
+                continue
+            if len(blocks) > 1:
+                yield (fqn,)
+            for call in trace.calls_of(f"{fqn}.{blocks[0]}"):
+                together.setdefault(call.outer, []).append((call.number, fqn))
+        for ordered in map(sorted, together.values()):
+            if len(ordered) > 1:
+                yield tuple(fqn for _, fqn in ordered)
+
+
+def _children(model: nn.Module, fqn: str) -> list[str]:
+    return [name for name, _ in model.get_submodule(fqn).named_children()]
 
 
 def _keeps_batch_statistics(module: nn.Module) -> bool:
@@ -136,26 +182,30 @@ def _size(part: nn.Module | Tensor) -> int:
 
 
 def _load(model: nn.Module, cut: Cut, names: Sequence[str], stages: int) -> float:
-    """Return the size of the fullest stage."""
-    weights = [_size(model.get_submodule(name)) for name in names]
-    edges = edge_weights(model, classify_units(model, _plan_of(cut)))
+    """Return the size of the fullest stage, if the blocks are divided as a run divides them."""
     parts = {**dict(model.named_modules()), **dict(model.named_parameters(remove_duplicate=False))}
-    everywhere = sum(_size(parts[name]) for name in cut.replicated)
-    counts = partition_blocks(weights, edges, min(stages, len(names)))
+    units = classify_units(model, _plan_of(cut))
+    weights = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in names]
+    counts = partition_blocks(weights, edge_weights(model, units), min(stages, len(names)))
+    sizes = {
+        place: sum(_size(parts[u]) for u, p in units.items() if p == place) for place in _EDGES
+    }
     loads, start = [], 0
-    for stage, count in enumerate(counts):
-        edge = (edges[0] if stage == 0 else 0) + (edges[1] if stage == len(counts) - 1 else 0)
-        loads.append(sum(weights[start : start + count]) + edge)
+    for count in counts:
+        loads.append(sum(_size(parts[name]) for name in names[start : start + count]))
         start += count
-    return float(max(loads) + everywhere)
+    loads[0] += sizes["first"]
+    loads[-1] += sizes["last"]
+    return float(max(loads) + sum(_size(parts[name]) for name in cut.replicated))
 
 
-def _cut(model: nn.Module, trace: Trace, fqn: str, names: Sequence[str]) -> Cut:
+def _cut(model: nn.Module, trace: Trace, containers: tuple[str, ...], names: Sequence[str]) -> Cut:
     calls = _block_calls(trace, names)
-    uses = _Flow(model, trace, calls, names).parameters()
+    flow = _Flow(model, trace, calls, names)
+    uses = flow.parameters()
     named = model.named_parameters(remove_duplicate=False)
     used = {name: uses.get(name, frozenset()) for name, _ in named}
-    units = classify_units(model, ParallelPlan(blocks=fqn))
+    units = classify_units(model, _plan_of(Cut(containers=containers)))
     read_by_step = _read_by_step(trace)
     roles: dict[Place, list[str]] = {"first": [], "last": [], "every": []}
     for unit, default in units.items():
@@ -167,10 +217,11 @@ def _cut(model: nn.Module, trace: Trace, fqn: str, names: Sequence[str]) -> Cut:
             if place is not None and place != default:
                 roles[place].append(name)
     cut = Cut(
-        blocks=fqn,
+        containers=containers,
         first=tuple(roles["first"]),
         last=tuple(roles["last"]),
         replicated=tuple(roles["every"]),
+        kept=tuple(names[index] for index in sorted(flow.kept)),
     )
     for unit, place in classify_units(model, _plan_of(cut)).items():
         # Later stages have a stand-in for it, which can be called, and not be taken apart.
@@ -201,7 +252,11 @@ def _is_called_early(trace: Trace, name: str, block: Call) -> bool:
 
 def _plan_of(cut: Cut) -> ParallelPlan:
     return ParallelPlan(
-        blocks=cut.blocks, first=cut.first, last=cut.last, replicated=cut.replicated
+        blocks=cut.blocks,
+        first=cut.first,
+        last=cut.last,
+        replicated=cut.replicated,
+        kept=cut.kept,
     )
 
 
@@ -250,12 +305,17 @@ def _place(targets: frozenset[str | int]) -> Place | None:
 
 
 class _Flow:
-    """Follows values outside of the blocks; raises where a cut would lose one."""
+    """Follows values outside of the blocks; raises where a cut would lose one.
+
+    Attributes:
+        kept: Numbers of the blocks whose output is read after the next block, too.
+    """
 
     def __init__(
         self, model: nn.Module, trace: Trace, calls: Sequence[Call], names: Sequence[str]
     ) -> None:
         self.trace, self.calls, self.names = trace, calls, names
+        self.kept: set[int] = set()
         first: dict[int, str] = {}
         self._aliases: dict[str, list[str]] = {}  # the trace knows the first name of a parameter
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -327,11 +387,8 @@ class _Flow:
         name = self.names[source]
         wanted = len(self.calls) if target == "after" else int(target)
         where = "after the blocks" if target == "after" else f"by {self.names[int(target)]}"
-        if label == "hidden" and source != wanted - 1:
-            raise _UncuttableError(
-                f"the output of {name} is used {where}, and a stage hands on the output of its "
-                "last block only"
-            )
+        if label == "hidden" and source < wanted - 1:
+            self.kept.add(source)
         if label == "side" and source >= wanted:
             raise _UncuttableError(f"an output of {name} is used {where}")
         if label == "inner":

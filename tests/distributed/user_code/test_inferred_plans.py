@@ -96,9 +96,14 @@ def batch_norm() -> Any:
     return Planless(structures.Convolutions()), images()
 
 
-@CASES.add(large="tp2", refused={"pp2": r"the output of net\.layers\.\d is used"})
+@CASES.add(equal="pp2", large="tp2 tp2pp2")
 def skips_over_blocks() -> Any:
     return Planless(structures.Skips()), token_pairs()
+
+
+@CASES.add(equal="pp2", large="zero3 tp2pp2")
+def both_halves_of_a_u_net() -> Any:
+    return Planless(structures.UNet()), images()
 
 
 @CASES.add(refused={"pp2": r"a parameter of net\.layers\.0 is used after the blocks"})

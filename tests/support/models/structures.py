@@ -289,6 +289,41 @@ class Planless(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
+class Residual(nn.Module):
+    """A convolution whose output is followed by another one, with groups that are normed."""
+
+    def __init__(self, size: int, of: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(size, of, 3, padding=1), nn.GroupNorm(2, of)
+        self.second = nn.Conv2d(of, of, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.silu(self.norm(self.first(x))))
+
+
+class UNet(nn.Module):
+    """Images [B, 3, 16, 16] -> [B, 10]: what goes down enters, at each size, what goes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList([Residual(32, 16), Residual(32, 8), Residual(16, 8)])
+        self.down = nn.ModuleList([Residual(3, 8), Residual(8, 16), Residual(16, 16)])
+        self.middle = nn.ModuleList([Residual(16, 16)])
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for part in self.down:
+            x = part(x)
+            kept.append(x)
+            x = F.avg_pool2d(x, 2)
+        for part in self.middle:
+            x = part(x)
+        for part in self.up:
+            x = part(torch.cat([F.interpolate(x, scale_factor=2.0), kept.pop()], 1))
+        return self.head(x.mean((2, 3)))
+
+
 def images(count: int = 32) -> list[tuple[Tensor, Tensor]]:
     """Random samples: images [3, 16, 16] and classes."""
     return [(torch.randn(3, 16, 16), torch.randint(10, ())) for _ in range(count)]

@@ -122,6 +122,16 @@ def test_of_nested_containers_the_outer_one_is_cut() -> None:
     assert not plan.replicated
 
 
+def test_outputs_that_later_blocks_read_are_kept_and_containers_in_a_row_are_cut_as_one() -> None:
+    plan = infer_plan(structures.UNet(), example=(torch.zeros(2, 3, 16, 16),))
+    assert plan.blocks == ("down", "middle", "up")
+    assert plan.kept == ("down.0", "down.1", "down.2")
+    assert not plan.replicated
+    skips = infer_plan(structures.Skips(), example=(TOKENS,))
+    assert (skips.blocks, skips.kept) == ("layers", ("layers.0",))
+    assert skips.sequence_region == "none"
+
+
 def test_a_step_tells_the_labels_and_allows_sequence_parallelism() -> None:
     plan = infer_plan(Planless(LanguageModel()), example=(TOKENS, TOKENS))
     assert plan.batch == BatchLayout(sequence_dims={"0": 1, "1": 1}, labels="1")
@@ -145,13 +155,11 @@ def test_labels_that_the_step_shifts() -> None:
     ("model", "reason"),
     [
         (structures.Convolutions(), "BatchNorm2d.* takes statistics over the batch"),
-        (structures.Skips(), r"the output of layers\.\d is used by layers\.3"),
         (nn.Linear(8, 8), "has no list of blocks"),
     ],
 )
 def test_what_cannot_be_cut_says_why(model: nn.Module, reason: str) -> None:
-    example = {nn.Linear: torch.zeros(2, 8), structures.Skips: TOKENS}
-    given = example.get(type(model), torch.zeros(2, 3, 16, 16))
+    given = torch.zeros(2, 8) if isinstance(model, nn.Linear) else torch.zeros(2, 3, 16, 16)
     plan = infer_plan(model, example=(given,))
     with pytest.raises(ValueError, match=reason):
         check_plan(model, plan, ParallelSizes(pipeline=2))

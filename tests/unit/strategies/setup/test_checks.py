@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from torch import nn, Tensor
 from torch.utils.data import DataLoader
@@ -13,7 +12,13 @@ from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.options import MeshOptions
 from lightning_par.strategies.setup.checks import check_module
 from tests.support.models.plain_language_model import token_pairs
-from tests.support.models.structures import Convolutions, images, LanguageModel, Planless
+from tests.support.models.structures import (
+    Convolutions,
+    images,
+    LanguageModel,
+    Planless,
+    Residual,
+)
 
 
 def planless(net: nn.Module, samples: list[Any]) -> Planless:
@@ -41,44 +46,27 @@ def test_tensor_ranks_that_all_compute_the_same_are_told_to_the_user() -> None:
         check_module(convolutions, options, ParallelSizes(pipeline=2))
 
 
-class Residual(nn.Module):
-    """Convolutions around which the input passes."""
+class Conditioned(nn.Module):
+    """Images [B, 3, 16, 16] -> [B, 10]; each layer gets what a part before them computes, too."""
 
-    def __init__(self, size: int, of: int) -> None:
+    def __init__(self, *, layers: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(size, of, 3, padding=1), nn.Conv2d(of, of, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu())
-
-
-class Unet(nn.Module):
-    """Images [B, 3, 16, 16] -> [B, 10], through parts whose inputs are kept for later ones."""
-
-    def __init__(self, *, middle: int) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([Residual(3, 16), Residual(16, 16), Residual(16, 16)])
-        self.middle = nn.ModuleList(Residual(16, 16) for _ in range(middle))
-        self.up = nn.ModuleList(Residual(32, 16) for _ in range(3))
+        self.stem = Residual(3, 16)
+        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 1) for _ in range(layers))
         self.head = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
-        for part in self.down:
-            x = part(x)
-            kept.append(x)
-        for part in self.middle:
-            x = part(x)
-        for part in self.up:
-            x = part(torch.cat([x, kept.pop()], 1))
-        return self.head(x.mean((2, 3)))
+        condition = hidden = self.stem(x)
+        for layer in self.layers:
+            hidden = layer(hidden + condition)
+        return self.head(hidden.mean((2, 3)))
 
 
 def test_stages_that_compute_most_of_a_model_twice_are_told_to_the_user() -> None:
-    """What a U-Net keeps for its second half is needed on every stage."""
+    """Every stage needs what the part before the layers computes."""
     two = ParallelSizes(pipeline=2)
-    with pytest.warns(UserWarning, match=r"=2 divides little of Planless: .*net\.down as well"):
-        check_module(on_images(Unet(middle=2)), MeshOptions(), two)
+    with pytest.warns(UserWarning, match=r"=2 divides little of Planless: .*net\.stem as well"):
+        check_module(on_images(Conditioned(layers=2)), MeshOptions(), two)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*divides little")
-        check_module(on_images(Unet(middle=8)), MeshOptions(), two)
+        check_module(on_images(Conditioned(layers=32)), MeshOptions(), two)
