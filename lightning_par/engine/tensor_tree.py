@@ -180,11 +180,14 @@ class TreeBroadcast:
     Args:
         group: Ranks that get the tree.
         source: Global rank whose tree it is.
+        is_source: Whether this rank's tree is used here; None: if this is that rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, source: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, source: int, *, is_source: bool | None = None
+    ) -> None:
         self._group, self._source = group, source
-        self._is_source = dist.get_rank() == source
+        self._is_source = dist.get_rank() == source if is_source is None else is_source
         self._header = b""
 
     def broadcast(self, tree: Any) -> Any:

@@ -5,10 +5,10 @@ send are this rank's own. Of a pipeline, the earlier stages answer with the shap
 blocks give, which are run without weights, and the last one with losses of 1.
 """
 
-import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, ExitStack, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn, Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lightning_par import mesh
+from lightning_par.engine.pipeline.actions import Schedule
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.p2p import Channel
 from lightning_par.engine.pipeline.stage import (
@@ -35,12 +35,11 @@ from lightning_par.engine.tensor.sequence_parallel import SEQUENCE_DIM
 from lightning_par.engine.tensor_tree import on_first_tensor, pack, PackedTree, TreeBroadcast
 from lightning_par.observe.weightless import WeightlessTensors
 from lightning_par.strategies.mesh_strategy import MeshStrategy
-from lightning_par.strategies.processes import mesh_processes
-from lightning_par.strategies.start import loss_rule
+from lightning_par.strategies.processes.host_status import OtherHost
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.pytree import tree_flatten, tree_map
 
-__all__ = ["LoneEnvironment", "answered_alone", "lone_world"]
+__all__ = ["LoneEnvironment", "LoneWorld", "lone_world"]
 
 
 class LoneEnvironment(ClusterEnvironment):
@@ -112,121 +111,108 @@ def lone_world(rank: int, world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=1)
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=HashStore())
+    send = dist.broadcast_object_list
     try:
-        yield
+        # Users call it, too; torch would unpickle what has not arrived.
+        with replaced(dist, "broadcast_object_list", partial(_own_objects, send)):
+            yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-@contextmanager
-def answered_alone(strategy: MeshStrategy, live: WeightlessTensors) -> Iterator[None]:
-    """Inside, a run of `strategy` does not wait for what other ranks would say.
+def _own_objects(
+    send: Callable[..., None], objects: list[Any], src: int = 0, group: Any = None, **options: Any
+) -> None:
+    """Leave in `objects` what this rank has, with the calls that torch makes for it."""
+    if src == dist.get_rank():
+        send(objects, src, group, **options)
+        return
+    sizes = torch.tensor([len(pickle.dumps(each)) for each in objects])
+    dist.broadcast(sizes, src, group=group)
+    dist.broadcast(torch.empty(int(sizes.sum()), dtype=torch.uint8), src, group=group)
+
+
+class LoneWorld:
+    """The `World` of a run whose other ranks are not there.
 
     Args:
         strategy: Of a Trainer in a `lone_world`.
-        live: Entered by the caller.
+        live: Does not count what other ranks would hold; entered by the caller.
     """
-    stages = _AbsentStages(strategy, live)
-    send_objects, send_batch = dist.broadcast_object_list, TreeBroadcast.broadcast
 
-    def broadcast_object_list(
-        objects: list[Any], src: int = 0, group: Any = None, **options: Any
-    ) -> None:
-        if src == dist.get_rank():
-            send_objects(objects, src, group, **options)
-            return
-        # The calls that torch makes, for this rank's own objects.
-        sizes = torch.tensor([len(pickle.dumps(each)) for each in objects])
-        dist.broadcast(sizes, src, group=group)
-        dist.broadcast(torch.empty(int(sizes.sum()), dtype=torch.uint8), src, group=group)
+    has_values = False
 
-    def broadcast(batches: TreeBroadcast, batch: Any) -> Any:
-        with replaced(batches, "_is_source", True):
-            return send_batch(batches, batch)
+    def __init__(self, strategy: MeshStrategy, live: WeightlessTensors) -> None:
+        self.channel = _LoneChannel
+        self.executor = partial(_LoneExecutor, strategy, live)
+        self.broadcast = partial(TreeBroadcast, is_source=True)
 
-    with ExitStack() as opened:
-        for owner, name, value in (
-            (dist, "broadcast_object_list", broadcast_object_list),
-            (TreeBroadcast, "broadcast", broadcast),
-            (Channel, "receive_header", stages.receive_header),
-            (PipelineExecutor, "run", stages.run),
-            # Calls that move nothing end at once.
-            (mesh, "set_timeout", lambda *_: None),
-            # Nobody watches ranks that are not there.
-            (mesh_processes, "open_status_file", lambda *_: (None, [])),
-            # Losses without values tell nothing of the rule by which they are made.
-            (loss_rule, "rule_error", lambda *_: math.nan),
-        ):
-            opened.enter_context(replaced(owner, name, value))
-        yield
+    def timeout(self, chosen: timedelta | None) -> None:
+        """Return None: calls that move nothing end at once."""
+
+    def open_status_file(self, *given: Any) -> tuple[None, list[OtherHost]]:
+        """Return no file: nobody watches ranks that are not there."""
+        return None, []
 
 
-class _AbsentStages:
-    """Answers for the other stages of a pipeline.
+class _LoneChannel(Channel):
+    """A channel that receives the headers which were put into it.
+
+    Attributes:
+        headers: Signature -> header.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.headers: dict[Any, PackedTree] = {}
+
+    @override
+    def receive_header(self, signature: Any) -> PackedTree:
+        header = self.headers[signature]
+        text = pickle.dumps(header)
+        for buffer in (torch.tensor([len(text)]), torch.empty(len(text), dtype=torch.uint8)):
+            dist.recv(buffer, self._source, group=self._group)
+        return header
+
+
+class _LoneExecutor(PipelineExecutor):
+    """An executor that answers for the other stages of its pipeline.
 
     Args:
         strategy: Knows the module, once it has been set up.
-        live: Does not count what other ranks would hold.
+        live: As for `LoneWorld`.
+        given: What `PipelineExecutor` takes.
     """
 
-    def __init__(self, strategy: MeshStrategy, live: WeightlessTensors) -> None:
+    def __init__(self, strategy: MeshStrategy, live: WeightlessTensors, *given: Any) -> None:
+        super().__init__(*given)
         self._strategy, self._live = strategy, live
         self._weights: dict[nn.Module, dict[str, Tensor]] = {}
         self._outputs: dict[Any, Any] = {}
-        self._headers: dict[Any, PackedTree] = {}
-        self._run, self._receive = PipelineExecutor.run, Channel.receive_header
 
-    @property
-    def run(self) -> Callable[..., PipelineRun]:
-        """Stands for `PipelineExecutor.run`."""
-
-        def run(
-            executor: PipelineExecutor,
-            schedule: Any,
-            step: Callable[[int], Any],
-            signatures: Any,
-            scaled_loss_of: Any,
-            *more: Any,
-            **options: Any,
-        ) -> PipelineRun:
-            for stage in executor.stages:
-                link = None if stage.is_first else executor.links[stage.index - 1].activations
-                for index, signature in enumerate(signatures):
-                    if not isinstance(link, Channel) or (link, signature) in self._headers:
-                        continue
-                    self._headers[link, signature] = self._header(stage, partial(step, index))
-            given = step, signatures, scaled_loss_of, *more
-            done = self._run(executor, schedule, *given, **options)
-            if not any(stage.is_last for stage in executor.stages):
-                for index in range(len(signatures)):
-                    done.results[index] = torch.ones(())
-                    if scaled_loss_of is not None:
-                        scaled_loss_of(index, done.results[index])
-            return done
-
-        return run
-
-    @property
-    def receive_header(self) -> Callable[[Channel, Any], PackedTree]:
-        """Stands for `Channel.receive_header`."""
-
-        def receive_header(channel: Channel, signature: Any) -> PackedTree:
-            text = pickle.dumps(self._headers[channel, signature])
-            arriving = iter(
-                [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
-            )
-            receive = dist.recv
-
-            def recv(tensor: Tensor, *args: Any, **options: Any) -> Any:
-                source = receive(tensor, *args, **options)
-                tensor.copy_(next(arriving))
-                return source
-
-            with replaced(dist, "recv", recv):
-                return self._receive(channel, signature)
-
-        return receive_header
+    @override
+    def run(
+        self,
+        schedule: Schedule,
+        step: Callable[[int], Any],
+        signatures: Sequence[Hashable],
+        scaled_loss_of: Callable[[int, Any], Tensor] | None,
+        *more: Any,
+        **options: Any,
+    ) -> PipelineRun:
+        for stage in self.stages:
+            link = None if stage.is_first else self.links[stage.index - 1].activations
+            for index, signature in enumerate(signatures):
+                if isinstance(link, _LoneChannel) and signature not in link.headers:
+                    link.headers[signature] = self._header(stage, partial(step, index))
+        done = super().run(schedule, step, signatures, scaled_loss_of, *more, **options)
+        if not any(stage.is_last for stage in self.stages):
+            for index in range(len(signatures)):
+                done.results[index] = torch.ones(())
+                if scaled_loss_of is not None:
+                    scaled_loss_of(index, done.results[index])
+        return done
 
     def _header(self, stage: Stage, step: Callable[[], Any]) -> PackedTree:
         """Return the header of what the stage before `stage` sends for a micro-batch."""

@@ -53,7 +53,7 @@ from lightning_par.profiling.comm_volume import CommVolume, CommVolumeEntry, pay
 from lightning_par.sizes import ParallelSizes
 from lightning_par.strategies.mesh_strategy import MeshStrategy
 from lightning_par.upstream.functions import replaced
-from lightning_par.verification.absent_ranks import answered_alone, lone_world, LoneEnvironment
+from lightning_par.verification.absent_ranks import lone_world, LoneEnvironment, LoneWorld
 
 __all__ = [
     "VALUE_CALLBACKS",
@@ -293,8 +293,9 @@ def rehearse(make: MakeRun, *, num_nodes: int, devices: int, rank: int) -> Rehea
         trainer, module, data = _built(make, observer, LoneEnvironment(rank, num_nodes, devices))
         strategy = trainer.strategy
         assert isinstance(strategy, MeshStrategy)
-        prepared = _prepared(trainer, strategy, live), answered_alone(strategy, live)
-        with prepared[0], prepared[1], counted("operations", f"rehearsing rank {rank}", None):
+        strategy.processes.world = LoneWorld(strategy, live)
+        operations = counted("operations", f"rehearsing rank {rank}", None)
+        with _prepared(trainer, strategy, live), operations:
             trainer.fit(module, data)
     return Rehearsal(
         rank=rank,

@@ -63,9 +63,9 @@ from lightning_par.strategies.processes.shared_folders import (
 )
 from lightning_par.strategies.processes.watchdog import (
     is_communication_error,
-    open_status_file,
     RankWatch,
 )
+from lightning_par.strategies.processes.world import RealWorld, World
 from lightning_par.strategies.processes.world_collectives import check_world_collectives
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.lightning import (
@@ -90,6 +90,7 @@ class MeshProcesses:
         options: Sizes, backend and timeout that the user chose.
 
     Attributes:
+        world: The other ranks, for those who depend on them; a rehearsal sets one without any.
         activity: What this rank is doing, for messages about ranks that fail.
         decisions: What the run found out by itself, such as the rule of its loss.
         interruption: Whether an exception is being handled, and on which ranks.
@@ -111,6 +112,7 @@ class MeshProcesses:
         self._variables: list[str] = []
         self._owns_group = False
         self._filter: Any = None
+        self.world: World = RealWorld()
         self.activity, self.decisions = Activity(), Decisions()
         self._opened = ExitStack()
         self.catch_up: Callable[[], None] | None = None  # set with the model
@@ -333,7 +335,7 @@ class MeshProcesses:
             if self._route is not None and local_rank == 0:
                 server = HostStatusServer(self._route.address)
             given = self.rank, local_rank, self.activity, sizes, server
-            file, others = open_status_file(*given)
+            file, others = self.world.open_status_file(*given)
             if file is not None:
                 self._watch = RankWatch(
                     file, sizes, self._options.timeout, others, server, speaks=self.speaks
@@ -382,7 +384,8 @@ class MeshProcesses:
             filters: Any = warnings.filters  # a list
             filters.insert(0, self._filter)
         if self._mesh is None:
-            self._mesh = build_mesh(self.sizes, self.device.type, self._options.timeout)
+            timeout = self.world.timeout(self._options.timeout)
+            self._mesh = build_mesh(self.sizes, self.device.type, timeout)
         self._collectives.close()
         self._collectives.enter_context(check_world_collectives(self.sizes, self.activity))
         self._collectives.enter_context(whole_random_draws())

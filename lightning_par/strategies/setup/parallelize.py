@@ -30,8 +30,8 @@ from lightning_par.engine.experts.apply import (
 )
 from lightning_par.engine.init.deferred_init import ConstructionRecord
 from lightning_par.engine.init.materialize import broadcast_values, Materializer
-from lightning_par.engine.pipeline.executor import PipelineExecutor
 from lightning_par.engine.pipeline.module_split import cut_stages
+from lightning_par.engine.pipeline.p2p import Channel
 from lightning_par.engine.pipeline.split_backward import WeightGradients
 from lightning_par.engine.pipeline.stage import Stage
 from lightning_par.engine.pipeline.stage_links import connect, group_name, StageLink
@@ -79,7 +79,8 @@ def parallelize(  # house: the order, in one place
         device: Device of this rank.
         record: How parameters on meta are initialized.
         options: The options of the strategy.
-        processes: Hold where steps and actions of the pipeline are written down, and decisions.
+        processes: Hold the other ranks, decisions, and where steps and actions of the pipeline are
+            written down.
 
     **Communicates**: a seed, and the values of parameters that are not on meta, from rank 0 to all.
     """
@@ -100,9 +101,10 @@ def parallelize(  # house: the order, in one place
     sharding = _materialize(module, resolved, mesh, parts, device, record, seed, options)
     if options.compile_blocks is not False:
         copy_first_gradients(module)
-    links = _connect(mesh, parts.rank_of_stage, device)
+    world = processes.world
+    links = _connect(mesh, parts.rank_of_stage, device, world.channel)
     hooks = None if sharding.is_plain else sharding
-    executor = PipelineExecutor(
+    executor = world.executor(
         parts.stages, links, hooks, parts.weight_gradients, processes.activity
     )
     gradients = _gradient_path(module, resolved, mesh, parts, sharding, device, options)
@@ -118,6 +120,7 @@ def parallelize(  # house: the order, in one place
         device=device,
         seed=seed,
         activity=processes.activity,
+        world=world,
         reads=_watch_reads(module, resolved, mesh, known, parts, device, sharding, options),
         manual=ManualSteps(module, gradients.norms),
     )
@@ -368,7 +371,7 @@ def _agree_on_seed(device: torch.device) -> int:
 
 
 def _connect(
-    mesh: ParallelMesh, rank_of_stage: Sequence[int], device: torch.device
+    mesh: ParallelMesh, rank_of_stage: Sequence[int], device: torch.device, channel: type[Channel]
 ) -> dict[int, StageLink]:
     """Make the groups of the pipeline, the same on every rank, and this rank's links."""
     ranks = [list(range(mesh.sizes.pipeline))]
@@ -379,5 +382,5 @@ def _connect(
                 group = mesh.subgroup(("pp",), ranks)
                 assert group is not None
                 mesh.links[name] = group
-    rank_at = partial(mesh.rank_at, "pp")
-    return connect(rank_of_stage, mesh.place["pp"], mesh.links.__getitem__, rank_at, device)
+    given = mesh.place["pp"], mesh.links.__getitem__, partial(mesh.rank_at, "pp"), device
+    return connect(rank_of_stage, *given, channel)

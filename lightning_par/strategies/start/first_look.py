@@ -90,6 +90,7 @@ class FirstLook:
         form: Notices when the loss takes another form than it had when it was looked at.
         decisions: Where it is noted.
         microbatches: Into how many a full batch is cut.
+        has_values: Whether losses have values, which may tell the rule.
 
     Attributes:
         share: What the batch that comes is of the global one.
@@ -106,11 +107,12 @@ class FirstLook:
         form: FormWatch,
         decisions: Decisions,
         microbatches: int,
+        has_values: bool,
     ) -> None:
         self._module, self._mesh, self._layout, self._weigher = module, mesh, layout, weigher
         self._form, self._decisions, self._microbatches = form, decisions, microbatches
         self._looks, self._is_known, self.share = 0, True, Share()
-        self.is_told = False
+        self.is_told, self._has_values = False, has_values
         self.is_over = mesh.sizes.context > 1 or mesh.sizes.world_size == 1
 
     def is_due(
@@ -300,8 +302,9 @@ class FirstLook:
         is_random: bool,
         count: int = 0,
     ) -> _Finding:
+        errors = errors_of(rules, seen, parts[1:]) if len(parts) > 1 else {}
         return _Finding(
-            errors=errors_of(rules, seen, parts[1:]) if len(parts) > 1 else {},
+            errors=errors if self._has_values else dict.fromkeys(errors, math.nan),
             is_random=is_random,
             seen=rules_seen(rules, seen.losses, seen.calls, parts),
             labels=labels_seen(rules, seen.calls, parts),

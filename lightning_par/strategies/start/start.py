@@ -64,7 +64,7 @@ class RunStart:
         self.steps, self.proof, self._is_proved = steps, proof, is_proved
         module, mesh, layout = steps.module, steps.mesh, steps.batch_layout
         self.after_look: dict[int, Callable[[], None]] = {}
-        given = steps.weigher, steps.form, decisions, steps.count
+        given = steps.weigher, steps.form, decisions, steps.count, steps.world.has_values
         self._first_look = FirstLook(module, mesh, layout, *given)
         self.is_over, self._has_begun = False, False
         self._end_of_run = EndOfRun(module, steps.weigher, self._first_look)

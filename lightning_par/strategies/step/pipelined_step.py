@@ -33,7 +33,7 @@ from lightning_par.engine.grad_scaler import MeshGradScaler
 from lightning_par.engine.pipeline.actions import Schedule, TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
 from lightning_par.engine.pipeline.schedules import forward_only
-from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu, TreeBroadcast
+from lightning_par.engine.tensor_tree import broadcast_object, map_tensors, to_cpu
 from lightning_par.errors import (
     ConfigurationError,
     NonFiniteError,
@@ -44,6 +44,7 @@ from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.components.step_attributes import StepAttributes
 from lightning_par.strategies.components.step_writes import StepWrites
+from lightning_par.strategies.processes.world import World
 from lightning_par.strategies.step.batch_weights import (
     BatchWeigher,
     BatchWeights,
@@ -86,6 +87,7 @@ class PipelinedSteps:
         module: The user's LightningModule, which holds the stages of this rank.
         mesh: Mesh with a ``pp`` axis.
         executor: Runs the stages of this rank.
+        world: The other ranks of the run.
         sharding: Zeroes gradients of losses with weight 0.
         weigher: Weighs micro-batches.
         user_step: Surrounds the user's step.
@@ -110,6 +112,7 @@ class PipelinedSteps:
         module: pl.LightningModule,
         mesh: ParallelMesh,
         executor: PipelineExecutor,
+        world: World,
         sharding: Sharding,
         weigher: BatchWeigher,
         user_step: UserStep,
@@ -125,13 +128,12 @@ class PipelinedSteps:
         self.last_weight, self.most = torch.ones(()), sys.maxsize
         self.see_loss: Callable[[Tensor, int], None] | None = None
         self._sharding, self._weigher, self._user_step = sharding, weigher, user_step
-        self._sequence, self._num_microbatches = sequence, num_microbatches
-        self._replay = replay
+        self._sequence, self._num_microbatches, self._replay = sequence, num_microbatches, replay
         self._schedule, self._rank_of_stage = schedule, rank_of_stage
         self._is_only_replica = mesh.sizes.data == 1
         self._source = mesh.rank_at("pp", rank_of_stage[-1])  # the last stage, of this replica
         self._group = mesh.group("pp")
-        self._results = TreeBroadcast(self._group, self._source)
+        self._results = world.broadcast(self._group, self._source)
         self._attributes = StepAttributes(module)
         self._metrics = MetricsOfBatch(module)
         self._metrics.follow()
@@ -139,7 +141,7 @@ class PipelinedSteps:
         self._buffers = StageBuffers(
             module, counts, stages=len(executor.stages), divides=num_microbatches > 1
         )
-        self._attributes_sent = TreeBroadcast(self._group, self._source)
+        self._attributes_sent = world.broadcast(self._group, self._source)
         self._left, self._told = dict[int, dict[str, float]](), frozenset[str]()
         self._checked: set[Any] = set()  # shapes of batches whose loss was not NaN
 

@@ -21,7 +21,6 @@ from lightning_par.engine.batch import BatchDims, BatchDimsFinder
 from lightning_par.engine.data.fsdp import Sharding
 from lightning_par.engine.pipeline.actions import TimedAction
 from lightning_par.engine.pipeline.executor import PipelineExecutor, PipelineRun
-from lightning_par.engine.tensor_tree import TreeBroadcast
 from lightning_par.mesh import ParallelMesh
 from lightning_par.plan.parallel_plan import BatchLayout
 from lightning_par.strategies.data.batch_copies import copies_to
@@ -31,6 +30,7 @@ from lightning_par.strategies.data.replica_batches import Share
 from lightning_par.strategies.data.uneven_batches import check_loader
 from lightning_par.strategies.data.weights_on_host import KnownWeights, WeightsOnHost
 from lightning_par.strategies.options import MeshOptions
+from lightning_par.strategies.processes.world import World
 from lightning_par.strategies.step.batch_statistics import synchronize_batchnorm
 from lightning_par.strategies.step.batch_weights import BatchWeigher, declared_rule, Step
 from lightning_par.strategies.step.counted_buffers import CountedBuffers
@@ -109,12 +109,14 @@ class StepRunner:
         device: Device of this rank.
         seed: Seed of all steps, the same on every rank.
         activity: Where every step is written down.
+        world: The other ranks of the run.
         reads: Answers parameters that the user's step reads.
         manual: Steps that run their own backwards, if they do.
 
     Attributes:
         manual: As given.
         reads: As given.
+        world: As given.
         loaders: Divides the samples of data loaders.
         pipeline: Runs steps through the pipeline; None without one.
         seed: Seed of all steps; checkpoints keep it.
@@ -145,6 +147,7 @@ class StepRunner:
         device: torch.device,
         seed: int,
         activity: Activity,
+        world: World,
         reads: ParameterReads,
         manual: ManualSteps,
     ) -> None:
@@ -155,7 +158,7 @@ class StepRunner:
         self._in_step = False
         # Loaders are seeded by global rank: what they shuffle may differ within a replica.
         first = dist.get_global_rank(mesh.replica_group, 0)
-        self._broadcast = TreeBroadcast(mesh.replica_group, first)
+        self._broadcast, self.world = world.broadcast(mesh.replica_group, first), world
         self.mesh, self._has_replicas, self._device = mesh, sizes.data > 1, device  # asked often
         self.loaders = ReplicaLoaders(module, mesh, sharding, device, options)
         self.share = Share()
@@ -179,6 +182,7 @@ class StepRunner:
                 module=module,
                 mesh=mesh,
                 executor=executor,
+                world=world,
                 sharding=sharding,
                 weigher=self.weigher,
                 user_step=self._microbatch_step,
