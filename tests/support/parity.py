@@ -139,6 +139,7 @@ def _momenta(user: Any, optimizer: Any) -> dict[str, Tensor]:
     return {
         names[id(p)]: state.get("exp_avg", state.get("momentum_buffer"))
         for p, state in optimizer.state.items()
+        if not isinstance(p, AbsentParameter)
     }
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from lightning_par.strategies.hooks.whole_view import WholeView
 from lightning_par.strategies.setup.parallel_model import ParallelModel
-from lightning_par.strategies.setup.stage_optimizers import groups_of_all_stages
 from lightning_par.strategies.step.absent_parameter import is_of_a_framework
 from lightning_par.upstream.functions import replaced
 from lightning_par.upstream.lightning import hook_calls
@@ -157,9 +156,9 @@ class UserHooks:
     def _show_whole(self, stack: ExitStack, label: str, *, is_first: bool) -> None:
         """Until a stack is closed, code of a user's sees the whole module."""
         assert self._view is not None
-        stack.enter_context(groups_of_all_stages(self._trainer.optimizers))
+        optimizers = self._trainer.optimizers
         stack.enter_context(self._reads.in_hook(self._view))
-        stack.enter_context(self._view.around(label, is_first=is_first))
+        stack.enter_context(self._view.around(label, optimizers, is_first=is_first))
 
     def _loader(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return what stands for `load_state_dict` in hooks: of a whole state dict, as `state_dict`

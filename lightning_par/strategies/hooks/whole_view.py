@@ -28,12 +28,14 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.dtensor import whole
 from lightning_par.errors import ConfigurationError
 from lightning_par.mesh import ParallelMesh
 from lightning_par.strategies.hooks.mixed_tensors import first, is_masked, run, SET_DATA, written
+from lightning_par.strategies.hooks.whole_groups import WholeGroups
 from lightning_par.strategies.step.absent_parameter import (
     About,
     absent_parameter,
@@ -82,9 +84,10 @@ _CURE = (
     "Run a forward on every rank, outside of `if trainer.is_global_zero`, and print or write what "
     "comes on one. Of weights each rank holds a part: trainer.strategy.full_parameter(name) gives "
     "a whole one, and trainer.strategy.gather_state_dict() all of them on rank 0; every rank has "
-    "to call them. Go over module.named_parameters(), which lists the same on all; a logger writes "
-    "on rank 0 alone, so give it arrays that every rank has made before: p.detach().numpy(), "
-    "p.grad.numpy()."
+    "to call them. States of an optimizer stay on their stage; a checkpoint has those of all: "
+    "torch.load(path)['optimizer_states']. Go over module.named_parameters(), which lists the "
+    "same on all; a logger writes on rank 0 alone, so give it arrays that every rank has made "
+    "before: p.detach().numpy(), p.grad.numpy()."
 )
 
 
@@ -109,6 +112,7 @@ class WholeView(TorchFunctionMode):
         self._held: dict[int, tuple[str, int]] = {}
         self._grads: dict[str, Tensor | None] | None = None
         self._hook, self._is_first, self._is_paused = "", False, True
+        self._groups = WholeGroups((), self.agree)
         self._run = uuid.uuid4().hex
         self._fakes: Any = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -131,11 +135,14 @@ class WholeView(TorchFunctionMode):
         return dict(self._module.named_parameters(remove_duplicate=False))
 
     @contextmanager
-    def around(self, hook: str, *, is_first: bool) -> Iterator[None]:
+    def around(
+        self, hook: str, optimizers: Iterable[Optimizer], *, is_first: bool
+    ) -> Iterator[None]:
         """Surrounds a hook.
 
         Args:
             hook: Its name, for messages.
+            optimizers: Those of this rank.
             is_first: Whether it runs for the first time, or is compared in every run.
 
         Raises:
@@ -145,26 +152,35 @@ class WholeView(TorchFunctionMode):
         ranks.
         """
         self._hook, self._is_first, self._is_paused = hook, is_first, False
+        self._groups = WholeGroups(optimizers, self.agree)
+        states = self._groups.show()
         if self._owners:
             named = dict(self._module.named_buffers()) | self._parameters()
             owners = self._owners
-            self._held = {id(t): (n, owners[n]) for n, t in named.items() if n in owners}
+            self._held = {id(state): ("", self._place) for state in states}
+            self._held |= {id(t): (n, owners[n]) for n, t in named.items() if n in owners}
         try:
             with replaced(DTensor, "numpy", Tensor.numpy), self:  # refused elsewhere
                 yield
             self._agree(END_OF_HOOK, None)
         finally:
+            self._groups.hide()
             self._is_paused, self._grads = True, None
             self._held.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, tensors are those of this rank."""
-        before, self._is_paused = self._is_paused, True
+        if self._is_paused:
+            yield
+            return
+        self._is_paused = True
+        self._groups.hide()
         try:
             yield
         finally:
-            self._is_paused = before
+            self._is_paused = False
+            self._groups.show()
 
     def wait(self) -> None:
         """Refuse ranks that wait in a hook for one that asks them for values."""
@@ -172,12 +188,12 @@ class WholeView(TorchFunctionMode):
             self._agree("a barrier", None)
 
     def agree(self, what: str) -> None:
-        """Refuse what some ranks do not do; in the first run of the hook, as elsewhere they wait.
+        """Refuse what some stages do not do, and in the first run of the hook some ranks.
 
         Args:
             what: What this rank is about to do.
         """
-        self._agree(what, None)
+        self._agree(what, self._group)
 
     @property
     def is_on(self) -> bool:

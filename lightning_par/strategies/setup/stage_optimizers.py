@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from torch import nn
+from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_par.dtensor import local_part
-from lightning_par.errors import ConfigurationError, PlanError
+from lightning_par.errors import ConfigurationError
 from lightning_par.strategies.components.optimizer_forms import give_parts
+from lightning_par.strategies.hooks.whole_groups import is_absent, note_places
 from lightning_par.strategies.optimizers.reach import (
     check_references,
     declared_reach,
@@ -24,12 +25,10 @@ from lightning_par.strategies.optimizers.reach import (
 from lightning_par.strategies.optimizers.whole_step import WholeStep
 from lightning_par.strategies.setup.parallel_model import ParallelModel
 from lightning_par.strategies.setup.replaced_parameters import check_membership
-from lightning_par.strategies.step.absent_parameter import AbsentParameter, user_line
 from lightning_par.upstream.dtensor import sharded_like
 
 __all__ = [
     "adopt_optimizers",
-    "groups_of_all_stages",
     "kept_by_optimizers",
     "move_states",
     "optimizers_of_a_stage",
@@ -38,10 +37,6 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 _MIB = 2**20
-_PLACES = "_lightning_par_places"
-"""Attribute of an optimizer of a stage: for each group, its members as one process lists them; None
-for one that this stage holds.
-"""
 
 
 @contextmanager
@@ -61,10 +56,10 @@ def optimizers_of_a_stage(stages: int) -> Iterator[None]:
     original = Optimizer.__init__
 
     def init(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        if not isinstance(params, torch.Tensor):  # which torch refuses
+        if not isinstance(params, Tensor):  # which torch refuses
             given = [_with_list(entry) for entry in params]
             groups = given if any(isinstance(entry, dict) for entry in given) else [given]
-            vars(self)[_PLACES] = [_places(_members(group)) for group in groups]
+            note_places(self, map(_members, groups))
             params = _held_groups(given) or [{"params": []}]
         original(self, params, defaults)
 
@@ -75,78 +70,13 @@ def optimizers_of_a_stage(stages: int) -> Iterator[None]:
         Optimizer.__init__ = original  # type: ignore[method-assign]
 
 
-@contextmanager
-def groups_of_all_stages(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Inside, the groups of optimizers list the parameters of all stages, as on one process.
-
-    Args:
-        optimizers: Those that were made in `optimizers_of_a_stage`.
-    """
-    found = [optimizer for optimizer in optimizers if _PLACES in vars(optimizer)]
-    for optimizer in found:
-        for group, places in zip(optimizer.param_groups, vars(optimizer)[_PLACES], strict=False):
-            held = iter(tuple(group["params"]))
-            if sum(place is None for place in places) == len(group["params"]):
-                group["params"][:] = [next(held) if p is None else p for p in places]
-                optimizer.state.update((p, _StateElsewhere(p.fqn)) for p in places if p is not None)
-    try:
-        yield
-    finally:
-        for optimizer in found:
-            members = [group["params"] for group in optimizer.param_groups]
-            vars(optimizer)[_PLACES] = [_places(listed) for listed in members]
-            for listed in members:
-                for member in filter(_is_absent, listed):
-                    optimizer.state.pop(member, None)
-                listed[:] = [member for member in listed if not _is_absent(member)]
-
-
-class _StateElsewhere(Mapping[str, Any]):
-    """What an optimizer keeps of a parameter of another stage: whoever reads it is refused.
-
-    Args:
-        name: FQN of the parameter.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getitem__(self, key: str) -> Any:
-        raise self._refusal()
-
-    def __iter__(self) -> Iterator[str]:
-        raise self._refusal()
-
-    def __len__(self) -> int:
-        raise self._refusal()
-
-    def _refusal(self) -> PlanError:
-        return PlanError(
-            "LP408",
-            f"the state that the optimizer keeps of {self._name} is read{user_line()} in a hook, "
-            "and is on another pipeline stage. A checkpoint has the states of all stages "
-            "(torch.load(path)['optimizer_states']); or use pipeline_parallel_size=1.",
-        )
-
-
 def _members(group: Any) -> list[Any]:
     return group["params"] if isinstance(group, dict) else group  # type: ignore[no-any-return]
 
 
-def _places(members: Iterable[Any]) -> list[Any]:
-    """Return a list with what stands for parameters of other stages, and None for those held."""
-    bare = (member[1] if isinstance(member, tuple) else member for member in members)
-    return [member if isinstance(member, AbsentParameter) else None for member in bare]
-
-
-def _is_absent(given: Any) -> bool:
-    """Whether what an optimizer is given is a parameter of another stage, perhaps with its name."""
-    return isinstance(given[1] if isinstance(given, tuple) else given, AbsentParameter)
-
-
 def _held_groups(given: Iterable[Any]) -> list[Any]:
     """Return what an optimizer is given, without the parameters of other stages."""
-    groups = [_held(entry) for entry in given if not _is_absent(entry)]
+    groups = [_held(entry) for entry in given if not is_absent(entry)]
     members = [group["params"] for group in groups if isinstance(group, dict)]
     if not all(members):  # torch wants names in all groups or in none; one without members has none
         for held in members:
@@ -159,14 +89,14 @@ def _with_list(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
     members = given["params"]
-    return {**given, "params": [members] if isinstance(members, torch.Tensor) else [*members]}
+    return {**given, "params": [members] if isinstance(members, Tensor) else [*members]}
 
 
 def _held(given: Any) -> Any:
     """Return a group without the parameters of other stages, and a parameter as it is."""
     if not isinstance(given, dict):
         return given
-    return {**given, "params": [member for member in given["params"] if not _is_absent(member)]}
+    return {**given, "params": [member for member in given["params"] if not is_absent(member)]}
 
 
 def adopt_optimizers(optimizers: Iterable[Optimizer], model: ParallelModel) -> None:

@@ -57,6 +57,7 @@ class DividedLook:
         layout: Where the sequence dims of a batch are.
         weigher: Weighs what the ranks log.
         tolerance: Returns that of roundings, relative.
+        has_values: Whether losses have values, which may be compared.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class DividedLook:
         layout: BatchLayout,
         weigher: BatchWeigher,
         tolerance: Callable[[], float],
+        has_values: bool,
     ) -> None:
         self._module, self._mesh, self._sequence = module, mesh, sequence
         self._layout, self._weigher, self._tolerance = layout, weigher, tolerance
-        self._unsettled: set[Any] = set()
+        self._has_values, self._unsettled = has_values, set[Any]()
 
     def check_training(self, batch: Any, dims: BatchDims, run: Look) -> None:
         """Refuse a training step whose loss on divided sequences is another one.
@@ -211,6 +213,8 @@ class DividedLook:
         self, whole: StepReport, seen: StepReport, weights: BatchWeights, *, trains: bool
     ) -> dict[str, str]:
         """Return which values on divided sequences are others than on whole ones."""
+        if not self._has_values:
+            return {}
         tolerance = self._tolerance()
         values: dict[str, tuple[float, float]] = {}
         if whole.losses and seen.losses and not weights.is_sum:

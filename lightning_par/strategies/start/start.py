@@ -64,14 +64,16 @@ class RunStart:
         self.steps, self.proof, self._is_proved = steps, proof, is_proved
         module, mesh, layout = steps.module, steps.mesh, steps.batch_layout
         self.after_look: dict[int, Callable[[], None]] = {}
-        given = steps.weigher, steps.form, decisions, steps.count, steps.world.has_values
+        weigher, has_values = steps.weigher, steps.world.has_values
+        given = weigher, steps.form, decisions, steps.count, has_values
         self._first_look = FirstLook(module, mesh, layout, *given)
         self.is_over, self._has_begun = False, False
         self._end_of_run = EndOfRun(module, steps.weigher, self._first_look)
         self._divided_look: DividedLook | None = None
         if steps.sequence is not None:
+            tolerance = self._first_look.tolerance
             self._divided_look = DividedLook(
-                module, mesh, steps.sequence, layout, steps.weigher, self._first_look.tolerance
+                module, mesh, steps.sequence, layout, weigher, tolerance, has_values
             )
         self._met = dict[Any, EvaluationStep]()
         steps.form.again = self._look_again

@@ -98,6 +98,12 @@ def test_another_trainer_is_refused_with_the_one_to_build(options, said):
     assert caught.value.code == "LP918"
 
 
+def test_a_last_stage_with_divided_sequences_compares_no_losses():
+    """On ranks that are not there the loss of whole sequences has no value."""
+    sizes = {**CUBE, "data_parallel_size": 1, "context_parallel_size": 2}
+    assert run(7, sizes, {}).memory[GRADIENTS] > 0
+
+
 def test_every_batch_of_an_accumulated_step_counts():
     """Under ZeRO 3 each gathers the blocks; the last one sums the gradients of all."""
     sizes = {**CUBE, "pipeline_parallel_size": 1, "data_parallel_size": 4, "zero_stage": 3}
