@@ -37,13 +37,12 @@ class AdoptedPrecision:
     """
 
     def __init__(self) -> None:
-        self._given: Precision | None = None
-        self._own: Precision | None = None
+        self._own: Any = None
 
     @property
     def given(self) -> Precision | None:
         """The plugin that was adopted last, as the user made it."""
-        return self._given
+        return getattr(self._own, "given", None)
 
     def adopt(self, plugin: Precision) -> Precision:
         """Return the copy of a plugin; for one that was adopted last, the same as then.
@@ -51,14 +50,16 @@ class AdoptedPrecision:
         Args:
             plugin: The user's, or the copy itself.
         """
-        if self._own is None or (plugin is not self._given and plugin is not self._own):
-            self._given, self._own = plugin, copy.copy(plugin)
+        if self._own is None or (plugin is not self._own.given and plugin is not self._own):
+            self._own = copy.copy(plugin)
             self._own.__class__ = mesh_precision(type(plugin))
+            self._own.given = plugin
             scaler = getattr(plugin, "scaler", None)
             if scaler is not None:
                 device = getattr(plugin, "device", "cuda")  # for which torch makes a scaler
-                self._own.scaler = MeshGradScaler.like(scaler, device)  # type: ignore[attr-defined]
-        return self._own
+                self._own.scaler = MeshGradScaler.like(scaler, device)
+        own: Precision = self._own
+        return own
 
     def connect(
         self,
@@ -71,8 +72,8 @@ class AdoptedPrecision:
             gradients: The path along which it clips.
             around_backward: Surrounds a backward; gives the loss that is to be differentiated.
         """
-        self._own.gradients = gradients  # type: ignore[union-attr]
-        self._own.around_backward = around_backward  # type: ignore[union-attr]
+        self._own.gradients = gradients
+        self._own.around_backward = around_backward
         gradients.scaler = getattr(self._own, "scaler", None)
 
 

@@ -441,6 +441,7 @@ class _MeshPrecision(Precision):
     a plugin would clip those of one device.
     """
 
+    given: Precision  # the plugin that was adopted, as the user made it
     gradients: GradientPath
     around_backward: Callable[[Tensor], AbstractContextManager[Tensor]]
     is_lightnings: bool
